@@ -27,7 +27,7 @@ from services.worker.native.library import (
 
 COMPILED = kernels()
 needs_kernels = pytest.mark.skipif(
-    COMPILED is None or not packs(torch.zeros(32, 32)), reason="needs a compiler and AVX-512"
+    COMPILED is None or not packs(torch.zeros(32, 32)), reason="needs a compiler and a processor whose products are fast"
 )
 DTYPES = [d for d in library.DTYPES if COMPILED is not None and packs(torch.zeros(32, 32, dtype=d))]
 
@@ -51,7 +51,7 @@ def test_a_product_has_torchs_result_and_its_rows_the_same_bits_alone(
     assert torch.equal(linear(x[:, :2].contiguous() if inputs == 2 else x.repeat(1, 2)[:, :inputs]), whole)
 
 
-@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX512-BF16")
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs a processor whose products of it are fast")
 @pytest.mark.parametrize("group_size", [None, 32, 192])
 @pytest.mark.parametrize("outputs", [32, 70])
 def test_weights_of_few_bits_are_the_numbers_they_stand_for(group_size: int | None, outputs: int) -> None:

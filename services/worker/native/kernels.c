@@ -30,16 +30,46 @@
 
 #define ALWAYS static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define LANES 16
 
-typedef float floats __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
-typedef float floats_at __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t words_at __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t halves_at __attribute__((vector_size(32), aligned(2), may_alias));
-typedef int8_t bytes_at __attribute__((vector_size(16), aligned(1), may_alias));
+/* A vector is a register of the processor. Sums of as many rows as registers hold are made together: ROWS of a product with
+ * PANEL outputs, GROUP of attention with COLUMNS vectors. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 12
+#define GROUP 4
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#else
+#define LANES 8
+#define ROWS 3
+#define GROUP 3
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#endif
+#define COLUMNS 4
+#define FEW_TILES 4 /* for which a panel is widened on its way into registers */
+
+/* A value that is used several times: the compiler would read it from memory each time. */
+#if defined(__AVX__) && LANES == 8
+#define KEEP(x) __asm__("" : "+x"(x))
+#else
+#define KEEP(x) (void)0
+#endif
+
+/* Whether the processor multiplies pairs of bfloat16. Otherwise they are widened to float32 on their way into registers, and
+ * attention's keys and values where they are packed. */
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef float floats_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t halves_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t bytes_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint32_t word_at __attribute__((aligned(4), may_alias));
 
 /* ------------------------------------------------------------------------------------------------------- elements */
@@ -50,30 +80,32 @@ ALWAYS floats choose(ints where, floats a, floats b) {
     return (floats)((where & (ints)a) | (~where & (ints)b));
 }
 
-ALWAYS floats fma16(floats a, floats b, floats c) {
+ALWAYS floats fused(floats a, floats b, floats c) {
 #if defined(__AVX512F__)
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
 }
 
-/* acc + the product of a word with each lane's. */
-ALWAYS floats dot(const int bf16, floats acc, words b, uint32_t a) {
-    if (!bf16) {
+/* The first of each word's two bfloat16, and the second. */
+ALWAYS floats first_of(words x) { return (floats)(x << 16); }
+ALWAYS floats second_of(words x) { return (floats)(x & 0xffff0000u); }
+
+/* acc + the product of a word, `pairs` of bfloat16 or a float32, with each lane's. */
+ALWAYS floats dot(const int pairs, floats acc, words b, uint32_t a) {
+    if (!pairs) {
         float x;
         memcpy(&x, &a, 4);
-        return fma16(splat(x), (floats)b, acc);
+        return fused(splat(x), (floats)b, acc);
     }
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     return (floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
 #else
-    uint32_t low = a << 16, high = a & 0xffff0000u;
-    float x, y;
-    memcpy(&x, &low, 4);
-    memcpy(&y, &high, 4);
-    acc = fma16(splat(x), (floats)(b << 16), acc);
-    return fma16(splat(y), (floats)(b & 0xffff0000u), acc);
+    words both = a - (words){0};
+    return fused(second_of(both), second_of(b), fused(first_of(both), first_of(b), acc));
 #endif
 }
 
@@ -110,15 +142,17 @@ ALWAYS void store_some(const int bf16, void *to, long i, floats x, long count) {
 }
 
 ALWAYS float add_lanes(floats x) {
-    float sum[8];
-    for (int i = 0; i < 8; i++) sum[i] = x[i] + x[i + 8];
-    for (int i = 0; i < 4; i++) sum[i] += sum[i + 4];
+    float sum[LANES / 2];
+    for (int i = 0; i < LANES / 2; i++) sum[i] = x[i] + x[i + LANES / 2];
+    for (int i = 0; i < LANES / 2 - 4; i++) sum[i] += sum[i + 4];
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 ALWAYS floats larger(floats a, floats b) {
 #if defined(__AVX512F__)
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return choose(a > b, a, b);
 #endif
@@ -127,6 +161,10 @@ ALWAYS floats larger(floats a, floats b) {
 ALWAYS float largest_lane(floats x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX__)
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 #else
     float best = x[0];
     for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
@@ -141,12 +179,12 @@ ALWAYS floats exp2_of(floats x) {
     floats shifted = x + 12582912.0f; /* 1.5 * 2 ** 23: its last bits are the nearest integer */
     floats fraction = x - (shifted - 12582912.0f);
     floats y = splat(1.535336188e-4f);
-    y = fma16(y, fraction, splat(1.339887440e-3f));
-    y = fma16(y, fraction, splat(9.618437357e-3f));
-    y = fma16(y, fraction, splat(5.550332548e-2f));
-    y = fma16(y, fraction, splat(2.402264791e-1f));
-    y = fma16(y, fraction, splat(6.931472028e-1f));
-    y = fma16(y, fraction, splat(1.0f));
+    y = fused(y, fraction, splat(1.339887440e-3f));
+    y = fused(y, fraction, splat(9.618437357e-3f));
+    y = fused(y, fraction, splat(5.550332548e-2f));
+    y = fused(y, fraction, splat(2.402264791e-1f));
+    y = fused(y, fraction, splat(6.931472028e-1f));
+    y = fused(y, fraction, splat(1.0f));
     ints exponent = (ints)shifted - 0x4b400000;
     floats scale = (floats)((exponent + 127) << 23);
     return choose(x <= -126.5f, splat(0.0f), y * scale);
@@ -158,7 +196,7 @@ enum { SILU = 0, GELU_TANH = 1, RELU = 2 };
 
 ALWAYS floats activate(int kind, floats x) {
     if (kind == SILU) return x * sigmoid(x);
-    if (kind == GELU_TANH) return x * sigmoid(1.59576912f * fma16(x * x * x, splat(0.044715f), x));
+    if (kind == GELU_TANH) return x * sigmoid(1.59576912f * fused(x * x * x, splat(0.044715f), x));
     return choose(x > 0.0f, x, splat(0.0f));
 }
 
@@ -416,7 +454,8 @@ int tideway_join_over_ranks(Ranks *ranks, const char *rows, int64_t num_rows, in
 /* -------------------------------------------------------------------------------------------------------- linear */
 
 #define PANEL 32 /* outputs */
-#define ROWS 12  /* of a register tile */
+#define HALF_PANEL (PANEL / 2)
+#define PANEL_VECTORS (PANEL / LANES)
 
 enum { WORDS = 0, INT8 = 1, INT4 = 2 };
 
@@ -424,8 +463,8 @@ enum { WORDS = 0, INT8 = 1, INT4 = 2 };
  * multiplied by its scales. */
 typedef struct {
     const void *weight;  /* WORDS: [panels, in_words, PANEL] words; outputs beyond the last are 0
-                          * INT8: [panels, in_words, 2, 2, LANES]: of 16 outputs the first inputs of their words, then the second
-                          * INT4: [panels, in_words, LANES, 2]: outputs i and 16 + i in the low and the high 4 bits */
+                          * INT8: [panels, in_words, 2, 2, HALF_PANEL]: of 16 outputs the first inputs of their words, then the second
+                          * INT4: [panels, in_words, HALF_PANEL, 2]: outputs i and 16 + i in the low and the high 4 bits */
     const float *bias;   /* [panels * PANEL], or NULL */
     const float *scales; /* [panels, groups, PANEL], unless WORDS */
     const words *zeros;  /* INT4: [panels, groups, PANEL] words: 16 less the zero, in both halves */
@@ -443,39 +482,38 @@ ALWAYS floats to_floats(const char *from) {
 
 /* What turns the 4 bits of INT4 into bfloat16, in a group. */
 typedef struct {
-    words numbers;    /* -16 .. 15 as bfloat16 */
-    words zeros[2];
+    words numbers;    /* -16 .. 15 as bfloat16, where one vector holds them */
+    words zeros[PANEL_VECTORS];
 } Fours;
 
 ALWAYS Fours fours_of(const Linear *linear, long panel, long group) {
     Fours found;
     uint16_t *numbers = (uint16_t *)&found.numbers;
-    UNROLL for (int i = 0; i < 32; i++) {
+    UNROLL for (int i = 0; i < 2 * LANES; i++) {
         float number = (float)(i - 16);
         uint32_t bits;
         memcpy(&bits, &number, 4);
         numbers[i] = bits >> 16;
     }
-    const words *zeros = linear->zeros + (panel * (linear->in_words / linear->group_words) + group) * 2;
-    found.zeros[0] = zeros[0];
-    found.zeros[1] = zeros[1];
+    const words *zeros = linear->zeros + (panel * (linear->in_words / linear->group_words) + group) * PANEL_VECTORS;
+    UNROLL for (int v = 0; v < PANEL_VECTORS; v++) found.zeros[v] = zeros[v];
     return found;
 }
 
 ALWAYS long bytes_of(const int kind) { return kind == WORDS ? PANEL * 4 : kind == INT8 ? PANEL * 2 : PANEL; }
 
 /* A panel's word k of each output. `at`: of its word 0. */
-ALWAYS void panel_words(const int kind, const char *at, long k, const Fours *fours, words b[2]) {
+ALWAYS void panel_words(const int kind, const char *at, long k, const Fours *fours, words b[PANEL_VECTORS]) {
     at += k * bytes_of(kind);
     __builtin_prefetch(at + 4096);
     if (kind == WORDS) {
         __builtin_prefetch(at + 4096 + 64);
-        b[0] = ((const words *)at)[0];
-        b[1] = ((const words *)at)[1];
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) b[v] = ((const words *)at)[v];
     } else if (kind == INT8) {
-        UNROLL for (int i = 0; i < 2; i++) {
-            words low = (words)to_floats(at + i * 2 * LANES), high = (words)to_floats(at + i * 2 * LANES + LANES);
-            b[i] = low >> 16 | (high & 0xffff0000u);
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+            const char *first = at + v * LANES / HALF_PANEL * PANEL + v * LANES % HALF_PANEL;
+            words low = (words)to_floats(first), high = (words)to_floats(first + HALF_PANEL);
+            b[v] = low >> 16 | (high & 0xffff0000u);
         }
     } else {
 #if defined(__AVX512BW__)
@@ -485,45 +523,76 @@ ALWAYS void panel_words(const int kind, const char *at, long k, const Fours *fou
         b[0] = (words)_mm512_permutexvar_epi16(low, (__m512i)fours->numbers);
         b[1] = (words)_mm512_permutexvar_epi16(high, (__m512i)fours->numbers);
 #else
-        b[0] = b[1] = (words){0};
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+            words both = __builtin_convertvector(*(const halves_at *)(at + v * LANES % HALF_PANEL * 2), words);
+            if (v * LANES >= HALF_PANEL) both >>= 4;
+            words first = (both & 15) + (fours->zeros[v] & 0xffff) - 16, second = (both >> 8 & 15) + (fours->zeros[v] >> 16) - 16;
+            b[v] = (words)__builtin_convertvector((ints)first, floats) >> 16 |
+                   ((words)__builtin_convertvector((ints)second, floats) & 0xffff0000u);
+        }
 #endif
     }
 }
 
-ALWAYS void clear(const int rows, floats acc[ROWS][2]) {
-    UNROLL for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
+ALWAYS void clear(const int rows, floats acc[ROWS][PANEL_VECTORS]) {
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = splat(0.0f);
 }
 
-/* acc = a [rows, words first .. end - 1] x a panel's. */
-ALWAYS void tile(const int bf16, const int kind, const int rows, const uint32_t *a, long a_stride, const char *panel,
-                 const Fours *fours, long first, long end, floats acc[ROWS][2]) {
+/* What is multiplied. WIDENED: inputs that were made float32 beforehand, with words of bfloat16 that become it here. */
+enum { FLOATS = 0, PAIRS = 1, WIDENED = 2 };
+
+/* acc += x [rows], one number each, x the weights of a panel. */
+ALWAYS void add_products(const int rows, const float *x, long x_stride, const floats weights[PANEL_VECTORS],
+                         floats acc[ROWS][PANEL_VECTORS]) {
+    floats of_rows[ROWS];
+    UNROLL for (int r = 0; r < rows; r++) of_rows[r] = splat(x[r * x_stride]);
+    UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+        floats kept = weights[v];
+        KEEP(kept);
+        UNROLL for (int r = 0; r < rows; r++) acc[r][v] = fused(of_rows[r], kept, acc[r][v]);
+    }
+}
+
+/* acc = a [rows, words first .. end - 1] x a panel's; `a_stride` in words, of which WIDENED have two for each of the panel's. */
+ALWAYS void tile(const int form, const int kind, const int rows, const uint32_t *a, long a_stride, const char *panel,
+                 const Fours *fours, long first, long end, floats acc[ROWS][PANEL_VECTORS]) {
+    const float *x = (const float *)a;
     clear(rows, acc);
     for (long k = first; k < end; k++) {
-        words b[2];
+        words b[PANEL_VECTORS];
+        floats weights[PANEL_VECTORS];
         panel_words(kind, panel, k, fours, b);
-        UNROLL for (int r = 0; r < rows; r++) {
-            uint32_t word = ((const word_at *)a)[r * a_stride + k];
-            acc[r][0] = dot(bf16, acc[r][0], b[0], word);
-            acc[r][1] = dot(bf16, acc[r][1], b[1], word);
+        if (form == PAIRS) {
+            UNROLL for (int r = 0; r < rows; r++) {
+                uint32_t word = ((const word_at *)a)[r * a_stride + k];
+                UNROLL for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = dot(1, acc[r][v], b[v], word);
+            }
+        } else if (form == FLOATS) {
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = (floats)b[v];
+            add_products(rows, x + k, a_stride, weights, acc);
+        } else {
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = first_of(b[v]);
+            add_products(rows, x + 2 * k, a_stride, weights, acc);
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = second_of(b[v]);
+            add_products(rows, x + 2 * k + 1, a_stride, weights, acc);
         }
     }
 }
 
 /* `tile` of a whole panel of few bits, or of its words when it was unpacked. */
-ALWAYS void grouped_tile(const int kind, const int rows, const uint32_t *a, long a_stride, const Linear *linear, long panel,
-                         const char *at, floats acc[ROWS][2]) {
-    const long length = linear->group_words, groups = linear->in_words / length;
+ALWAYS void grouped_tile(const int form, const int kind, const int rows, const uint32_t *a, long a_stride, const Linear *linear, long panel,
+                         const char *at, floats acc[ROWS][PANEL_VECTORS]) {
+    const long groups = linear->in_words / linear->group_words, length = linear->group_words * (form == FLOATS ? 2 : 1);
     clear(rows, acc);
     for (long group = 0; group < groups; group++) {
-        floats sums[ROWS][2];
+        floats sums[ROWS][PANEL_VECTORS];
         Fours fours;
         if (kind == INT4) fours = fours_of(linear, panel, group);
-        tile(1, kind, rows, a, a_stride, at, &fours, group * length, (group + 1) * length, sums);
+        tile(form, kind, rows, a, a_stride, at, &fours, group * length, (group + 1) * length, sums);
         const float *scales = linear->scales + (panel * groups + group) * PANEL;
-        floats first = *(const floats_at *)scales, second = *(const floats_at *)(scales + LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            acc[r][0] = fma16(sums[r][0], first, acc[r][0]);
-            acc[r][1] = fma16(sums[r][1], second, acc[r][1]);
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+            floats scale = *(const floats_at *)(scales + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++) acc[r][v] = fused(sums[r][v], scale, acc[r][v]);
         }
     }
 }
@@ -557,7 +626,7 @@ ALWAYS const Change *change_of(const Product *p, long row) {
 }
 
 /* Rows of one adapter that are computed together. */
-#define RUN 4
+#define RUN (ROWS < 4 ? ROWS : 4)
 
 static int is_run(const Product *p, long row, long end) {
     if (row + RUN > end) return 0;
@@ -572,10 +641,10 @@ ALWAYS void lower_rows(const int bf16, const int rows, const Product *p, long ro
     const uint32_t *x = (const uint32_t *)p->x + row * p->x_stride;
     for (long first = 0; first < change->a.num_outputs; first += PANEL) {
         const char *panel = (const char *)change->a.weight + first * change->a.in_words * 4;
-        floats acc[ROWS][2];
+        floats acc[ROWS][PANEL_VECTORS];
         tile(bf16, WORDS, rows, x, p->x_stride, panel, NULL, 0, change->a.in_words, acc);
         UNROLL for (int r = 0; r < rows; r++)
-            for (int i = 0; i < 2; i++)
+            for (int i = 0; i < PANEL_VECTORS; i++)
                 store(bf16, p->changes->lowered + (row + r) * p->changes->stride, first + i * LANES, acc[r][i]);
     }
 }
@@ -590,19 +659,19 @@ static void lower(const int bf16, Worker *worker, const Product *p) {
     sync_team(worker);
 }
 
-ALWAYS void raise_rows(const int bf16, const int rows, const Product *p, long panel, long row, floats (*sums)[2]) {
+ALWAYS void raise_rows(const int bf16, const int rows, const Product *p, long panel, long row, floats (*sums)[PANEL_VECTORS]) {
     const Change *change = change_of(p, row);
     if (!change) return;
     const uint32_t *lowered = (const uint32_t *)(p->changes->lowered + row * p->changes->stride);
     const char *at = (const char *)change->b.weight + panel * change->b.in_words * PANEL * 4;
-    floats acc[ROWS][2];
+    floats acc[ROWS][PANEL_VECTORS];
     tile(bf16, WORDS, rows, lowered, p->changes->stride / 4, at, NULL, 0, change->b.in_words, acc);
     UNROLL for (int r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) sums[r][i] += acc[r][i];
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += acc[r][v];
 }
 
 /* sums [rows] += a panel of (x A^T) B^T. */
-static __attribute__((noinline)) void add_changes(int bf16, const Product *p, long panel, long row, int rows, floats (*sums)[2]) {
+static __attribute__((noinline)) void add_changes(int bf16, const Product *p, long panel, long row, int rows, floats (*sums)[PANEL_VECTORS]) {
     for (int r = 0, taken; r < rows; r += taken) {
         taken = is_run(p, row + r, row + rows) ? RUN : 1;
         if (bf16 && taken == RUN) raise_rows(1, RUN, p, panel, row + r, sums + r);
@@ -612,74 +681,114 @@ static __attribute__((noinline)) void add_changes(int bf16, const Product *p, lo
     }
 }
 
-/* `unpacked`: the words of a panel of few bits, or NULL. */
+/* `unpacked`: of `unpacked_panel`, or NULL; `widened`: the rows from `row` on, where there are no pairs. */
 ALWAYS void panel_rows(const int bf16, const int kind, const int rows, const Product *p, long panel, long row,
-                       const words *unpacked) {
+                       const words *unpacked, const float *widened) {
     const Linear *linear = p->linear;
-    const uint32_t *x = (const uint32_t *)p->x + row * p->x_stride;
+    const int form = !bf16 ? FLOATS : HAS_PAIRS ? PAIRS : WIDENED;
+    const uint32_t *x = form == WIDENED ? (const uint32_t *)widened : (const uint32_t *)p->x + row * p->x_stride;
+    const long x_stride = form == WIDENED ? 2 * linear->in_words : p->x_stride;
     const char *at = (const char *)linear->weight + panel * linear->in_words * bytes_of(kind);
-    floats acc[ROWS][2];
-    if (unpacked) grouped_tile(WORDS, rows, x, p->x_stride, linear, panel, (const char *)unpacked, acc);
-    else if (kind != WORDS) grouped_tile(kind, rows, x, p->x_stride, linear, panel, at, acc);
-    else tile(bf16, WORDS, rows, x, p->x_stride, at, NULL, 0, linear->in_words, acc);
+    floats acc[ROWS][PANEL_VECTORS];
+    const int unpacked_form = HAS_PAIRS ? PAIRS : FLOATS;
+    if (!HAS_PAIRS && unpacked && linear->kind == WORDS)
+        tile(FLOATS, WORDS, rows, x, x_stride, (const char *)unpacked, NULL, 0, x_stride, acc);
+    else if (unpacked) grouped_tile(unpacked_form, WORDS, rows, x, x_stride, linear, panel, (const char *)unpacked, acc);
+    else if (kind != WORDS) grouped_tile(form, kind, rows, x, x_stride, linear, panel, at, acc);
+    else tile(form, WORDS, rows, x, x_stride, at, NULL, 0, linear->in_words, acc);
     if (p->changes) {
-        floats sums[ROWS][2]; /* a copy: those above stay in registers */
-        UNROLL for (int r = 0; r < rows; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
+        floats sums[ROWS][PANEL_VECTORS]; /* a copy: those above stay in registers */
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = acc[r][v];
         add_changes(bf16, p, panel, row, rows, sums);
-        UNROLL for (int r = 0; r < rows; r++) acc[r][0] = sums[r][0], acc[r][1] = sums[r][1];
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = sums[r][v];
     }
     const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
+    const int gates = PANEL_VECTORS / 2;
     UNROLL for (int r = 0; r < rows; r++) {
-        floats first = acc[r][0], second = acc[r][1];
-        if (bias) {
-            first += *(const floats_at *)bias;
-            second += *(const floats_at *)(bias + LANES);
-        }
-        long at = (row + r) * p->out_stride;
-        if (p->gated) {
-            store_some(bf16, p->out, at + panel * LANES, activate(p->activation, first) * second,
-                       linear->num_outputs / 2 - panel * LANES);
-        } else {
-            long begin = panel * PANEL, left = linear->num_outputs - begin;
-            store_some(bf16, p->out, at + begin, first, left);
-            if (left > LANES) store_some(bf16, p->out, at + begin + LANES, second, left - LANES);
-        }
+        floats *sum = acc[r];
+        if (bias) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) sum[v] += *(const floats_at *)(bias + v * LANES);
+        if (p->gated) UNROLL for (int v = 0; v < gates; v++) sum[v] = activate(p->activation, sum[v]) * sum[gates + v];
+        const long begin = p->gated ? panel * HALF_PANEL : panel * PANEL;
+        const long left = (p->gated ? linear->num_outputs / 2 : linear->num_outputs) - begin;
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+            if (v * LANES < left && (!p->gated || v < gates))
+                store_some(bf16, p->out, (row + r) * p->out_stride + begin + v * LANES, sum[v], left - v * LANES);
     }
 }
 
-static void panel_tail(const int bf16, int rows, const Product *p, long panel, long row, const words *unpacked) {
+static void panel_tail(const int bf16, int rows, const Product *p, long panel, long row, const words *unpacked,
+                       const float *widened) {
 #define TAIL(n) \
     case n: \
-        if (unpacked) panel_rows(1, WORDS, n, p, panel, row, unpacked); \
-        else if (p->linear->kind == INT8) panel_rows(1, INT8, n, p, panel, row, NULL); \
-        else if (p->linear->kind == INT4) panel_rows(1, INT4, n, p, panel, row, NULL); \
-        else if (bf16) panel_rows(1, WORDS, n, p, panel, row, NULL); \
-        else panel_rows(0, WORDS, n, p, panel, row, NULL); \
+        if (unpacked) panel_rows(1, WORDS, n, p, panel, row, unpacked, widened); \
+        else if (p->linear->kind == INT8) panel_rows(1, INT8, n, p, panel, row, NULL, widened); \
+        else if (p->linear->kind == INT4) panel_rows(1, INT4, n, p, panel, row, NULL, widened); \
+        else if (bf16) panel_rows(1, WORDS, n, p, panel, row, NULL, widened); \
+        else panel_rows(0, WORDS, n, p, panel, row, NULL, widened); \
         break;
-    switch (rows) { TAIL(1) TAIL(2) TAIL(3) TAIL(4) TAIL(5) TAIL(6) TAIL(7) TAIL(8) TAIL(9) TAIL(10) TAIL(11) TAIL(12) }
+    switch (rows) {
+        TAIL(1) TAIL(2) TAIL(3)
+#if ROWS == 12
+        TAIL(4) TAIL(5) TAIL(6) TAIL(7) TAIL(8) TAIL(9) TAIL(10) TAIL(11) TAIL(12)
+#endif
+    }
 #undef TAIL
 }
 
-/* A panel of few bits for more than one tile of rows; NULL: there is no memory for it. */
-static const words *unpacked_panel(const Linear *linear, long panel) {
-    static _Thread_local words *space;
-    static _Thread_local long capacity; /* words of 32 bits in each of a panel's outputs */
-    if (linear->in_words > capacity) {
-        free(space);
-        capacity = 0;
-        if (posix_memalign((void **)&space, 64, linear->in_words * 2 * sizeof(words))) return space = NULL;
-        capacity = linear->in_words;
+typedef struct {
+    void *at;
+    long bytes;
+} Space;
+
+/* At least as much as is asked for, for this thread alone, from the last call's. NULL: there is no memory for it. */
+static void *take_space(Space *space, long bytes) {
+    if (bytes > space->bytes) {
+        free(space->at);
+        *space = (Space){NULL, 0};
+        if (posix_memalign(&space->at, 64, bytes)) return space->at = NULL;
+        space->bytes = bytes;
     }
-    const char *at = (const char *)linear->weight;
-    for (long k = 0; k < linear->in_words; k++) {
-        if (linear->kind == INT8) {
-            panel_words(INT8, at + panel * linear->in_words * bytes_of(INT8), k, NULL, space + 2 * k);
+    return space->at;
+}
+
+/* A panel for many tiles of rows: of few bits as words; where there are no pairs, [2 * in_words, PANEL] float32. NULL: there is
+ * no memory for it. */
+static const words *unpacked_panel(const Linear *linear, long panel) {
+    static _Thread_local Space space;
+    const long per_word = HAS_PAIRS ? 1 : 2, step = PANEL_VECTORS * per_word;
+    words *to = take_space(&space, linear->in_words * step * sizeof(words));
+    const char *at = (const char *)linear->weight + panel * linear->in_words * bytes_of(linear->kind);
+    for (long k = 0; to && k < linear->in_words; k++) {
+        words b[PANEL_VECTORS];
+        if (linear->kind == WORDS) {
+            panel_words(WORDS, at, k, NULL, b);
+        } else if (linear->kind == INT8) {
+            panel_words(INT8, at, k, NULL, b);
         } else {
             Fours fours = fours_of(linear, panel, k / linear->group_words);
-            panel_words(INT4, at + panel * linear->in_words * bytes_of(INT4), k, &fours, space + 2 * k);
+            panel_words(INT4, at, k, &fours, b);
+        }
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+            to[k * step + v] = HAS_PAIRS ? b[v] : (words)first_of(b[v]);
+            if (!HAS_PAIRS) to[k * step + PANEL_VECTORS + v] = (words)second_of(b[v]);
         }
     }
-    return space;
+    return to;
+}
+
+/* Rows of bfloat16 inputs as float32, [rows, 2 * in_words]. */
+static const float *widened_rows(const Product *p, long row, long rows) {
+    static _Thread_local Space space;
+    const long width = 2 * p->linear->in_words;
+    float *to = take_space(&space, rows * width * 4);
+    if (!to) abort();
+    for (long r = 0; r < rows; r++) {
+        const uint32_t *from = (const uint32_t *)p->x + (row + r) * p->x_stride;
+        long i = 0;
+        for (; i + LANES <= width; i += LANES) store(0, to + r * width, i, load(1, from, i));
+        for (; i < width; i++) ((uint32_t *)to)[r * width + i] = (uint32_t)((const uint16_t *)from)[i] << 16;
+    }
+    return to;
 }
 
 /* A phase, or two with changes. Many rows are cut, so that those of one piece stay in the cache of a core, and few panels still
@@ -687,17 +796,25 @@ static const words *unpacked_panel(const Linear *linear, long panel) {
 static void multiply(const int bf16, Worker *worker, const Product *p) {
     if (p->changes) lower(bf16, worker, p);
     const long panels = (p->linear->num_outputs + PANEL - 1) / PANEL;
-    long group = 20 * ROWS, groups = (p->num_rows + group - 1) / group;
+    long group = 240, groups = (p->num_rows + group - 1) / group;
     if (groups > 1) group = ((p->num_rows + groups - 1) / groups + ROWS - 1) / ROWS * ROWS;
+    const float *widened = NULL;
+    long first_widened = -1;
     for (long piece; (piece = take(worker)) < panels * groups;) {
         long panel = piece % panels, row = piece / panels * group;
         long end = row + group < p->num_rows ? row + group : p->num_rows;
+        if (bf16 && !HAS_PAIRS && row != first_widened) {
+            widened = widened_rows(p, row, end - row);
+            first_widened = row;
+        }
         /* tiles of almost equal height: 12 + 12 + 8 takes as long as 11 + 11 + 10 at best */
         long tiles = (end - row + ROWS - 1) / ROWS;
-        const words *unpacked = p->linear->kind != WORDS && tiles > 1 ? unpacked_panel(p->linear, panel) : NULL;
+        const int is_dear = p->linear->kind != WORDS ? tiles > 1 : bf16 && !HAS_PAIRS && tiles > FEW_TILES;
+        const words *unpacked = is_dear ? unpacked_panel(p->linear, panel) : NULL;
         for (; tiles > 0; tiles--) {
             long rows = (end - row + tiles - 1) / tiles;
-            panel_tail(bf16, (int)rows, p, panel, row, unpacked);
+            panel_tail(bf16, (int)rows, p, panel, row, unpacked,
+                       widened ? widened + (row - first_widened) * 2 * p->linear->in_words : NULL);
             row += rows;
         }
     }
@@ -721,7 +838,7 @@ static void add_and_norm(const int bf16, Worker *worker, void *hidden, const voi
                 store(bf16, h, i, value);
                 if (bf16) value = load(bf16, h, i);
             }
-            squares = fma16(value, value, squares);
+            squares = fused(value, value, squares);
         }
         floats scale = splat(1.0f / sqrtf(add_lanes(squares) / (float)width + eps));
         for (long i = 0; i < width; i += LANES) store(bf16, to, i, load(bf16, h, i) * scale * load(bf16, weight, i));
@@ -734,7 +851,6 @@ static void add_and_norm(const int bf16, Worker *worker, void *hidden, const voi
 #define KEY_TILE 64
 #define TILE_VECTORS (KEY_TILE / LANES)
 #define QUERY_ROWS 64 /* pairs of query and head that go over the keys together */
-#define GROUP 4       /* of them in registers */
 #define MAX_HEAD_DIM 256
 
 typedef struct {
@@ -756,13 +872,17 @@ typedef struct {
     float scale, soft_cap; /* soft_cap 0: none */
 } Heads;
 
-/* 16 x 16 words, in place. */
+/* LANES x LANES words, in place. */
 ALWAYS void transpose(words v[LANES]) {
-#define LOW(s, l) ((l) & (s) ? 16 + (l) - (s) : (l))
-#define HIGH(s, l) ((l) & (s) ? 16 + (l) : (l) + (s))
+#define LOW(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))
+#define HIGH(s, l) ((l) & (s) ? LANES + (l) : (l) + (s))
+#if LANES == 16
 #define LANES_OF(f, s) \
     (words) { f(s, 0), f(s, 1), f(s, 2), f(s, 3), f(s, 4), f(s, 5), f(s, 6), f(s, 7), f(s, 8), f(s, 9), f(s, 10), \
               f(s, 11), f(s, 12), f(s, 13), f(s, 14), f(s, 15) }
+#else
+#define LANES_OF(f, s) (words) { f(s, 0), f(s, 1), f(s, 2), f(s, 3), f(s, 4), f(s, 5), f(s, 6), f(s, 7) }
+#endif
 #define STAGE(s) \
     UNROLL for (int i = 0; i < LANES; i++) \
         if (!(i & (s))) { \
@@ -770,7 +890,10 @@ ALWAYS void transpose(words v[LANES]) {
             v[i] = __builtin_shuffle(a, b, LANES_OF(LOW, s)); \
             v[i + (s)] = __builtin_shuffle(a, b, LANES_OF(HIGH, s)); \
         }
-    STAGE(8) STAGE(4) STAGE(2) STAGE(1)
+#if LANES == 16
+    STAGE(8)
+#endif
+    STAGE(4) STAGE(2) STAGE(1)
 #undef STAGE
 #undef LANES_OF
 #undef LOW
@@ -808,7 +931,7 @@ ALWAYS void fetch(const Lines *lines, long line) {
         UNROLL for (int i = 0; i < TILE_VECTORS; i++) __builtin_prefetch(lines->runs[i] + line * 64, 0, 2);
 }
 
-/* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE]; keys from `valid` on are 0. */
+/* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE], widened if there are no pairs; keys from `valid` on are 0. */
 ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
                       long first, long valid, words *packed) {
     const long width = head_dim * (bf16 ? 2 : 4) / 4;
@@ -828,16 +951,24 @@ ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const in
                 }
             }
             transpose(v);
-            for (int i = 0; i < missing; i++) packed[(w + i) * TILE_VECTORS + group] = v[i];
+            for (int i = 0; i < missing; i++) {
+                if (bf16 && !HAS_PAIRS) {
+                    packed[2 * (w + i) * TILE_VECTORS + group] = (words)first_of(v[i]);
+                    packed[(2 * (w + i) + 1) * TILE_VECTORS + group] = (words)second_of(v[i]);
+                } else {
+                    packed[(w + i) * TILE_VECTORS + group] = v[i];
+                }
+            }
         }
     }
 }
 
 /* values [KEY_TILE, head_dim] -> packed [chunks of 64 of head_dim, words of KEY_TILE, 64]; keys from `valid` on are 0.
- * Of bfloat16, each 32 elements of a head lie there as the even ones, then the odd ones: words need no shuffling so. */
+ * Of pairs, each 32 elements of a head lie there as the even ones, then the odd ones: words need no shuffling so. */
 ALWAYS void pack_values(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
                         long first, long valid, words *packed) {
-    const long bytes = head_dim * (bf16 ? 2 : 4), per_word = bf16 ? 2 : 1, length = KEY_TILE / per_word;
+    const int pairs = bf16 && HAS_PAIRS;
+    const long bytes = head_dim * (bf16 ? 2 : 4), per_word = pairs ? 2 : 1, length = KEY_TILE / per_word;
     static const char zeros[MAX_HEAD_DIM * 4];
     for (long key = 0; key < KEY_TILE; key += LANES) {
         const char *rows = NULL;
@@ -848,8 +979,8 @@ ALWAYS void pack_values(const int bf16, const Batch *batch, const Kv *kv, const 
             words *to = packed + (key + k) / per_word * TILE_VECTORS;
             for (long d = 0; d < head_dim; d += 64, to += length * TILE_VECTORS) {
                 const long vectors = head_dim - d < 64 ? (head_dim - d) / LANES : TILE_VECTORS;
-                if (!bf16) {
-                    for (long v = 0; v < vectors; v++) to[v] = *(const words_at *)(row + (d + v * LANES) * 4);
+                if (!pairs) {
+                    for (long v = 0; v < vectors; v++) to[v] = (words)load(bf16, row, d + v * LANES);
                     continue;
                 }
                 for (long v = 0; v + 1 < vectors; v += 2) {
@@ -867,17 +998,28 @@ ALWAYS void pack_values(const int bf16, const Batch *batch, const Kv *kv, const 
     }
 }
 
-/* acc[rows][4] += a [rows, length] words x b [length, 64] words; `next`, from a line on, is fetched meanwhile. */
-ALWAYS void accumulate(const int bf16, const int rows, const uint32_t *const *a, const words *b, long length,
+/* acc[rows][TILE_VECTORS] += a [rows, length] words x b [length, KEY_TILE] words; `next`, from a line on, is fetched meanwhile. */
+ALWAYS void accumulate(const int pairs, const int rows, const uint32_t *const *a, const words *b, long length,
                        floats acc[GROUP][TILE_VECTORS], const Lines *next, long line) {
-    for (long k = 0; k < length; k++) {
-        fetch(next, line + k);
-        UNROLL for (int r = 0; r < rows; r++) {
-            uint32_t word = ((const word_at *)a[r])[k];
-            UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-                acc[r][v] = dot(bf16, acc[r][v], b[k * TILE_VECTORS + v], word);
+    UNROLL for (int column = 0; column < TILE_VECTORS; column += COLUMNS)
+        for (long k = 0; k < length; k++) {
+            if (column == 0) fetch(next, line + k);
+            const words *of_k = b + k * TILE_VECTORS + column;
+            if (pairs) {
+                UNROLL for (int r = 0; r < rows; r++) {
+                    uint32_t word = ((const word_at *)a[r])[k];
+                    UNROLL for (int v = 0; v < COLUMNS; v++) acc[r][column + v] = dot(1, acc[r][column + v], of_k[v], word);
+                }
+                continue;
+            }
+            floats x[GROUP];
+            UNROLL for (int r = 0; r < rows; r++) x[r] = splat(((const float *)a[r])[k]);
+            UNROLL for (int v = 0; v < COLUMNS; v++) {
+                floats column_of_k = (floats)of_k[v];
+                KEEP(column_of_k);
+                UNROLL for (int r = 0; r < rows; r++) acc[r][column + v] = fused(x[r], column_of_k, acc[r][column + v]);
+            }
         }
-    }
 }
 
 typedef struct {
@@ -887,16 +1029,16 @@ typedef struct {
 } Row;
 
 /* One tile of keys for up to GROUP rows: scores, weights, and what they make of the values (Milakov and Gimelshein 2018). */
-ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, const uint32_t *const *queries, Row *state,
+ALWAYS void attend_group(const int pairs, const int rows, const Heads *heads, const uint32_t *const *queries, Row *state,
                          floats *out, const words *keys, const words *values, long first, const Lines *next_keys,
                          const Lines *next_values) {
-    const long head_dim = heads->head_dim, per_word = bf16 ? 2 : 1, chunks = (head_dim + 63) / 64;
+    const long head_dim = heads->head_dim, per_word = pairs ? 2 : 1, chunks = (head_dim + 63) / 64;
     floats scores[GROUP][TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < TILE_VECTORS; v++) scores[r][v] = splat(0.0f);
-    accumulate(bf16, rows, queries, keys, head_dim / per_word, scores, next_keys, 0);
+    accumulate(pairs, rows, queries, keys, head_dim / per_word, scores, next_keys, 0);
     _Alignas(64) char weights[GROUP][KEY_TILE * 4];
     const uint32_t *weight_words[GROUP];
-    const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const ints lanes = LANE_NUMBERS;
     UNROLL for (int r = 0; r < rows; r++) {
         /* in units of ln 2, so that weights are powers of 2 */
         float scale = heads->scale * 1.44269504f, cap = heads->soft_cap;
@@ -917,7 +1059,9 @@ ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, con
                 scores[r][v] = choose(hidden, splat(-INFINITY), scores[r][v]);
             }
         }
-        float best = largest_lane(larger(larger(scores[r][0], scores[r][1]), larger(scores[r][2], scores[r][3])));
+        floats of_lanes = scores[r][0];
+        UNROLL for (int v = 1; v < TILE_VECTORS; v++) of_lanes = larger(of_lanes, scores[r][v]);
+        float best = largest_lane(of_lanes);
         if (best > state[r].largest) {
             floats shrink = exp2_of(splat(state[r].largest - best));
             state[r].sum *= shrink;
@@ -927,7 +1071,7 @@ ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, con
         UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
             floats weight = exp2_of(scores[r][v] - state[r].largest);
             state[r].sum += weight;
-            store(bf16, weights[r], v * LANES, weight);
+            store(pairs, weights[r], v * LANES, weight);
         }
         weight_words[r] = (const uint32_t *)weights[r];
     }
@@ -936,7 +1080,7 @@ ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, con
         floats acc[GROUP][TILE_VECTORS];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] = out[(r * chunks + c) * TILE_VECTORS + v];
-        accumulate(bf16, rows, weight_words, values + c * length * TILE_VECTORS, length, acc, next_values, c * length);
+        accumulate(pairs, rows, weight_words, values + c * length * TILE_VECTORS, length, acc, next_values, c * length);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < TILE_VECTORS; v++) out[(r * chunks + c) * TILE_VECTORS + v] = acc[r][v];
     }
@@ -946,6 +1090,7 @@ ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, con
 static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long sequence, long kv_head,
                         long first_head, long shared, long first_query, long num_queries, const void *queries,
                         long query_stride, void *out, long out_stride) {
+    const int pairs = bf16 && HAS_PAIRS;
     const long size = bf16 ? 2 : 4, head_dim = heads->head_dim, chunks = (head_dim + 63) / 64;
     const long num_rows = num_queries * shared;
     const long token = batch->query_starts[sequence] + first_query, position = batch->starts[sequence] + first_query;
@@ -953,10 +1098,17 @@ static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
     static _Thread_local words keys[MAX_HEAD_DIM * TILE_VECTORS], values[MAX_HEAD_DIM * TILE_VECTORS];
     static _Thread_local floats sums[QUERY_ROWS * MAX_HEAD_DIM / LANES];
     static _Thread_local Row state[QUERY_ROWS];
+    static _Thread_local float widened[HAS_PAIRS ? 1 : QUERY_ROWS * MAX_HEAD_DIM];
     const uint32_t *query[QUERY_ROWS];
     for (long r = 0; r < num_rows; r++) {
         long t = token + r / shared, head = first_head + r % shared;
-        query[r] = (const uint32_t *)((const char *)queries + (t * query_stride + head * head_dim) * size);
+        const char *from = (const char *)queries + (t * query_stride + head * head_dim) * size;
+        if (bf16 && !pairs) {
+            float *to = widened + r * head_dim;
+            for (long d = 0; d < head_dim; d += LANES) store(0, to, d, load(1, from, d));
+            from = (const char *)to;
+        }
+        query[r] = (const uint32_t *)from;
         state[r] = (Row){splat(0.0f), -1e30f, position + r / shared};
     }
     memset(sums, 0, num_rows * chunks * TILE_VECTORS * sizeof(floats));
@@ -977,12 +1129,14 @@ static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
         for (long r = 0; r < num_rows; r += GROUP) {
             if (state[r + GROUP < num_rows ? r + GROUP - 1 : num_rows - 1].position < first) continue;
             floats *to = sums + r * chunks * TILE_VECTORS;
-#define ROWS_OF(n) attend_group(bf16, n, heads, query + r, state + r, to, keys, values, first, &next_keys, &next_values)
+#define ROWS_OF(n) attend_group(pairs, n, heads, query + r, state + r, to, keys, values, first, &next_keys, &next_values)
             switch (num_rows - r) {
             case 1: ROWS_OF(1); break;
             case 2: ROWS_OF(2); break;
+#if GROUP == 4
             case 3: ROWS_OF(3); break;
-            default: ROWS_OF(4);
+#endif
+            default: ROWS_OF(GROUP);
             }
 #undef ROWS_OF
             next_keys.lines = next_values.lines = 0;
@@ -994,7 +1148,7 @@ static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
         const floats *sum = sums + r * chunks * TILE_VECTORS;
         const long at = t * out_stride + head * head_dim;
         long d = 0;
-        for (; bf16 && d + 2 * LANES <= head_dim; d += 2 * LANES) {
+        for (; pairs && d + 2 * LANES <= head_dim; d += 2 * LANES) {
             words even = __builtin_convertvector(to_bf16(sum[d / LANES] * inverse), words);
             words odd = __builtin_convertvector(to_bf16(sum[d / LANES + 1] * inverse), words);
             *(words_at *)((uint16_t *)out + at + d) = even | odd << 16;
@@ -1032,7 +1186,7 @@ ALWAYS void turn(const int bf16, void *head, long head_dim, const void *norm, fl
         floats squares = splat(0.0f);
         for (long d = 0; d < head_dim; d += LANES) {
             floats value = load(bf16, head, d);
-            squares = fma16(value, value, squares);
+            squares = fused(value, value, squares);
         }
         floats scale = splat(1.0f / sqrtf(add_lanes(squares) / (float)head_dim + eps));
         for (long d = 0; d < head_dim; d += LANES) store(bf16, head, d, load(bf16, head, d) * scale * load(bf16, norm, d));
@@ -1041,8 +1195,8 @@ ALWAYS void turn(const int bf16, void *head, long head_dim, const void *norm, fl
     for (long d = 0; d < half; d += LANES) {
         floats low = load(bf16, head, d), high = load(bf16, head, d + half);
         floats cosine = *(const floats_at *)(cosines + d), sine = *(const floats_at *)(sines + d);
-        store(bf16, head, d, fma16(low, cosine, -(high * sine)));
-        store(bf16, head, d + half, fma16(high, cosine, low * sine));
+        store(bf16, head, d, fused(low, cosine, -(high * sine)));
+        store(bf16, head, d + half, fused(high, cosine, low * sine));
     }
 }
 
@@ -1272,11 +1426,12 @@ ALWAYS void mask_row(const int bf16, const MaskCall *call, long row) {
     const long size = bf16 ? 2 : 4;
     char *scores = (char *)call->scores + row * call->width * size;
     const uint32_t *allowed = call->allowed + row * ((call->width + 31) / 32);
-    const words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const words lanes = LANE_NUMBERS;
     for (long i = 0; i < call->width; i += LANES) {
         const uint32_t bits = allowed[i / 32] >> i % 32;
         const long left = call->width - i;
-        if ((bits & 0xffff) == 0xffff) continue;
+        const uint32_t all = (1u << LANES) - 1;
+        if ((bits & all) == all) continue;
         char some[64] = {0};
         if (left < LANES) memcpy(some, scores + i * size, left * size);
         floats score = left < LANES ? load(bf16, some, 0) : load(bf16, scores, i);

@@ -342,27 +342,27 @@ def in_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def packs(weight: torch.Tensor) -> bool:
-    """Whether `PackedWeight` takes it, and its product is no slower than torch's here: bfloat16 needs the processor's own
-    instructions; those for whole tiles (AMX) torch uses and these kernels do not."""
+    """Whether `PackedWeight` takes it, and its product is no slower than torch's here: vectors that multiply and add at
+    once are needed (torch is slow without the processor's own instructions for bfloat16, these kernels widen it); those for
+    whole tiles (AMX) torch uses and these kernels do not."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or kernels() is None:
         return False
-    if not _is_fast_with(weight.dtype):
+    if not _is_fast():
         return False
     return weight.shape[1] * weight.itemsize % 4 == 0
 
 
 def packs_integers(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype) -> bool:
     """Whether `PackedIntegers` takes these, [out_features, in_features] and [out_features, G], for inputs of `dtype`."""
-    if values.device.type != "cpu" or dtype != torch.bfloat16 or kernels() is None or not _is_fast_with(dtype):
+    if values.device.type != "cpu" or dtype != torch.bfloat16 or kernels() is None or not _is_fast():
         return False
     if values.shape[1] // scales.shape[1] % 2:
         return False
     return zeros is None or bool(((zeros >= 0) & (zeros <= 16) & (zeros == zeros.round())).all())
 
 
-def _is_fast_with(dtype: torch.dtype) -> bool:
-    needs = "avx512f" if dtype == torch.float32 else "avx512_bf16"
-    return needs in cpu_flags() and "amx_bf16" not in cpu_flags()
+def _is_fast() -> bool:
+    return {"avx2", "fma"} <= cpu_flags() and "amx_bf16" not in cpu_flags()
 
 
 @functools.cache
