@@ -7,7 +7,8 @@ Engine, executor, frames and the gateway's code run as in service, one after the
 sockets (`bench.gateway` has those). A part's time is its own, without that of parts that it calls. Of the layers, linears
 and attention are also run alone, in the order and with the inputs of the step; what is left are norms, rotations,
 activations and the way between them. The floors are measured between the steps: the rate of reading memory, and plain
-products of the same shapes (`torch.nn.functional.linear`, bfloat16, as many different weights as there are layers).
+products of the same shapes (`torch.nn.functional.linear`, as many different weights as there are layers), in bfloat16 or,
+where the processor has no such products and that is faster, in float32.
 """
 
 from __future__ import annotations
@@ -277,14 +278,16 @@ class Floors:
 
     def products_us(self, num_tokens: int) -> float:
         """Of all layers' linears, and of the last token with the head."""
-        inputs = {
-            weight.shape[1]: torch.randn(num_tokens, weight.shape[1]).to(torch.bfloat16) for weight in self._weights
-        }
+        return min(self._products_us(num_tokens, dtype) for dtype in (torch.bfloat16, torch.float32))
+
+    def _products_us(self, num_tokens: int, dtype: torch.dtype) -> float:
+        weights, head = [weight.to(dtype) for weight in self._weights], self._head.to(dtype)
+        inputs = {weight.shape[1]: torch.randn(num_tokens, weight.shape[1]).to(dtype) for weight in weights}
 
         def compute() -> None:
-            for weight in self._weights:
+            for weight in weights:
                 F.linear(inputs[weight.shape[1]], weight)
-            F.linear(inputs[self._head.shape[1]][-1:], self._head)
+            F.linear(inputs[head.shape[1]][-1:], head)
 
         return least_us(compute)
 
