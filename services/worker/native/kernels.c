@@ -210,7 +210,7 @@ typedef struct {
     _Alignas(64) atomic_uint passed;     /* barriers */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_long taken[2]; /* pieces of the phase, by its parity; the other is 0 */
-    char apart[64];
+    struct { _Alignas(64) atomic_long taken[2]; } shares[MAX_THREADS]; /* the same, of each thread's share of them */
     atomic_int num_sleeping;
     int num_threads;
     void (*function)(void *team, int thread, const void *argument);
@@ -226,6 +226,7 @@ typedef struct {
 typedef struct {
     Team *team;
     int parity, thread;
+    int helped; /* threads whose share is done, this one first */
 } Worker;
 
 ALWAYS void relax(void) {
@@ -256,6 +257,20 @@ ALWAYS long take(Worker *worker) {
     return atomic_fetch_add_explicit(&worker->team->taken[worker->parity], 1, memory_order_relaxed);
 }
 
+/* The next piece of a phase of `count`, or `count`: each thread's own share is in one row, so that it reads memory in one row,
+ * then what is left of the others'. */
+ALWAYS long take_near(Worker *worker, long count) {
+    Team *team = worker->team;
+    for (; worker->helped < team->num_threads; worker->helped++) {
+        const long owner = (worker->thread + worker->helped) % team->num_threads;
+        const long first = count * owner / team->num_threads, end = count * (owner + 1) / team->num_threads;
+        atomic_long *taken = &team->shares[owner].taken[worker->parity];
+        const long piece = first + atomic_fetch_add_explicit(taken, 1, memory_order_relaxed);
+        if (piece < end) return piece;
+    }
+    return count;
+}
+
 /* Ends a phase: all its pieces are done when it returns. */
 static void sync_team(Worker *worker) {
     Team *team = worker->team;
@@ -268,6 +283,9 @@ static void sync_team(Worker *worker) {
         await_change(team, &team->passed, passed);
     }
     worker->parity ^= 1;
+    worker->helped = 0;
+    /* nobody takes of the last phase any more */
+    atomic_store_explicit(&team->shares[worker->thread].taken[worker->parity ^ 1], 0, memory_order_relaxed);
 }
 
 static void *team_member(void *start) {
@@ -505,9 +523,7 @@ ALWAYS long bytes_of(const int kind) { return kind == WORDS ? PANEL * 4 : kind =
 /* A panel's word k of each output. `at`: of its word 0. */
 ALWAYS void panel_words(const int kind, const char *at, long k, const Fours *fours, words b[PANEL_VECTORS]) {
     at += k * bytes_of(kind);
-    __builtin_prefetch(at + 4096);
     if (kind == WORDS) {
-        __builtin_prefetch(at + 4096 + 64);
         UNROLL for (int v = 0; v < PANEL_VECTORS; v++) b[v] = ((const words *)at)[v];
     } else if (kind == INT8) {
         UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
@@ -561,6 +577,9 @@ ALWAYS void tile(const int form, const int kind, const int rows, const uint32_t 
     for (long k = first; k < end; k++) {
         words b[PANEL_VECTORS];
         floats weights[PANEL_VECTORS];
+        /* where nothing but the reading takes time, the processor's own guess is better */
+        if (rows > 1 || kind != WORDS)
+            UNROLL for (long i = 0; i < bytes_of(kind); i += 64) __builtin_prefetch(panel + k * bytes_of(kind) + 4096 + i);
         panel_words(kind, panel, k, fours, b);
         if (form == PAIRS) {
             UNROLL for (int r = 0; r < rows; r++) {
@@ -800,7 +819,7 @@ static void multiply(const int bf16, Worker *worker, const Product *p) {
     if (groups > 1) group = ((p->num_rows + groups - 1) / groups + ROWS - 1) / ROWS * ROWS;
     const float *widened = NULL;
     long first_widened = -1;
-    for (long piece; (piece = take(worker)) < panels * groups;) {
+    for (long piece; (piece = take_near(worker, panels * groups)) < panels * groups;) {
         long panel = piece % panels, row = piece / panels * group;
         long end = row + group < p->num_rows ? row + group : p->num_rows;
         if (bf16 && !HAS_PAIRS && row != first_widened) {
@@ -1291,7 +1310,7 @@ ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, co
 
 static void pass_member(void *team, int thread, const void *argument) {
     const PassOfDecoder *both = argument;
-    Worker worker = {team, 0, thread};
+    Worker worker = {team, 0, thread, 0};
     if (both->decoder->is_bf16) run_parts(1, &worker, both->decoder, both->pass);
     else run_parts(0, &worker, both->decoder, both->pass);
 }
@@ -1309,7 +1328,7 @@ typedef struct {
 
 static void linear_member(void *team, int thread, const void *argument) {
     const LinearCall *call = argument;
-    Worker worker = {team, 0, thread};
+    Worker worker = {team, 0, thread, 0};
     if (call->is_bf16) multiply(1, &worker, &call->product);
     else multiply(0, &worker, &call->product);
     even_phases(&worker);
@@ -1327,7 +1346,7 @@ typedef struct {
 
 static void norm_member(void *team, int thread, const void *argument) {
     const NormCall *c = argument;
-    Worker worker = {team, 0, thread};
+    Worker worker = {team, 0, thread, 0};
     if (c->is_bf16) add_and_norm(1, &worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
     else add_and_norm(0, &worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
     even_phases(&worker);
@@ -1349,7 +1368,7 @@ static void attention_member(void *team, int thread, const void *argument) {
     const AttentionCall *call = argument;
     const Heads *heads = call->heads;
     const long out_stride = (long)heads->num_heads * heads->head_dim, size = heads->is_bf16 ? 2 : 4;
-    Worker worker = {team, 0, thread};
+    Worker worker = {team, 0, thread, 0};
     if (call->keys) {
         for (long t; (t = take(&worker)) < call->batch->num_tokens;) {
             const char *keys = call->keys + t * call->key_stride * size, *values = call->values + t * call->value_stride * size;
@@ -1406,7 +1425,7 @@ ALWAYS int64_t argmax_of(const int bf16, const void *scores, long row, long widt
 
 static void argmax_member(void *team, int thread, const void *argument) {
     const ArgmaxCall *c = argument;
-    Worker worker = {team, 0, thread};
+    Worker worker = {team, 0, thread, 0};
     for (long row; (row = take(&worker)) < c->num_rows;)
         c->best[row] = c->is_bf16 ? argmax_of(1, c->scores, row, c->width) : argmax_of(0, c->scores, row, c->width);
     sync_team(&worker);
@@ -1441,7 +1460,7 @@ ALWAYS void mask_row(const int bf16, const MaskCall *call, long row) {
 
 static void mask_member(void *team, int thread, const void *argument) {
     const MaskCall *call = argument;
-    Worker worker = {team, 0, thread};
+    Worker worker = {team, 0, thread, 0};
     for (long row; (row = take(&worker)) < call->num_rows;) {
         if (call->is_bf16) mask_row(1, call, row);
         else mask_row(0, call, row);
