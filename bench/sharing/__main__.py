@@ -1,7 +1,8 @@
 """SeaLLM's evaluation in virtual time: eight services of four models on 32 A800 of four nodes, bursts; Tideway, dedicated
 instances, AlpaServe and MuxServe.
 
-python -m bench.sharing [figure6 figure8 figure10 figure11 figure12 figure13 kv] [--duration S] [--output DIR]
+python -m bench.sharing [figure6 capacity baselines figure8 figure10 figure11 figure12 figure13 kv] [--duration S]
+                        [--output DIR]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 from bench.reporting import judged, machine, save_figure, write
 from bench.sharing import kv
 from bench.sharing.experiments import FIGURES, PAPER, TIDEWAY, Figure, Point, run_points, targets
-from bench.sharing.results import Outcome, draw, draw_scales, outcome_table, ratios, scale_table
+from bench.sharing.results import Outcome, capacity_table, draw, draw_scales, outcome_table, ratios, scale_table
 from bench.sharing.systems import SEED
 from bench.sharing.workloads import CHAT, RATES, SUMMARIES, TRACES
 
@@ -88,6 +89,8 @@ def _run(name: str, points: list[Point], num_processes: int) -> tuple[dict[str, 
     if any(one.system == TIDEWAY.name for one in outcomes):
         lines += ["", *ratios(outcomes, TIDEWAY.name, PAPER)]
         aims = targets(outcomes) if name == "figure6" else []
+    if name == "capacity":
+        lines += ["", *capacity_table(outcomes)]
     if name == "figure10":
         lines += ["", "Attainment by the SLO's scale:", "", *scale_table(outcomes)]
     text = "\n".join([*lines, "", *(f"    {aim}" for aim in aims)])

@@ -16,6 +16,7 @@ from bench.sharing.workloads import Workload
 from shared.placement.baselines import NoPlacement
 
 RATES = (2.0, 10.0, 20.0, 30.0, 40.0, 50.0)
+CAPACITY_RATES = (20.0, 30.0, 40.0, 50.0, 60.0, 80.0)
 SYSTEMS = (TIDEWAY, DEDICATED, ALPASERVE, MUXSERVE)
 PAPER = {"vllm": (10.38, 12.13, 1.82), "alpaserve": (9.52, 5.80, 3.64), "muxserve": (13.60, 18.69, 2.11)}
 """System -> how many times better SeaLLM's normalised latency, P99 latency and attainment are, up to (section 6.2)."""
@@ -36,6 +37,27 @@ VARIANTS = (
     variant("fixed-interval", replacement=FIXED),
     variant("fixed-partition", least_share=1.0),
 )
+
+
+def _weaker(system: System, name: str, **changes: object) -> System:
+    return msgspec.structs.replace(system, name=f"{system.name}, {name}", **changes)
+
+
+WHOLE, FEW = "whole prompts", "8 at once"
+CHOICES = (
+    TIDEWAY,
+    *(
+        one
+        for system in (DEDICATED, ALPASERVE)
+        for one in (
+            system, _weaker(system, WHOLE, mix_phases=False), _weaker(system, FEW, max_running=8),
+            _weaker(system, f"{WHOLE}, {FEW}", mix_phases=False, max_running=8),
+        )
+    ),
+    MUXSERVE,
+    _weaker(MUXSERVE, "in turns", overlaps=False),
+)  # fmt: skip
+"""What baselines are given here that those of the paper may not have had, switched off."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +103,18 @@ FIGURES = {
         "The paper: SeaLLM's normalised latency is below 3 and its attainment above 90 % at every rate.",
         x_name="rate, req/s", run_s=100.0,
         points=lambda run_s: _rates(SYSTEMS, RATES, run_s),
+    ),
+    "capacity": Figure(
+        about="Figure 6 beyond its rates: where each system's attainment falls below 99 and 90 %.",
+        x_name="rate, req/s", run_s=50.0,
+        points=lambda run_s: _rates(SYSTEMS, CAPACITY_RATES, run_s),
+    ),
+    "baselines": Figure(
+        about="What makes the baselines as strong as they are. Whole prompts: a step is whole prompts or decodes, as vLLM's "
+        "were before chunked prefill. 8 at once: an instance's batch. In turns: MuxServe's prefills and decodes share the "
+        "time of their devices, and do not run beside each other on units of their own.",
+        x_name="rate, req/s", run_s=50.0,
+        points=lambda run_s: _rates(CHOICES, (50.0,), run_s),
     ),
     "figure8": Figure(
         about="What each part is good for, on 16 devices: on 32 most services have groups of their own, and little is left "

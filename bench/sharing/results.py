@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -81,6 +82,28 @@ def outcome(x: float, system: str, seed: int, run: Run, took_s: float) -> Outcom
         took_s=round(took_s, 1), placement=run.placement,
         num_changes=run.num_changes,
     )  # fmt: skip
+
+
+LEVELS = (0.99, 0.9)
+
+
+def capacity(outcomes: Sequence[Outcome], system: str, level: float) -> str:
+    """The rate at which the system's attainment first falls below the level, between two rates in proportion."""
+    own = sorted((one for one in outcomes if one.system == system and not one.error), key=lambda one: one.x)
+    if not own or own[0].attainment < level:
+        return f"below {own[0].x:g}" if own else "-"
+    for before, after in pairwise(own):
+        if after.attainment < level:
+            share = (before.attainment - level) / (before.attainment - after.attainment)
+            return f"{before.x + share * (after.x - before.x):.0f}"
+    return f"over {own[-1].x:g}"
+
+
+def capacity_table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Of each system, the rates that it serves."""
+    names = dict.fromkeys(one.system for one in outcomes)
+    rows = [[name, *(capacity(outcomes, name, level) for level in LEVELS)] for name in names]
+    return table(["system", *(f"req/s to {level:.0%} attainment" for level in LEVELS)], rows)
 
 
 COLUMNS = {

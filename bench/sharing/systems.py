@@ -33,6 +33,7 @@ NODE_DEVICES = 8
 SEED = 101
 SEARCH_S = 5.0
 """That a search takes, in virtual time."""
+WHOLE_TOKENS = 8192
 SPLIT_BLOCK = 16
 """Tokens of a block of MuxServe's."""
 SPLIT_OVERHEAD = 1.02
@@ -53,6 +54,12 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """Of the KV pool, that is divided evenly over the models; 1: fixed partitions."""
     replacement: ReplacementSettings | None = None
     """None: the first placement stays."""
+    mix_phases: bool = True
+    """Prompts in chunks beside decodes; else steps are whole prompts, of `WHOLE_TOKENS` together, or decodes."""
+    max_running: int = 256
+    """Sequences of an instance at once."""
+    overlaps: bool = True
+    """Of MuxServe's jobs: each on units of its own; else those under way together take turns."""
 
 
 ADAPTIVE = ReplacementSettings(initial_s=40.0, least_s=20.0, most_s=600.0)
@@ -128,7 +135,8 @@ def simulate(system: System, case: Case) -> Run:
     jobs = jobs_of(future, case.workload.max_tokens)
     if system.placement == "muxserve":
         units = baselines.muxserve(problem)
-        records, num_changes, placement = _run_spatially(problem, units, jobs), 0, [_shown(*unit) for unit in units]
+        records, num_changes = _run_spatially(system, problem, units, jobs), 0
+        placement = [_shown(*unit) for unit in units]
     else:
         plan = place(system, problem)
         records, num_changes = _run_fleet(system, problem, plan, jobs, case.seed)
@@ -168,7 +176,8 @@ def _run_fleet(
 ) -> tuple[list[Record], int]:
     serving = Serving(
         order_policy=system.order, dispatch_policy=system.dispatch, migration="auto" if system.migrates else "off",
-        max_queued=1 << 20, max_waiting=1 << 20, least_share=system.least_share,
+        max_queued=1 << 20, max_waiting=1 << 20, least_share=system.least_share, mix_phases=system.mix_phases,
+        token_budget=0 if system.mix_phases else WHOLE_TOKENS, max_running=system.max_running,
     )  # fmt: skip
     settings = serving.scheduler()
     if not system.is_late:
@@ -187,7 +196,9 @@ def _run_fleet(
     return records, 0 if replacement is None else len(replacement.changes)
 
 
-def _run_spatially(problem: Problem, units: Sequence[baselines.Unit], jobs: Sequence[Job]) -> list[Record]:
+def _run_spatially(
+    system: System, problem: Problem, units: Sequence[baselines.Unit], jobs: Sequence[Job]
+) -> list[Record]:
     events, groups, needs = Events(), dict[str, SpatialGroup](), baselines.needs_of(problem)
     for unit in units:
         node, size = node_of(problem, unit.group), unit.group.num_ranks
@@ -201,7 +212,10 @@ def _run_spatially(problem: Problem, units: Sequence[baselines.Unit], jobs: Sequ
             )
             for model in held
         ]  # fmt: skip
-        group = SpatialGroup(events, models, geometry.merged_bytes * geometry.num_merged, overhead=SPLIT_OVERHEAD)
+        group = SpatialGroup(
+            events, models, geometry.merged_bytes * geometry.num_merged, overhead=SPLIT_OVERHEAD,
+            overlaps=system.overlaps,
+        )  # fmt: skip
         groups |= dict.fromkeys(unit.group.models, group)
     return run(events, groups, jobs)
 

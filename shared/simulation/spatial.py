@@ -85,14 +85,16 @@ class SpatialGroup:
         overhead: float = 1.0,
         max_prefill_tokens: int = 8192,
         max_rows: int = 256,
+        overlaps: bool = True,
     ) -> None:
-        """ValueError: the pool does not hold a longest request of each model."""
+        """`overlaps`: else jobs that are under way together take turns. ValueError: the pool does not hold a longest request
+        of each model."""
         self.models = {model.name: model for model in models}
         self.num_preemptions = 0
         self.num_open = 0
         """Requests that came, or are to come, and have not ended."""
         self._events, self._overhead = events, overhead
-        self._max_prefill_tokens, self._max_rows = max_prefill_tokens, max_rows
+        self._max_prefill_tokens, self._max_rows, self._overlaps = max_prefill_tokens, max_rows, overlaps
         self._policy = Multiplexing({model.name: model.units for model in models})
         self._least = {model.name: -(-model.max_model_len // model.block_size) * model.block_bytes for model in models}
         self.quotas = first_quotas(pool_bytes, {model.name: model.demand for model in models}, self._least)
@@ -129,7 +131,9 @@ class SpatialGroup:
             units = self._policy.units_of(job_id)
             self._jobs.append(_Running(job_id, sequences, units, seconds * self._overhead))
         if self._jobs:
-            asked = max(sum(job.arithmetic for job in self._jobs), sum(job.bandwidth for job in self._jobs))
+            asked = float(len(self._jobs))
+            if self._overlaps:
+                asked = max(sum(job.arithmetic for job in self._jobs), sum(job.bandwidth for job in self._jobs))
             self._speed = 1.0 / max(1.0, asked)
             self._turn += 1
             self._events.after(min(job.left_s for job in self._jobs) / self._speed, self._end, self._turn)

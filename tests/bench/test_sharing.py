@@ -11,9 +11,9 @@ import pytest
 
 from bench.sharing import kv
 from bench.sharing.__main__ import main
-from bench.sharing.experiments import SYSTEMS, Point, run_point, targets
-from bench.sharing.results import Outcome
-from bench.sharing.systems import MUXSERVE, Case, System, drawn
+from bench.sharing.experiments import CHOICES, SYSTEMS, Point, run_point, targets
+from bench.sharing.results import Outcome, capacity
+from bench.sharing.systems import DEDICATED, MUXSERVE, Case, System, drawn
 from bench.sharing.workloads import NUM_SAMPLED, SHAPES, Workload, clusters, draw, services
 
 NOWHERE = Path("/nonexistent")
@@ -101,6 +101,26 @@ def test_targets_are_of_the_worst_and_of_the_last_rate() -> None:
         ]
     ]
     assert [(aim.value, aim.is_met) for aim in targets(outcomes)] == [(4.0, False), (0.95, True), (9.5, True)]
+
+
+def test_the_rate_at_which_attainment_falls_below_a_level() -> None:
+    attained = {10.0: 1.0, 20.0: 0.98, 40.0: 0.78}
+    outcomes = [Outcome(x=x, system="a", attainment=share) for x, share in attained.items()]
+    assert capacity(outcomes, "a", 0.99) == "15"
+    assert capacity(outcomes, "a", 0.9) == "28"
+    assert capacity(outcomes, "a", 0.5) == "over 40"
+    assert capacity(outcomes[1:], "a", 0.99) == "below 20"
+    assert capacity([Outcome(x=1.0, system="a", error="none")], "a", 0.9) == "-"
+
+
+def test_what_baselines_are_given_can_be_switched_off() -> None:
+    case = Case(workload=Workload(rate_rps=8.0, num_services=2), num_devices=4, history_s=40.0, run_s=20.0)
+    found = {one.name: run_point(Point(x=8.0, system=one, case=case)) for one in CHOICES}
+    assert not any(one.error for one in found.values())
+    for strong in (DEDICATED, MUXSERVE):
+        for name, weak in found.items():
+            if name.startswith(f"{strong.name}, "):
+                assert weak.normalised_latency > found[strong.name].normalised_latency, name
 
 
 def test_merged_blocks_hold_nearly_what_split_ones_do_with_tables_a_thousandth_the_size() -> None:
