@@ -477,6 +477,11 @@ class Estimator:
         silence = PLANNED_SHARE * MAX_SILENCE_S
         for number in range(num_bins):
             width = self._widths[number]
+            if layout.is_open is not None:
+                # Requests go to none of the groups that are not there yet, or no more.
+                held = np.bincount(flat, layout.is_open[number].ravel() > 0, minlength=num_streams)
+                rivals = held[layout.stream] - 1.0
+                has_rivals = (rivals > 0) & ~is_empty
             arrive = arrivals[number][of] * split
             active = -np.expm1(-n)
             met = np.power(-np.expm1(-np.add.reduce(n, 1, keepdims=True)), rivals, out=np.ones(shape), where=has_rivals)
@@ -528,6 +533,8 @@ class Estimator:
             wait = np.add.reduce(w * cost.prefill_s, 1, keepdims=True)
             score = freeness / (1.0 + wait / WAIT_GRAIN_S)
             score = np.where(is_empty, 0.0, score * score)
+            if layout.is_open is not None and number + 1 < num_bins:
+                score *= layout.is_open[number + 1] > 0
             sums = np.bincount(flat, score.ravel(), minlength=num_streams)
             split = to_open(split + EASE * (score / (sums[layout.stream] + 1e-300) - split), number + 1)
         return _Course(splits, came, admitted, rates, phis, steps, busy)

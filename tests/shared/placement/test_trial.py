@@ -95,6 +95,19 @@ def test_who_finds_no_group_waits_for_the_next() -> None:
     assert np.allclose(latency[0, served.at_s < 10.0], latency[1, served.at_s < 10.0], rtol=0.3)
 
 
+def test_groups_that_are_not_there_yet_or_no_more_change_nothing() -> None:
+    asked, groups = given_problem((20, 12), interval_s=60.0), plan(((0,), ("a",)), ((1,), ("a", "b"))).groups
+    (coming,) = plan(((2,), ("a",))).groups
+    there = [Episode(group) for group in groups]
+    courses = [there, [*there, Episode(coming, 50.0)], [*there, Episode(coming, -9.0, -1.0)]]
+    served = Estimator(asked).served(courses)
+    latency = served.normalised * served.execution_s[served.model]
+    before = served.at_s + latency[0] < 50.0
+    assert before.sum() > 100
+    assert np.allclose(latency[0, before], latency[1, before])
+    assert np.allclose(latency[0], latency[2])
+
+
 def joined(*parts: Traffic) -> Traffic:
     starts = np.cumsum([0.0] + [part.interval_s for part in parts])
     arrivals = np.concatenate([part.arrival_s + start for part, start in zip(parts, starts, strict=False)])
