@@ -14,7 +14,7 @@ from services.worker.kv_transport import KvTransport, Outgoing, TransferError, T
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.telemetry import TransferMetrics
-from tests.worker.kv_transport.conftest import LAYOUTS, Make, laid_out, limits_of, refusal, until
+from tests.worker.kv_transport.conftest import IMPATIENT, LAYOUTS, Make, laid_out, limits_of, refusal, until
 
 
 class Opened(Faults):
@@ -64,7 +64,7 @@ async def test_one_that_is_not_completed_leaves_nothing(make: Make, ending: str)
     source, destination = await make(), await make(theirs, faults=opened)
     await source.connect(destination.address, deadline_s=3)
     incoming = destination.expect("m", range(20), deadline_s=2.0 if ending == "lease" else 5.0)
-    deadline_s = 1.0 if ending == "deadline" else 5.0
+    deadline_s = 2.0 if ending == "deadline" else 5.0
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=deadline_s)
     await opened.wait()
     if ending == "cancelled":
@@ -102,7 +102,7 @@ async def test_an_end_that_closes_fails_what_was_begun(make: Make, who: str) -> 
 async def test_a_peer_that_says_cancel_and_then_nothing_costs_no_more_than_the_deadline(make: Make) -> None:
     """What the destination stops is not yet over for the source."""
     opened = Opened()
-    source, destination = await make(), await make(faults=opened)
+    source, destination = await make(limits=IMPATIENT), await make(faults=opened)
     incoming = destination.expect("m", range(20), deadline_s=5)
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=1.5)
     await opened.wait()

@@ -23,6 +23,7 @@ from services.worker.kv_transport.faults import FaultPoint
 from tests.stalls import Stopwatch
 from tests.worker.kv_transport.conftest import (
     BLOCK_BYTES,
+    IMPATIENT,
     LAYOUTS,
     NEEDS_CUDA,
     NUM_BLOCKS,
@@ -91,7 +92,7 @@ async def test_a_wrong_ticket_is_refused_and_its_connection_closed(make: Make) -
 
 
 async def test_a_connection_that_shows_no_ticket_is_closed(make: Make, new_network: Callable[[], Network]) -> None:
-    destination = await make()
+    destination = await make(limits=IMPATIENT)
     stranger = new_network()
     await stranger.open(lambda link: None)
     link = await stranger.connect(destination.address)
@@ -148,7 +149,8 @@ async def test_a_peer_that_never_receives_costs_no_more_than_the_deadline(
 ) -> None:
     stall = Stall(point)
     theirs = laid_out(layout, 2)
-    source, destination = await make(laid_out(layout, 1)), await make(theirs, faults=stall)
+    source = await make(laid_out(layout, 1), limits=IMPATIENT)
+    destination = await make(theirs, limits=IMPATIENT, faults=stall)
     incoming = destination.expect("m", range(20), deadline_s=0.4)
     with Stopwatch() as watch:
         failed = source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=0.4)
