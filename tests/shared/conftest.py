@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 
 from shared.bus.nats_bus import NatsBus
 from shared.settings import BusSettings
@@ -13,6 +14,13 @@ from tests.conftest import NatsServer
 from tests.shared.bus_contract import Connect
 
 ConnectTo = Callable[..., Awaitable[NatsBus]]
+
+
+async def flushed(client: Client) -> None:
+    """Until the server has all that nats-py's own client was told to send. Its ping overtakes what waits for its flusher,
+    which has run by the time of the pong: so another ping goes behind that."""
+    for _ in range(2):
+        await client.flush(timeout=15)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from tests.shared.bus_contract import (
     Pong,
     eventually,
 )
-from tests.shared.conftest import ConnectTo
+from tests.shared.conftest import ConnectTo, flushed
 
 RESTART_TIMEOUT_S = 15.0
 
@@ -312,12 +312,12 @@ async def test_foreign_clients_are_answered_or_ignored(nats_settings: BusSetting
         late = await client.request(PING.subject, body, timeout=10, headers={"Tideway-Timeout": "-1"})
         assert late.headers is not None and late.headers["Nats-Service-Error-Code"] == "504"
         await client.publish(PING.subject, body)
-        await client.flush()
+        await flushed(client)
         assert (await bus.request(PING, Ping("y"), timeout_s=5)).text == "y"
         assert bus.is_connected
 
         heard = await client.subscribe(NEWS.at(place="here").subject)
-        await client.flush()
+        await flushed(client)
         token = trace_context.attach(context_of(TRACEPARENT))
         bus.publish(NEWS.at(place="here"), Ping("x"), traced=True)
         trace_context.detach(token)

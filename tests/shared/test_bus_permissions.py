@@ -33,6 +33,7 @@ from shared.messages.requests import (
 )
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
+from tests.shared.conftest import flushed
 from tideway.data_folder import OperatorError
 from tideway.nats_config import nats_users, users_file
 
@@ -240,7 +241,7 @@ async def test_a_reply_subject_does_not_tell_others(server: NatsServer, buses: d
     client = await nats.connect(server.url, user="worker-a", password="worker-a")
     endpoint = catalogue.INSTANCE_REPLAY.at(instance_id="a-0")
     heard = await client.subscribe(endpoint.subject)
-    await client.flush(timeout=15)
+    await flushed(client)
     requests = [buses["gateway"].send_request(endpoint, ReplayQuery([]), timeout_s=0.2) for _ in range(4)]
     replies = [(await heard.next_msg(timeout=15)).reply for _ in requests]
     tokens = sorted(int(reply.rpartition(".")[2], 16) for reply in replies)
