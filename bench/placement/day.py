@@ -61,7 +61,8 @@ WINDOW_S = 600.0
 NUM_DEVICES = 8
 LOAD = 4.0
 """Mean time of requests alone, times their devices, over the devices' time; they are served in batches."""
-LEAD_S = 120.0
+LEAD_S = 3600.0
+"""Where a plan is a little too slow, requests gather over so long a time."""
 MOST_S = 3600.0
 """Of a stretch that is estimated at once."""
 BIN_S = 2.5
@@ -185,16 +186,17 @@ class Day:
 
     def play(self) -> tuple[_Stretch, _Stretch]:
         """The whole day, as it was, and as if changes took no time."""
-        now_s = 0.0
+        now_s, first = 0.0, 0
         while now_s < DAY_S:
-            until_s = min(DAY_S, self.core.next_s)
-            first = len(self._stretches)
-            while now_s < until_s:
-                end_s = min(until_s, now_s + MOST_S)
-                self._stretches.append(self._estimated(now_s, end_s))
-                now_s = end_s
-            if now_s < DAY_S:
+            end_s = min(DAY_S, self.core.next_s, self.core.look_s, now_s + MOST_S)
+            self._stretches.append(self._estimated(now_s, end_s))
+            now_s = end_s
+            if now_s >= self.core.look_s:
+                # What was estimated since the last look, or the last search.
+                self.core.watch(now_s, self._measured(self._stretches[-1]))
+            if now_s < DAY_S and self.core.due(now_s):
                 self._search(now_s, _joined(self._stretches[first:]))
+                first = len(self._stretches)
         return self._whole()
 
     def _whole(self) -> tuple[_Stretch, _Stretch]:
@@ -238,22 +240,20 @@ class Day:
 
     def _estimated(self, now_s: float, until_s: float) -> _Stretch:
         """What would be measured."""
-        lead_s = min(LEAD_S, now_s)
-        since_s = now_s - lead_s
+        since_s = max(0.0, now_s - LEAD_S)
         problem = msgspec.structs.replace(self._problem, traffic=between(self._problem.traffic, since_s, until_s))
-        way = self._ways[-1] if self._ways else None
-        course = [Episode(group) for group in self._plan.groups]
-        if way is not None and since_s < way.begin_s + way.seconds:
-            at_s = way.begin_s - since_s
-            course = [Episode(one.group, at_s + one.start_s if one.start_s else -math.inf, at_s + one.end_s)
-                      for one in way.episodes]  # fmt: skip
+        course = [
+            Episode(one.group, one.start_s - since_s if one.start_s > since_s else -math.inf, one.end_s - since_s)
+            for one in timeline(self._first, self._ways)
+            if one.end_s > since_s
+        ]
         estimator = Estimator(problem, num_bins=max(96, int((until_s - since_s) / BIN_S)), max_followed=20_000)
         served = estimator.served([course])
-        mine = served.at_s >= lead_s
-        arrived_s = served.at_s[mine] + since_s
+        mine = served.at_s >= now_s - since_s
         return _Stretch(
-            arrived_s, served.model[mine], served.weight[mine], served.is_late[0, mine], served.normalised[0, mine]
-        )
+            served.at_s[mine] + since_s, served.model[mine], served.weight[mine], served.is_late[0, mine],
+            served.normalised[0, mine],
+        )  # fmt: skip
 
     def _measured(self, seen: _Stretch) -> Prediction:
         models = {}

@@ -165,8 +165,12 @@ class Replacing:
             self._notice(inputs)
         if (change := self.change) is not None:
             await self._go_on(change, inputs)
-        elif is_on and not self._searching and (why := self._core.due(self._monitor.now())):
-            self._begin_search(why, is_applied=False)
+        elif is_on and not self._searching:
+            now = self._monitor.now()
+            if now >= self._core.look_s:
+                self._core.watch(now, self._measured_in(self._core.settings.least_s))
+            if why := self._core.due(now):
+                self._begin_search(why, is_applied=False)
         await self._store()
         self._metrics.interval.set(self._core.interval_s)
         self._metrics.show_stage(self.change)
@@ -234,8 +238,11 @@ class Replacing:
 
     def _measured(self) -> Prediction:
         """In this interval so far."""
-        interval_s = min(MAX_AGE_S, max(SLOT_S, self._monitor.now() - self._core.since_s))
-        return measured_prediction(self._monitor.measured(interval_s))
+        return self._measured_in(self._monitor.now() - self._core.since_s)
+
+    def _measured_in(self, last_s: float) -> Prediction:
+        """In the last time of that length, as far as the log knows it."""
+        return measured_prediction(self._monitor.measured(min(MAX_AGE_S, max(SLOT_S, last_s))))
 
     def _begin_search(self, why: str, *, is_applied: bool) -> None:
         self._searching, self._problem = why, ""

@@ -2,6 +2,8 @@
 (seconds of any clock) is an argument. The placement service and virtual time host the same core:
 
     replacement = Replacement(settings, now_s)
+    if now_s >= replacement.look_s:
+        replacement.watch(now_s, measured)            # of the last `settings.least_s`
     if reason := replacement.due(now_s):
         replacement.begin(now_s, measured)            # of the time since `replacement.since_s`
         ...                                           # a search under the traffic of `replacement.window(now_s)`
@@ -9,8 +11,10 @@
         replacement.settled(now_s, prediction)        # of the plan that serves from now on
 
 An interval begins when a plan serves, with what is predicted of it, and ends `interval_s` later. What was measured since
-then makes the next interval shorter or longer (equation 8). A model that is added, and a node that is gone, ask for a search
-at once; that ends no interval, so nothing is compared.
+then makes the next interval shorter or longer (equation 8). A tenth less would be of no use to those who wait while a plan
+fails: so each `least_s` attainment is looked at, and where far less is attained than was predicted the interval is over and
+the next one as short as may be. A model that is added, and a node that is gone, ask for a search at once; that ends no
+interval, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -35,14 +39,15 @@ class ReplacementSettings(msgspec.Struct, frozen=True, kw_only=True):
     least_s: float = 60.0
     most_s: float = 6 * 3600.0
     beta: float = 0.1
-    """Relative difference above which the interval shrinks by this share, and below which it grows by it."""
+    """Relative difference above which the interval shrinks by this share, and below which it grows by it; and by which
+    attainment falls below what was predicted where an interval ends early."""
     least_requests: int = 20
     """Online requests of an interval, predicted or measured, below which nothing is concluded from it."""
     least_attainment_gain: float = 0.01
     least_latency_gain: float = 0.05
     """Share by which normalised latency falls at least where attainment stays; both with the cost of the change."""
     errors: float = 2.0
-    """Standard errors that a gain is beyond at least."""
+    """Standard errors that a gain is beyond at least, and a loss that ends an interval."""
     window_changes: float = 2.0
     """Times that a change takes, of whose traffic a plan is searched with at least."""
 
@@ -144,6 +149,20 @@ def next_interval_s(
         return interval_s
     factor = -settings.beta if deviation(predicted, measured) > settings.beta else settings.beta
     return min(max(interval_s * (1.0 + factor), settings.least_s), settings.most_s)
+
+
+def loss(predicted: Prediction, measured: Prediction, settings: ReplacementSettings) -> str:
+    """What to tell of an attainment that is far below what was predicted: by more than `beta` of that, and than `errors`
+    standard errors. Empty where it is not, and where there are too few requests to tell."""
+    both = [name for name in sorted(predicted.models) if _num(predicted, name) and _num(measured, name)]
+    num = sum(_num(measured, name) for name in both)
+    if not both or num < settings.least_requests:
+        return ""
+    expected, real = _totals(predicted, both).attainment, _totals(measured, both).attainment
+    error = math.sqrt(expected * (1.0 - expected) / num)
+    if expected - real <= max(settings.beta * expected, settings.errors * error):
+        return ""
+    return f"attainment fell to {real:.1%}, {expected:.1%} was predicted"
 
 
 def judge(
@@ -286,6 +305,7 @@ class Replacement:
         self.state = state or IntervalState(interval_s=settings.initial_s, since_s=now_s)
         self._asked = ""
         """Why a search is due at once."""
+        self._looked_s = now_s
 
     @property
     def interval_s(self) -> float:
@@ -300,6 +320,20 @@ class Replacement:
     def next_s(self) -> float:
         """When the interval is over."""
         return self.state.since_s + self.interval_s
+
+    @property
+    def look_s(self) -> float:
+        """When to `watch` next; infinite where that could end the interval no earlier."""
+        look_s = max(self._looked_s, self.state.since_s) + self.settings.least_s
+        return look_s if look_s < self.next_s else math.inf
+
+    def watch(self, now_s: float, measured: Prediction) -> None:
+        """`measured`: in the last `least_s`, in which the plan may have begun to fail. What it fails under is not older, so
+        the next search goes by no more than that."""
+        self._looked_s = now_s
+        if self.state.predicted is not None and (told := loss(self.state.predicted, measured, self.settings)):
+            self.state = msgspec.structs.replace(self.state, interval_s=self.settings.least_s)
+            self.ask(told)
 
     def ask(self, reason: str) -> None:
         """A search is due at once: a model was added, a node is gone, or somebody asks for it. The first reason stays."""

@@ -120,6 +120,8 @@ class FleetReplacement:
 
     def _check(self) -> None:
         now = self._fleet.events.now
+        if self._change is None and not self._is_searching and now >= self.core.look_s:
+            self.core.watch(now, self.measured(now - self.core.settings.least_s, now))
         if self._change is not None:
             self._go_on(self._change)
         elif not self._is_searching and (why := self.core.due(now)):

@@ -27,7 +27,8 @@ from services.worker.native.library import (
 
 COMPILED = kernels()
 needs_kernels = pytest.mark.skipif(
-    COMPILED is None or not packs(torch.zeros(32, 32)), reason="needs a compiler and a processor whose products are fast"
+    COMPILED is None or not packs(torch.zeros(32, 32)),
+    reason="needs a compiler and a processor whose products are fast",
 )
 DTYPES = [d for d in library.DTYPES if COMPILED is not None and packs(torch.zeros(32, 32, dtype=d))]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.placement.plan import Horizon, Trial
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
 from shared.placement.rehearsal import change_s
-from shared.placement.replacement import Replacement, ReplacementSettings, deviation, next_interval_s
+from shared.placement.replacement import Replacement, ReplacementSettings, deviation, loss, next_interval_s
 from tests.shared.placement.test_memory import model, node
 
 SETTINGS = ReplacementSettings(initial_s=100, least_s=50, most_s=200)
@@ -84,6 +84,58 @@ def test_the_interval_stays_within_its_bounds(
         assert core.due(now_s)
         core.begin(now_s, prediction(a=(50, 1, latency)))
         core.settled(now_s, prediction(a=(50, 1, 2.0)))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "is_lost"),
+    [
+        (prediction(a=(500, 0.99, 2)), prediction(a=(100, 0.85, 2)), True),
+        (prediction(a=(500, 0.99, 2)), prediction(a=(100, 0.90, 9)), False),
+        (prediction(a=(500, 0.3, 2)), prediction(a=(100, 0.9, 2)), False),
+        # A tenth less than what was predicted, not of all requests.
+        (prediction(a=(500, 0.5, 2)), prediction(a=(1000, 0.44, 2)), True),
+        # Chance: two standard errors of so few are 0.22.
+        (prediction(a=(500, 0.5, 2)), prediction(a=(20, 0.3, 2)), False),
+        (prediction(a=(500, 0.99, 2)), prediction(a=(19, 0.0, 2)), False),
+        # Of those that were predicted.
+        (prediction(a=(500, 0.99, 2)), prediction(b=(100, 0.0, 2)), False),
+        (prediction(), prediction(), False),
+    ],
+)
+def test_what_ends_an_interval(predicted: Prediction, measured: Prediction, is_lost: bool) -> None:
+    assert bool(loss(predicted, measured, SETTINGS)) is is_lost
+
+
+def test_a_plan_that_fails_ends_its_interval() -> None:
+    core = Replacement(SETTINGS, 0.0)
+    core.settled(10.0, prediction(a=(500, 1, 2)))
+    assert core.look_s == 60.0
+    core.watch(60.0, prediction(a=(100, 0.95, 2)))
+    assert not core.due(60.0) and core.next_s == 110.0
+    # Nothing is left to look at before the interval is over.
+    assert core.look_s == math.inf
+    core = Replacement(msgspec.structs.replace(SETTINGS, initial_s=180.0), 0.0)
+    core.settled(10.0, prediction(a=(500, 1, 2)))
+    core.watch(60.0, prediction(a=(100, 0.95, 2)))
+    assert core.look_s == 110.0
+    core.watch(110.0, prediction(a=(100, 0.5, 2)))
+    assert "50.0%" in core.due(110.0)
+    # The next search goes by the traffic that it fails under, and the next interval is short too.
+    assert core.window(110.0) == (60.0, 110.0)
+    core.begin(110.0, prediction(a=(200, 0.75, 2)))
+    assert core.interval_s == 50 and core.state.deviation == 0.25 and not core.due(110.0)
+    # Of what a search under way finds nothing is predicted yet.
+    core.watch(170.0, prediction(a=(100, 0.0, 2)))
+    assert not core.due(150.0)
+    core.settled(170.0, prediction(a=(500, 0.5, 2)))
+    assert core.next_s == 220.0
+
+
+@pytest.mark.parametrize("interval_s", [100.0, math.inf])
+def test_a_fixed_interval_is_not_looked_into(interval_s: float) -> None:
+    core = Replacement(ReplacementSettings(initial_s=interval_s, least_s=interval_s, most_s=interval_s), 0.0)
+    core.settled(0.0, prediction(a=(500, 1, 2)))
+    assert core.look_s == math.inf
 
 
 def test_a_fixed_interval_stays() -> None:
