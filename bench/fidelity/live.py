@@ -4,6 +4,7 @@ every engine's calls recorded, and a client that sends over HTTP at given times.
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from types import TracebackType
 from bench.coserving.testbed import make_checkpoint
 from bench.fidelity.observed import Observed, observe
 from bench.fidelity.workloads import MODELS, VOCABULARY, Served
+from bench.reporting import take_precedence
 from bench.stack import add_tokenizer
 from shared import recording
 from shared.engine.calls import SetCostModel
@@ -39,9 +41,11 @@ class RunFailed(Exception):
 
 
 class LiveStack:
-    """`environment`: settings for all services. Used with `with`."""
+    """`environment`: settings for all services; `precedence`: a niceness of all processes, see
+    `reporting.take_precedence`; 0: none. Used with `with`."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], *, precedence: int = 0) -> None:
+        self._precedence = precedence
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-fidelity-")
         root = Path(self._folder.name)
         models = {}
@@ -59,8 +63,14 @@ class LiveStack:
         self._models = models
 
     def __enter__(self) -> LiveStack:
-        self._stack.wait_ready()
-        self._stack.wait_until(self._are_profiled, "cost models of all", PROFILE_TIMEOUT_S)
+        try:
+            self._stack.wait_ready()
+            if self._precedence:
+                take_precedence(os.getpid(), self._precedence)
+            self._stack.wait_until(self._are_profiled, "cost models of all", PROFILE_TIMEOUT_S)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from shared import recording
 from shared.cost_model import CostModel, StepShape, shape_of
-from shared.engine.calls import AddModel, OnStep, SetCostModel, Submit
+from shared.engine.calls import AddModel, OnStep, SetCostModel, SetStatistics, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import CALLS, Configuration
 from shared.engine.requests import Output
+from shared.messages.cluster import ExecutionStatistics
 
 
 class Step(NamedTuple):
@@ -37,6 +38,12 @@ class Observed(NamedTuple):
     """When each request reached the engine, by its prompt (the API gives requests other names)."""
     first_s: dict[bytes, float]
     """When its first token was known there."""
+    statistics: list[tuple[float, ExecutionStatistics]]
+    """Of the models' requests, when the engine was told."""
+
+    def statistics_at(self, at_s: float) -> list[ExecutionStatistics]:
+        """What it had been told by then."""
+        return list({one.model: one for told_s, one in self.statistics if told_s < at_s}.values())
 
 
 class _Watched:
@@ -44,7 +51,7 @@ class _Watched:
 
     def __init__(self, configuration: Configuration) -> None:
         self.engine: Engine = configuration.build()
-        self.seen = Observed(configuration, {}, {}, [], {}, {})
+        self.seen = Observed(configuration, {}, {}, [], {}, {}, [])
         self._plans: dict[int, tuple[StepPlan, float]] = {}
         self._prompts: dict[str, bytes] = {}
         """By id of the request."""
@@ -59,6 +66,8 @@ class _Watched:
             seen.models[call.shape.name] = call.shape
         elif isinstance(call, SetCostModel):
             seen.cost_models[call.name] = call.cost_model
+        elif isinstance(call, SetStatistics):
+            seen.statistics.append((now, call.statistics))
         for effect in self.engine.effects():
             if isinstance(effect, Output):
                 for entry in effect.entries:

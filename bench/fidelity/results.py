@@ -55,6 +55,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         runs = [figures for one in self.repeats for figures in (one.hindsight if hindsight else one.simulated)]
         return float(np.mean([getattr(figures, metric) for figures in runs]))
 
+    def simulated_scatter(self, metric: str) -> float:
+        """Standard deviation of the simulated runs over their mean: what two runs of the same requests differ by though
+        nothing but the steps' noise is another."""
+        ratios = [
+            getattr(figures, metric) / float(np.mean([getattr(each, metric) for each in one.simulated]))
+            for one in self.repeats
+            for figures in one.simulated
+        ]
+        return float(np.std(ratios))
+
     def error(self, metric: str, *, hindsight: bool = False) -> float:
         """Of the simulation, relative, with its sign."""
         return self.simulated(metric, hindsight=hindsight) / self.live(metric) - 1
@@ -87,7 +97,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def markdown(self) -> str:
         header = ["workload", "load", "requests"]
         for name in METRICS.values():
-            header += [f"{name}: live", "simulated", "error %", "live +- %"]
+            header += [f"{name}: live", "simulated", "error %", "live +- %", "simulated +- %"]
         header += ["speed", "own speed", "others %"]
         rows = []
         for cell in self.cells:
@@ -95,6 +105,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             for metric in METRICS:
                 row += [cell.live(metric), cell.simulated(metric)]
                 row += [f"{100 * cell.error(metric):+.1f}", f"{100 * cell.scatter(metric):.1f}"]
+                row += [f"{100 * cell.simulated_scatter(metric):.1f}"]
             row += [float(np.mean([one.speed for one in cell.repeats]))]
             row += [float(np.mean([one.own_speed for one in cell.repeats]))]
             rows.append([*row, f"{100 * max(one.others_share for one in cell.repeats):.0f}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -27,12 +28,14 @@ def run(
     settings: SchedulerSettings,
     requests: Sequence[PlannedRequest],
     *,
+    start_s: float = math.inf,
     speed: float = 1.0,
     seed: int = 0,
     build: Callable[[Configuration], Engine] = Configuration.build,
 ) -> list[Served]:
-    """Instances are those that were observed; engines know the cost models that the live ones were told. `speed`: factor of
-    all step times, of the machine at that time. Raises `RunFailed`."""
+    """Instances are those that were observed; engines know the cost models that the live ones were told, and the execution
+    times of models that these had been told by `start_s`. `speed`: factor of all step times, of the machine at that time.
+    Raises `RunFailed`."""
     # The fleet's noise has the median 1, a cost model says the mean.
     scale = speed / float(np.exp(timing.noise**2 / 2))
 
@@ -40,7 +43,11 @@ def run(
         others = (one for one in fleet.instances.values() if one is not instance)
         return timing.beside if any(one.host.is_computing for one in others) else 1.0
 
-    fleet = Fleet(settings, noise=timing.noise, seed=seed, slowdown=slowdown)
+    statistics = observed[0].statistics_at(start_s)
+    # Live ones are of the last thousand requests, and change little during a run.
+    fleet = Fleet(
+        settings, noise=timing.noise, seed=seed, slowdown=slowdown, statistics=statistics, tells_statistics=not statistics
+    )  # fmt: skip
     for number, one in enumerate(observed):
         device = Device(configuration=one.configuration)
         models = [

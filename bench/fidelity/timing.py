@@ -3,7 +3,7 @@
 | | from |
 |---|---|
 | step times of each model | steps of the engines, from plan to plan: with what the host does in between |
-| factor of a step while the other instance computes | the same steps, by the share of each that the other was busy |
+| factor of a step while the other instance computes | the same steps: what those beside it took in sum, stalls and all |
 | noise of steps | what the fit leaves |
 | time from a client to the engine, and back | arrivals and tokens at the client against those at the engine |
 | speed of the machine beside a run | its steps shortly before and after, over what the fit says of them |
@@ -23,7 +23,7 @@ from shared.cost_model import CostModel, StepShape
 
 MOST_NOISE = 1.0
 """Logarithm of a step's time over the predicted one; beyond it, it was a stall of the machine."""
-BESIDE = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0)
+BESIDE = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.5, 1.6, 1.8, 2.0)
 """Factors that are tried."""
 SEARCH_STEPS, SEARCH_KNEES = 300, 2
 """Of a model, for that."""
@@ -53,9 +53,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     noise: float
     """Standard deviation of the logarithm of step times around the cost model."""
     submit_s: float
-    """From a request's arrival at the client until the engine has it."""
+    """From a request's arrival at the client until the engine has it; mean."""
     answer_s: float
-    """From the end of a step until the client has its tokens."""
+    """From the end of a step until the client has its tokens; mean."""
 
 
 def samples(observed: Sequence[Observed]) -> list[Sample]:
@@ -86,11 +86,13 @@ def _overlap_s(busy: np.ndarray, start_s: float, end_s: float) -> float:
 
 
 def fit(steps: Sequence[Sample], submit_s: float, answer_s: float) -> Timing:
-    """The factor is that under which the cost models explain the steps best. Raises `ValueError` without steps."""
+    """The factor is that under which steps beside the other instance, and those alone, take as long as the cost models say,
+    in sum: what a typical step takes would leave out the stalls, which are another's doing. Raises `ValueError` without
+    steps."""
     by_model: dict[str, list[Sample]] = {}
     for sample in steps:
         by_model.setdefault(sample.model, []).append(sample)
-    beside = min(BESIDE, key=lambda factor: _loss(by_model, factor))
+    beside = min(BESIDE, key=lambda factor: _mismatch(by_model, factor))
     costs = _cost_models(by_model, beside, KNEES)
     costs = {name: _to_means(costs[name], of_model, beside) for name, of_model in by_model.items()}
     left = _logarithms(steps, costs, beside)
@@ -120,11 +122,17 @@ def _predicted_s(cost: CostModel, steps: Sequence[Sample], beside: float) -> flo
     return sum(cost.predict(one.shape) * _factor(beside, one) for one in steps)
 
 
-def _loss(by_model: Mapping[str, Sequence[Sample]], beside: float) -> float:
+def _mismatch(by_model: Mapping[str, Sequence[Sample]], beside: float) -> float:
     thinned = {name: of_model[:: -(-len(of_model) // SEARCH_STEPS)] for name, of_model in by_model.items()}
-    steps = [one for of_model in thinned.values() for one in of_model]
-    left = _logarithms(steps, _cost_models(thinned, beside, SEARCH_KNEES), beside)
-    return float(np.abs(left - np.median(left)).mean())
+    costs = _cost_models(thinned, beside, SEARCH_KNEES)
+    ratios = []
+    for is_beside in (False, True):
+        steps = [one for of_model in by_model.values() for one in of_model if (one.beside > 0.5) == is_beside]
+        if not steps:
+            return beside - 1.0
+        predicted_s = sum(_predicted_s(costs[one.model], [one], beside) for one in steps)
+        ratios.append(sum(one.seconds for one in steps) / predicted_s)
+    return abs(float(np.log(ratios[1] / ratios[0])))
 
 
 def _cost_models(by_model: Mapping[str, Sequence[Sample]], beside: float, max_knees: int) -> dict[str, CostModel]:

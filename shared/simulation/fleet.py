@@ -396,11 +396,13 @@ class Fleet:
         has_priorities: bool = True,
         control_s: float = CONTROL_S,
         tells_statistics: bool = True,
+        statistics: Iterable[ExecutionStatistics] = (),
         slowdown: Callable[[Instance], float] = lambda _: 1.0,
     ) -> None:
         """`noise`: standard deviation of the logarithm of step times around the cost model. `migrations`: of a fleet;
         None: requests stay where they are. `has_priorities`: else all requests are normal ones. `control_s`: of a message to
-        or from the scheduler. `tells_statistics`: instances hear of execution times.
+        or from the scheduler. `tells_statistics`: instances hear of execution times. `statistics`: those that are known from
+        before.
         `slowdown`: of a step that an instance begins now, beside noise: what others do to it that share its machine."""
         self.events = Events()
         self.noise, self.seed, self.control_s, self.slowdown = noise, seed, control_s, slowdown
@@ -409,7 +411,8 @@ class Fleet:
         self.instances: dict[str, Instance] = {}
         """That are in the registry."""
         self.settings = settings
-        self.scheduler = Scheduler(self, settings, 1, {})
+        self._statistics: dict[str, ExecutionStatistics] = {one.model: one for one in statistics}
+        self.scheduler = Scheduler(self, settings, 1, self._statistics)
         self.migrations = None if migrations is None else migrations(self)
         self.emptied_s: dict[str, float] = {}
         """When each instance that was drained held nothing any more."""
@@ -417,7 +420,6 @@ class Fleet:
         """Carries out what the scheduler wants, and says which instances it released for that."""
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         """Of each instance, in steps that have ended or parts of them; also of instances that are gone."""
-        self._statistics: dict[str, ExecutionStatistics] = {}
         self._num_made = 0
         if tells_statistics:
             self.events.after(STATISTICS_S, self._tell_statistics)
@@ -450,6 +452,8 @@ class Fleet:
             instance.migrations = self.migrations.add(instance)
         for model in models:
             instance.attach(model)
+        for statistics in self._statistics.values():
+            instance.engine.apply(SetStatistics(statistics), self.events.now)
         if start_s:
             self.events.after(start_s, self.set_state, instance, "ready")
         instance.wake()

@@ -9,12 +9,13 @@ import pytest
 from bench.fidelity import simulated
 from bench.fidelity.observed import Observed, Step, observe
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order
-from bench.fidelity.timing import Timing, execution_s, fit, samples, speed
+from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
 from bench.fidelity.workloads import CALIBRATION, MIXES, MODELS, Figures, Served, figures, planned
 from shared.cost_model import CostModel, StepShape
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration, recorded
+from shared.messages.cluster import ExecutionStatistics
 from shared.settings import SchedulerSettings
 
 COSTS = {
@@ -28,7 +29,7 @@ CONFIGURATION = Configuration(
     num_merged=200, num_rows=64, ordering="doubling_budget", token_budget=512, steps_in_flight=1
 )
 IDLE = Observed(
-    CONFIGURATION, {name: ModelShape(name, 32, 4, 1024, 4096) for name in MODELS}, COSTS, [], {}, {}
+    CONFIGURATION, {name: ModelShape(name, 32, 4, 1024, 4096) for name in MODELS}, COSTS, [], {}, {}, []
 )  # fmt: skip
 SETTINGS = SchedulerSettings(migration="off")
 
@@ -77,6 +78,31 @@ def test_a_step_goes_on_until_the_next_where_requests_are_held() -> None:
     assert (first.beside, others.beside, second.beside) == pytest.approx((0.2 / 1.2, 0.3 / 0.5, 0.3))
 
 
+def test_the_factor_beside_another_is_of_sums_with_their_stalls() -> None:
+    shape = StepShape(0, 0.0, 1, 10)
+    alone = [Sample("small", shape, 0.010, 0.0, number) for number in range(100)]
+    beside = [Sample("small", shape, 0.040 if number % 10 == 0 else 0.010, 1.0, 100 + number) for number in range(100)]
+    assert fit(alone + beside, 0.0, 0.0).beside == pytest.approx(1.3)
+    assert fit(alone, 0.0, 0.0).beside == 1.0
+
+
+def test_a_simulation_begins_with_the_execution_times_that_were_told() -> None:
+    told = [(float(at_s), ExecutionStatistics("small", seconds, 0.1, 9)) for at_s, seconds in ((1, 0.3), (5, 0.2))]
+    observed = IDLE._replace(statistics=told)
+    assert [one.mean_s for one in observed.statistics_at(4.0)] == [0.3]
+    assert [one.mean_s for one in observed.statistics_at(6.0)] == [0.2]
+    assert observed.statistics_at(1.0) == []
+
+    recording: list[bytes] = []
+
+    def build(configuration: Configuration) -> Engine:
+        return configuration.build() if recording else recorded(configuration, recording.append)
+
+    requests = planned(MIXES[0], 2.0, 3.0, name="few", seed=2)
+    simulated.run([observed, observed], TRUTH, SETTINGS, requests, start_s=4.0, build=build)
+    assert observe(b"".join(recording)).statistics == [(0.0, told[0][1])]
+
+
 def test_a_slower_machine_is_simulated_slower() -> None:
     requests = planned(MIXES[0], 2.0, 10.0, name="few", seed=2)
     quiet, slow = (
@@ -105,6 +131,11 @@ def test_errors_and_scatter_of_a_cell() -> None:
     assert cell.error("normalised_latency") == pytest.approx(0.1)
     assert cell.error("normalised_latency", hindsight=True) == pytest.approx(0.0)
     assert cell.scatter("normalised_latency") == pytest.approx(0.05)
+    assert cell.simulated_scatter("normalised_latency") == 0.0
+    several = msgspec.structs.replace(repeats[0], simulated=[found(1.8), found(2.2)])
+    assert msgspec.structs.replace(cell, repeats=[several]).simulated_scatter("normalised_latency") == pytest.approx(
+        0.1
+    )
     comparison = Comparison(cells=[cell], timing=TRUTH, capacity_rps={"chat": 3.0})
     assert [target.is_met for target in comparison.targets()] == [False, False, True, True, True, True]
     assert "| chat" in comparison.markdown()
