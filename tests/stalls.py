@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 LOOK_INTERVAL_S = 0.02
 MIN_AWAY_S = 0.05
@@ -63,6 +64,10 @@ class StallWatch:
         self._read()  # a full pipe would keep it from looking
         del self._stalls[:-MAX_STALLS]
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
     def test_failed(self) -> None:
         self._failed_s = self._failed_s or time.monotonic()
 
@@ -105,19 +110,50 @@ watch = StallWatch()
 
 
 class Stopwatch:
-    """`seconds` since the block began, of those in which the machine was there: limits that a busy one cannot break."""
+    """`seconds` since the block began, of those in which the machine was there, and less those for which threads of this
+    process and of those it started were ready but had no core: limits that a busy machine cannot break. Threads that wait
+    side by side are each counted, and a process that ends takes its waits with it."""
 
-    def __enter__(self) -> Stopwatch:
-        self._began_s, self._ended_s = time.monotonic(), 0.0
+    def start(self) -> Stopwatch:
+        self._began_s, self._ended_s, self._ended_waits = time.monotonic(), 0.0, dict[str, float]()
+        self._began_waits = _waits_s()
         return self
 
+    def __enter__(self) -> Stopwatch:
+        return self.start()
+
     def __exit__(self, *_: object) -> None:
-        self._ended_s = time.monotonic()
+        self._ended_s, self._ended_waits = time.monotonic(), _waits_s()
 
     @property
     def seconds(self) -> float:
-        until_s = self._ended_s or time.monotonic()
-        return until_s - self._began_s - watch.away_s(self._began_s, until_s)
+        until_s, waits = self._ended_s or time.monotonic(), self._ended_waits or _waits_s()
+        waited_s = sum(seconds - self._began_waits.get(thread, 0.0) for thread, seconds in waits.items())
+        return until_s - self._began_s - max(waited_s, watch.away_s(self._began_s, until_s))
+
+
+def _waits_s() -> Mapping[str, float]:
+    """For how long each thread of this process and of those it started has been ready without a core so far, as the kernel
+    says: the second number of `schedstat`, in ns."""
+    waits = {}
+    for pid in _family():
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                waits[str(file)] = int(file.read_text().split()[1]) / 1e9
+    return waits
+
+
+def _family() -> set[int]:
+    """This process and those it started, themselves or through others; but not the one that looks at the clock."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    family, before = {os.getpid()}, 0
+    while len(family) > before:
+        before = len(family)
+        family |= {pid for pid, parent in parents.items() if parent in family and pid != watch.pid}
+    return family
 
 
 def _look(core: int) -> None:

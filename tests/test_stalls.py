@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-from tests.stalls import MIN_STALL_S, watch
+from tests.stalls import MIN_STALL_S, Stopwatch, watch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFTEST = """
@@ -143,3 +145,29 @@ def test_work_of_this_process_is_no_stall() -> None:
     compute.join()
     ctypes.PyDLL(None).usleep(600_000)  # so does this, without working
     assert watch.away_s(began_s, time.monotonic()) < 0.5
+
+
+def test_a_stopwatch_does_not_count_waits_for_a_core(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    program = tmp_path / "busy.py"
+    program.write_text(
+        f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(os.getpid(), flush=True)\nwhile True:\n    pass\n"
+    )
+    # The child of a shell that ends is no process of this test's.
+    shell = subprocess.Popen(["sh", "-c", f"{sys.executable} {program} &"], stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    pid = int(shell.stdout.readline())
+    shell.wait()
+    try:
+        os.sched_setaffinity(0, {core})
+        began_s, until_s = time.monotonic(), time.thread_time() + 0.5
+        with Stopwatch() as stopwatch:
+            while time.thread_time() < until_s:
+                pass
+        passed_s = time.monotonic() - began_s
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.sched_setaffinity(0, cores)
+        shell.stdout.close()
+    assert stopwatch.seconds < passed_s - 0.1

@@ -63,12 +63,12 @@ class Peer:
 
     async def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (line := await self.process.stdout.readline()).startswith(b"{"):
                 assert line, "the peer ended"
         return json.loads(line)
 
-    async def expect(self, blocks: list[int], deadline_s: float = 5.0, stall_at: str = "") -> bytes:
+    async def expect(self, blocks: list[int], deadline_s: float = 30.0, stall_at: str = "") -> bytes:
         answer = await self.ask("expect", blocks=blocks, deadline_s=deadline_s, stall_at=stall_at)
         return bytes.fromhex(answer["ticket"])
 
@@ -110,7 +110,7 @@ async def test_bytes_arrive_in_another_process(source: KvTransport, transports: 
     try:
         for blocks in ([5], list(range(40)), list(range(63, 20, -3))):
             ticket = await peer.expect(blocks)
-            await source.send(peer.address, ticket, "m", list(reversed(blocks)), deadline_s=10)
+            await source.send(peer.address, ticket, "m", list(reversed(blocks)), deadline_s=30)
             assert (await peer.ask("result"))["reason"] is None
             digest = (await peer.ask("digest", blocks=blocks))["digest"]
             assert digest == int(
@@ -132,43 +132,43 @@ async def test_a_killed_peer_is_noticed_at_once_and_its_successor_is_reached(sou
     successor = await Peer.start()
     try:
         again = await successor.expect(list(range(32)))
-        await source.send(successor.address, again, "m", range(32), deadline_s=5)
+        await source.send(successor.address, again, "m", range(32), deadline_s=30)
     finally:
         await successor.end()
 
 
 async def test_a_peer_killed_while_idle_is_noticed_and_its_successor_dialled(source: KvTransport, peer: Peer) -> None:
-    await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=5)
+    await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=30)
     await peer.end()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         while source.num_connections:
             await asyncio.sleep(0.01)
     successor = await Peer.start()
     try:
-        await source.send(successor.address, await successor.expect([1]), "m", [1], deadline_s=5)
+        await source.send(successor.address, await successor.expect([1]), "m", [1], deadline_s=30)
     finally:
         await successor.end()
 
 
 async def test_a_stopped_peer_costs_no_more_than_the_deadline(source: KvTransport, peer: Peer) -> None:
-    await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=5)
+    await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=30)
     assert (await peer.ask("result"))["reason"] is None
     ticket = await peer.expect(list(range(32)), deadline_s=0.6)
     peer.process.send_signal(signal.SIGSTOP)
     reason, seconds = await reason_of(source, peer, ticket, 0.5)
     assert reason is TransferReason.DEADLINE
     assert seconds < 0.9
-    async with asyncio.timeout(5):  # the connection is given up, and everything with it
+    async with asyncio.timeout(20):  # the connection is given up, and everything with it
         while source.num_active or source.num_connections:
             await asyncio.sleep(0.01)
     peer.process.send_signal(signal.SIGCONT)
     assert (await peer.ask("result"))["reason"] in ("deadline", "peer_lost")
     ticket = await peer.expect(list(range(32)))
-    await source.send(peer.address, ticket, "m", range(32), deadline_s=5)
+    await source.send(peer.address, ticket, "m", range(32), deadline_s=30)
 
 
 async def test_idle_connections_and_expectations_cost_next_to_no_cpu(source: KvTransport, peer: Peer) -> None:
-    await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=5)
+    await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=30)
     waiting = source.expect("m", [2], deadline_s=10)
     before, theirs = time.process_time(), (await peer.ask("cpu"))["seconds"]
     await asyncio.sleep(1.0)
@@ -196,11 +196,10 @@ async def test_a_stopped_source_gives_the_blocks_back_soon_after_the_deadline_an
         )
         await opened.wait()
         peer.process.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        with pytest.raises(TransferError) as caught:
+        with Stopwatch() as watch, pytest.raises(TransferError) as caught:
             await incoming.wait()
         assert caught.value.reason is TransferReason.DEADLINE
-        assert time.monotonic() - started < 2.0 + LIMITS.drain_s + 2.5
+        assert watch.seconds < 2.0 + LIMITS.drain_s + 2.5
         rows.zero_()
         peer.process.send_signal(signal.SIGCONT)
         assert (await peer.ask("result"))["reason"] in ("peer_lost", "cancelled", "deadline")
@@ -215,12 +214,13 @@ async def test_an_unusable_ucx_is_a_typed_error_at_once(how: str) -> None:
     host = "no.such.host.invalid" if how == "host" else "127.0.0.1"
     environment = {"UCX_TLS": "none_such"} if how == "init" else {}
     code = prelude + (
-        "import asyncio, time\n"
+        "import asyncio\n"
+        "from tests.stalls import Stopwatch\n"
         "from services.worker.kv_transport import *\n"
         "async def main():\n"
-        "    started = time.monotonic()\n"
+        "    watch = Stopwatch().start()\n"
         f"    try: await KvTransport(UcxNetwork('{host}')).open()\n"
-        "    except TransferError as error: print(error, '|', error.reason, '|', time.monotonic() - started)\n"
+        "    except TransferError as error: print(error, '|', error.reason, '|', watch.seconds)\n"
         "asyncio.run(main())\n"
     )
     process = await asyncio.create_subprocess_exec(

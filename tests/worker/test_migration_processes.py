@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from services.worker.draining import REBALANCE_TIMEOUT_S
 from shared.messages.catalogue import INSTANCES
 from shared.messages.migration import MigrationReason
 from shared.settings import BusSettings
@@ -115,15 +117,19 @@ async def test_sigterm_moves_what_runs_to_another_process_over_ucx(
 async def test_a_process_without_a_usable_ucx_says_so_serves_and_ends_at_once(
     processes: Processes, neighbours: Neighbours
 ) -> None:
+    started_s = time.monotonic()
     process = processes.start("node-0", UCX_TLS="nothing")
     await neighbours.until(lambda: is_ready(neighbours, "node-0", with_kv=False), 60)
+    start_s = time.monotonic() - started_s
     await neighbours.submit("node-0", generation("r0", 20, 10), generation("r1", 200, 1800))
     await neighbours.until(lambda: "r0" in neighbours.gateway.ends)
     assert "requests do not move to or from node-0 with their KV" in processes.log("node-0")
     with Stopwatch() as watch:
         process.send_signal(signal.SIGTERM)
-        assert await exit_code(process, 10) == 0
-    assert watch.seconds < 3.0
+        assert await exit_code(process, 60) == 0
+    # Both are work of the processor: what a busy machine makes of one it makes of the other.
+    assert watch.seconds < REBALANCE_TIMEOUT_S + start_s
+    assert "r1" not in neighbours.gateway.ends or neighbours.progress("r1") < 1800
     assert "no other instance can take them" in processes.log("node-0")
 
 
@@ -138,6 +144,6 @@ async def test_a_second_sigterm_ends_a_process_that_drains(processes: Processes,
     process.send_signal(signal.SIGTERM)
     await neighbours.until(lambda: neighbours.instances.entries["node-0"].state == "draining")
     process.send_signal(signal.SIGTERM)
-    with Stopwatch() as watch:
-        assert await exit_code(process, 10) == -signal.SIGTERM
-    assert watch.seconds < 1.0
+    # Not when it is empty, which would be with 0.
+    assert await exit_code(process, 60) == -signal.SIGTERM
+    assert neighbours.progress("r") < 1800

@@ -51,16 +51,16 @@ async def test_staging_is_made_beside_the_event_loop(make: Make, monkeypatch: py
 
     monkeypatch.setattr(StagingPair, "_make", noting)
     source, destination = await make(), await make()
-    incoming = destination.expect("m", range(20), deadline_s=5)
-    await source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=5)
+    incoming = destination.expect("m", range(20), deadline_s=30)
+    await source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=30)
     assert len(threads) == 4 and threading.main_thread() not in threads
 
 
 async def test_what_is_known_of_a_peer_goes_with_its_connection(make: Make) -> None:
     """Else the rate would for ever be that of the fastest that ever was."""
     source, destination = await make(), await make()
-    incoming = destination.expect("m", range(20), deadline_s=5)
-    await source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=5)
+    incoming = destination.expect("m", range(20), deadline_s=30)
+    await source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=30)
     assert source.bandwidth_bytes_s(destination.address)
     await destination.close()
     await until(lambda: not source.num_connections)
@@ -73,18 +73,17 @@ async def test_connections_are_closed_side_by_side(monkeypatch: pytest.MonkeyPat
     for transport in ends:
         await transport.open()
     for other in ends[1:]:
-        await ends[0].connect(other.address, deadline_s=3)
-    abort = LocalLink.abort
+        await ends[0].connect(other.address, deadline_s=30)
+    abort, together = LocalLink.abort, asyncio.Barrier(5)
 
-    async def slowly(self: LocalLink) -> None:
-        await asyncio.sleep(0.1)
+    async def with_the_others(self: LocalLink) -> None:
+        async with asyncio.timeout(20):
+            await together.wait()
         await abort(self)
 
-    monkeypatch.setattr(LocalLink, "abort", slowly)
+    monkeypatch.setattr(LocalLink, "abort", with_the_others)
     ends[0]._network.close = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
-    with Stopwatch() as watch:
-        await ends[0].close()
-    assert watch.seconds < 0.35
+    await ends[0].close()
     monkeypatch.undo()
     for other in ends[1:]:
         await other.close()
@@ -140,8 +139,8 @@ async def test_a_cancelled_transfer_frees_everything_and_the_connection_lives(
     theirs = laid_out(layout, 7)
     source = await make(laid_out(layout, 8), limits=limits_of(layout), faults=stall)
     destination = await make(theirs)
-    incoming = destination.expect("m", range(40), deadline_s=5)
-    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=5))
+    incoming = destination.expect("m", range(40), deadline_s=30)
+    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=30))
     await stall.reached.wait()
     if side == "source":
         sending.cancel()
@@ -157,8 +156,8 @@ async def test_a_cancelled_transfer_frees_everything_and_the_connection_lives(
     await until(lambda: source.num_active == destination.num_active == 0)
     assert torch.equal(theirs, before)
     assert source.num_connections == destination.num_connections == 1
-    again = destination.expect("m", [0], deadline_s=3)
-    await source.send(destination.address, again.ticket, "m", [9], deadline_s=3)
+    again = destination.expect("m", [0], deadline_s=30)
+    await source.send(destination.address, again.ticket, "m", [9], deadline_s=30)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -179,8 +178,8 @@ async def test_blocks_are_not_written_after_the_end_of_a_cancelled_transfer(
 
     source = await make(laid_out(layout, 8), limits=limits_of(layout))
     destination = await make(theirs, faults=Count())
-    incoming = destination.expect("m", range(60), deadline_s=5)
-    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(60), deadline_s=5))
+    incoming = destination.expect("m", range(60), deadline_s=30)
+    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(60), deadline_s=30))
     await reached.wait()
     incoming.cancel()
     assert await refusal(incoming.wait()) is TransferReason.CANCELLED
@@ -196,8 +195,8 @@ async def test_a_pool_can_be_replaced_and_taken_away(make: Make) -> None:
     mine, theirs = pool(3), pool(4)
     source.register("m", mine)
     destination.register("m", theirs)
-    incoming = destination.expect("m", [7], deadline_s=3)
-    await source.send(destination.address, incoming.ticket, "m", [9], deadline_s=3)
+    incoming = destination.expect("m", [7], deadline_s=30)
+    await source.send(destination.address, incoming.ticket, "m", [9], deadline_s=30)
     assert torch.equal(theirs[7], mine[9])
     source.register("other", torch.zeros(1, 64, dtype=torch.uint8))
     for transport in (source, destination):
@@ -212,8 +211,8 @@ async def test_a_pool_can_be_replaced_and_taken_away(make: Make) -> None:
 async def test_taking_a_pool_away_cancels_its_transfers(make: Make, side: str) -> None:
     stall = Stall(FaultPoint.CHUNK_READY)
     source, destination = await make(faults=stall), await make()
-    waiting, running = (destination.expect("m", range(20), deadline_s=5) for _ in range(2))
-    sending = asyncio.create_task(source.send(destination.address, running.ticket, "m", range(20), deadline_s=5))
+    waiting, running = (destination.expect("m", range(20), deadline_s=30) for _ in range(2))
+    sending = asyncio.create_task(source.send(destination.address, running.ticket, "m", range(20), deadline_s=30))
     await stall.reached.wait()
     (source if side == "source" else destination).unregister("m")
     if side == "source":
@@ -227,8 +226,8 @@ async def test_staging_is_bounded_and_waiting_for_it_ends_at_the_deadline(make: 
     one = TransportLimits(chunk_bytes=BLOCK_BYTES, max_transfers=1, drain_s=0.3)
     stall = Stall(FaultPoint.CHUNK_READY)
     source, destination = await make(limits=one, faults=stall), await make()
-    first, second = (destination.expect("m", [block], deadline_s=5) for block in (1, 2))
-    sending = asyncio.create_task(source.send(destination.address, first.ticket, "m", [1], deadline_s=5))
+    first, second = (destination.expect("m", [block], deadline_s=30) for block in (1, 2))
+    sending = asyncio.create_task(source.send(destination.address, first.ticket, "m", [1], deadline_s=30))
     await stall.reached.wait()
     waiting = source.send(destination.address, second.ticket, "m", [2], deadline_s=0.2)
     assert await refusal(waiting) is TransferReason.DEADLINE
@@ -240,15 +239,15 @@ async def test_staging_is_bounded_and_waiting_for_it_ends_at_the_deadline(make: 
 async def test_an_address_without_a_listener_is_unreachable(make: Make) -> None:
     source, gone = await make(), await make()
     await gone.close()
-    reason = await refusal(source.send(gone.address, b"t" * 16, "m", [1], deadline_s=8))
+    reason = await refusal(source.send(gone.address, b"t" * 16, "m", [1], deadline_s=30))
     assert reason is TransferReason.UNREACHABLE
 
 
 async def test_a_destination_that_closes_is_noticed(make: Make) -> None:
     stall = Stall(FaultPoint.CHUNK_ARRIVED)
     source, destination = await make(), await make(faults=stall)
-    incoming = destination.expect("m", range(40), deadline_s=5)
-    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=5))
+    incoming = destination.expect("m", range(40), deadline_s=30)
+    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=30))
     await stall.reached.wait()
     await destination.close()
     assert await refusal(sending) in (TransferReason.PEER_LOST, TransferReason.CLOSED)
@@ -263,9 +262,9 @@ async def test_concurrent_transfers_share_the_rate_limit(make: Make) -> None:
     source.limit_rate(rate)
     started = time.monotonic()
     with Stopwatch() as watch:
-        incoming = [destination.expect("m", range(20 * i, 20 * i + 20), deadline_s=5) for i in range(3)]
+        incoming = [destination.expect("m", range(20 * i, 20 * i + 20), deadline_s=30) for i in range(3)]
         await asyncio.gather(
-            *(source.send(destination.address, one.ticket, "m", range(20), deadline_s=5) for one in incoming)
+            *(source.send(destination.address, one.ticket, "m", range(20), deadline_s=30) for one in incoming)
         )
     assert time.monotonic() - started > 0.18 and watch.seconds < 1.5
 
@@ -277,12 +276,12 @@ async def test_metrics_tell_bytes_reasons_and_bandwidth(new_network: Callable[[]
         await transport.open()
         transport.register("m", pool(1))
     source, destination = ends
-    incoming = destination.expect("m", [1, 2], deadline_s=3)
-    await source.send(destination.address, incoming.ticket, "m", [3, 4], deadline_s=3)
+    incoming = destination.expect("m", [1, 2], deadline_s=30)
+    await source.send(destination.address, incoming.ticket, "m", [3, 4], deadline_s=30)
     await incoming.wait()
-    cancelled = destination.expect("m", [1], deadline_s=3)
+    cancelled = destination.expect("m", [1], deadline_s=30)
     cancelled.cancel()
-    late = source.send(destination.address, cancelled.ticket, "m", [1], deadline_s=3)
+    late = source.send(destination.address, cancelled.ticket, "m", [1], deadline_s=30)
     assert await refusal(late) is TransferReason.TICKET_USED
     for registry, direction, reason in ((registries[0], "out", "ticket_used"), (registries[1], "in", "cancelled")):
 

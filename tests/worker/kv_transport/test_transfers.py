@@ -54,8 +54,8 @@ async def test_bytes_arrive_equal_and_only_where_they_should(make: Make, seed: i
             (from_blocks, list(range(first, NUM_BLOCKS))),
             (list(range(count)), list(range(first, NUM_BLOCKS))),
         )[seed % 3]
-    incoming = destination.expect("m", to_blocks, deadline_s=5)
-    sent = await source.send(destination.address, incoming.ticket, "m", from_blocks, deadline_s=5)
+    incoming = destination.expect("m", to_blocks, deadline_s=30)
+    sent = await source.send(destination.address, incoming.ticket, "m", from_blocks, deadline_s=30)
     received = await incoming.wait()
     assert sent.num_bytes == received.num_bytes == count * BLOCK_BYTES
     assert sent.checksum == received.checksum
@@ -74,9 +74,9 @@ async def test_several_transfers_at_once_in_both_directions(make: Make) -> None:
         from_blocks = range(5 * (number // 2), 5 * (number // 2) + 5)
         to_blocks = [block + 30 for block in from_blocks]
         expected[far][to_blocks] = rows[near][list(from_blocks)]
-        incoming = ends[far].expect("m", to_blocks, deadline_s=8)
+        incoming = ends[far].expect("m", to_blocks, deadline_s=30)
         work += [
-            ends[near].send(ends[far].address, incoming.ticket, "m", list(from_blocks), deadline_s=8),
+            ends[near].send(ends[far].address, incoming.ticket, "m", list(from_blocks), deadline_s=30),
             incoming.wait(),
         ]
     await asyncio.gather(*work)
@@ -86,7 +86,7 @@ async def test_several_transfers_at_once_in_both_directions(make: Make) -> None:
 
 async def test_a_wrong_ticket_is_refused_and_its_connection_closed(make: Make) -> None:
     source, destination = await make(), await make()
-    reason = await refusal(source.send(destination.address, b"guess", "m", [1], deadline_s=3))
+    reason = await refusal(source.send(destination.address, b"guess", "m", [1], deadline_s=30))
     assert reason is TransferReason.TICKET_UNKNOWN
     await until(lambda: not destination.num_connections and not source.num_connections)
 
@@ -104,19 +104,19 @@ async def test_a_connection_that_shows_no_ticket_is_closed(make: Make, new_netwo
 
 async def test_a_ticket_is_good_once(make: Make) -> None:
     source, destination = await make(), await make()
-    incoming = destination.expect("m", [3], deadline_s=3)
-    await source.send(destination.address, incoming.ticket, "m", [1], deadline_s=3)
-    again = source.send(destination.address, incoming.ticket, "m", [2], deadline_s=3)
+    incoming = destination.expect("m", [3], deadline_s=30)
+    await source.send(destination.address, incoming.ticket, "m", [1], deadline_s=30)
+    again = source.send(destination.address, incoming.ticket, "m", [2], deadline_s=30)
     assert await refusal(again) is TransferReason.TICKET_USED
 
 
 async def test_a_ticket_is_good_for_the_peer_it_was_made_for(make: Make) -> None:
     source, thief, destination = await make(), await make(), await make()
-    incoming = destination.expect("m", [3], deadline_s=5, peer=source.address)
-    stolen = thief.send(destination.address, incoming.ticket, "m", [1], deadline_s=3)
+    incoming = destination.expect("m", [3], deadline_s=30, peer=source.address)
+    stolen = thief.send(destination.address, incoming.ticket, "m", [1], deadline_s=30)
     assert await refusal(stolen) is TransferReason.TICKET_OF_ANOTHER
     assert incoming.is_live
-    await source.send(destination.address, incoming.ticket, "m", [1], deadline_s=3)
+    await source.send(destination.address, incoming.ticket, "m", [1], deadline_s=30)
     await incoming.wait()
     await until(lambda: not thief.num_connections and destination.num_connections == 1)
 
@@ -126,15 +126,15 @@ async def test_an_expectation_nobody_fills_ends_at_its_deadline(make: Make) -> N
     incoming = destination.expect("m", [3], deadline_s=0.1)
     assert await refusal(incoming.wait()) is TransferReason.DEADLINE
     assert destination.num_active == 0
-    late = source.send(destination.address, incoming.ticket, "m", [1], deadline_s=3)
+    late = source.send(destination.address, incoming.ticket, "m", [1], deadline_s=30)
     assert await refusal(late) is TransferReason.TICKET_EXPIRED
 
 
 @pytest.mark.parametrize("blocks", [[1, 2], [1]])
 async def test_both_ends_must_mean_the_same_blocks(make: Make, blocks: list[int]) -> None:
     source, destination = await make(torch.zeros(4, 128, dtype=torch.uint8)), await make()
-    incoming = destination.expect("m", [3], deadline_s=3)
-    failed = source.send(destination.address, incoming.ticket, "m", blocks, deadline_s=3)
+    incoming = destination.expect("m", [3], deadline_s=30)
+    failed = source.send(destination.address, incoming.ticket, "m", blocks, deadline_s=30)
     assert await refusal(failed) is TransferReason.MISMATCH
     assert await refusal(incoming.wait()) is TransferReason.MISMATCH
     for bad in ([NUM_BLOCKS], [-1], []):
@@ -174,13 +174,13 @@ async def test_a_changed_byte_is_noticed_and_the_blocks_are_zeroed(make: Make, l
     expected[:12] = 0
     source = await make(mine, limits=limits_of(layout))
     destination = await make(theirs, faults=Harm(change))
-    incoming = destination.expect("m", range(12), deadline_s=3)
-    sent = source.send(destination.address, incoming.ticket, "m", range(12), deadline_s=3)
+    incoming = destination.expect("m", range(12), deadline_s=30)
+    sent = source.send(destination.address, incoming.ticket, "m", range(12), deadline_s=30)
     assert await refusal(sent) is TransferReason.CORRUPTED
     assert await refusal(incoming.wait()) is TransferReason.CORRUPTED
     assert torch.equal(theirs, expected)
-    retry = destination.expect("m", range(12), deadline_s=3)
-    await source.send(destination.address, retry.ticket, "m", range(12), deadline_s=3)
+    retry = destination.expect("m", range(12), deadline_s=30)
+    await source.send(destination.address, retry.ticket, "m", range(12), deadline_s=30)
     assert torch.equal(theirs[:12], mine[:12])
 
 
@@ -204,8 +204,8 @@ async def test_the_sums_of_the_default_notice_what_wires_do(make: Make, layout: 
     mine, theirs = laid_out(layout, 5), laid_out(layout, 6)
     source = await make(mine, limits=replace(limits_of(layout), checked_bytes=checked_bytes))
     destination = await make(theirs, faults=Harm(harm))
-    incoming = destination.expect("m", range(12), deadline_s=3)
-    sent = source.send(destination.address, incoming.ticket, "m", range(12), deadline_s=3)
+    incoming = destination.expect("m", range(12), deadline_s=30)
+    sent = source.send(destination.address, incoming.ticket, "m", range(12), deadline_s=30)
     assert await refusal(sent) is TransferReason.CORRUPTED
     assert await refusal(incoming.wait()) is TransferReason.CORRUPTED
     assert not theirs[:12].any()
@@ -217,8 +217,8 @@ async def test_a_transfer_that_its_source_aborts_leaves_zeros(make: Make, layout
     theirs = laid_out(layout, 7)
     source = await make(laid_out(layout, 8), limits=limits_of(layout), faults=stall)
     destination = await make(theirs)
-    incoming = destination.expect("m", range(40), deadline_s=5)
-    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=5))
+    incoming = destination.expect("m", range(40), deadline_s=30)
+    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=30))
     await stall.reached.wait()
     sending.cancel()
     stall.go.set()
@@ -243,8 +243,8 @@ async def test_ends_may_keep_their_pools_in_other_kinds_of_memory(
     for transport, rows in ((source, mine), (destination, theirs)):
         await transport.open()
         transport.register("m", rows)
-    incoming = destination.expect("m", range(40), deadline_s=10)
-    await source.send(destination.address, incoming.ticket, "m", range(24, 64), deadline_s=10)
+    incoming = destination.expect("m", range(40), deadline_s=30)
+    await source.send(destination.address, incoming.ticket, "m", range(24, 64), deadline_s=30)
     assert torch.equal(theirs[:40].cpu(), mine[24:].cpu())
     for transport in (source, destination):
         await transport.close()
