@@ -1106,7 +1106,7 @@ ALWAYS void attend_group(const int pairs, const int rows, const Heads *heads, co
 }
 
 /* Queries first_query .. first_query + num_queries - 1 of a sequence, `shared` heads that share a KV head. */
-static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long sequence, long kv_head,
+ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long sequence, long kv_head,
                         long first_head, long shared, long first_query, long num_queries, const void *queries,
                         long query_stride, void *out, long out_stride) {
     const int pairs = bf16 && HAS_PAIRS;
@@ -1177,25 +1177,30 @@ static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
 }
 
 /* A phase: `queries` [tokens, heads, head_dim] -> `out`, row strides in elements. */
-static void attend(const int bf16, Worker *worker, const Batch *batch, const Kv *kv, const Heads *heads, const void *queries,
+ALWAYS void attend_as(const int bf16, Worker *worker, const Batch *batch, const Kv *kv, const Heads *heads, const void *queries,
                    long query_stride, void *out, long out_stride) {
     const long shared = heads->num_heads / heads->num_kv_heads, span = shared < QUERY_ROWS ? shared : QUERY_ROWS;
-    const long spans = (shared + span - 1) / span, most = QUERY_ROWS / span;
-    long piece = take(worker), begin = 0;
-    for (long sequence = 0; sequence < batch->num_sequences; sequence++) {
-        const long count = batch->counts[sequence], tiles = (count + most - 1) / most;
-        const long end = begin + tiles * heads->num_kv_heads * spans;
-        for (; piece < end; piece = take(worker)) {
-            long index = piece - begin, head = index % (heads->num_kv_heads * spans);
-            long query = index / (heads->num_kv_heads * spans) * most, kv_head = head / spans, skipped = head % spans * span;
-            long num_queries = count - query < most ? count - query : most;
-            attend_tile(bf16, batch, kv, heads, sequence, kv_head, kv_head * shared + skipped,
-                        shared - skipped < span ? shared - skipped : span, query, num_queries, queries, query_stride, out,
-                        out_stride);
-        }
-        begin = end;
+    const long spans = (shared + span - 1) / span, most = QUERY_ROWS / span, heads_of_tile = heads->num_kv_heads * spans;
+    long num_pieces = 0, sequence = 0, begin = 0;
+    for (long i = 0; i < batch->num_sequences; i++) num_pieces += (batch->counts[i] + most - 1) / most * heads_of_tile;
+    for (long piece; (piece = take_near(worker, num_pieces)) < num_pieces;) {
+        if (piece < begin) sequence = begin = 0;
+        for (long end; piece >= (end = begin + (batch->counts[sequence] + most - 1) / most * heads_of_tile); sequence++)
+            begin = end;
+        const long index = piece - begin, head = index % heads_of_tile, kv_head = head / spans, skipped = head % spans * span;
+        const long query = index / heads_of_tile * most, left = batch->counts[sequence] - query;
+        attend_tile(bf16, batch, kv, heads, sequence, kv_head, kv_head * shared + skipped,
+                    shared - skipped < span ? shared - skipped : span, query, left < most ? left : most, queries,
+                    query_stride, out, out_stride);
     }
     sync_team(worker);
+}
+
+/* Asked for twice, so that there is code of its own for each number type. */
+static void attend(int bf16, Worker *worker, const Batch *batch, const Kv *kv, const Heads *heads, const void *queries,
+                   long query_stride, void *out, long out_stride) {
+    if (bf16) attend_as(1, worker, batch, kv, heads, queries, query_stride, out, out_stride);
+    else attend_as(0, worker, batch, kv, heads, queries, query_stride, out, out_stride);
 }
 
 /* Rotates the first half of a head's first `rotary` elements with the second (GPT-NeoX's order); norms it before, if asked. */
