@@ -17,8 +17,9 @@ from shared.messages.cluster import ModelSpec, PlanChange
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from shared.placement.carry_out import CarryOutSettings
-from shared.placement.plan import Group, ModelPrediction, Plan, Prediction, Proposal
+from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Proposal, Trial
 from shared.placement.problem import Problem
+from shared.placement.replacement import Replacement
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.placement.node_agent import ScriptedNode
@@ -61,9 +62,12 @@ async def node(cluster: Cluster) -> AsyncIterator[ScriptedNode]:
     await node.stop()
 
 
-async def tell_requests(cluster: Cluster, num: int = 30, age_s: float = 15.0) -> None:
+async def tell_requests(cluster: Cluster, num: int = 30, age_s: float = 15.0, latency_s: float = 7.5) -> None:
+    """Alone they take 0.1 s, and may take half a second."""
     rows = [
-        RequestRow(request_number(f"r{i}"), i % 2, True, age_s, 100, Outcome.FINISHED, 20, age_s / 2, 0.1, 0.1)
+        RequestRow(
+            request_number(f"{latency_s} {i}"), i % 2, True, age_s, 100, Outcome.FINISHED, 20, latency_s, 0.1, 0.1
+        )
         for i in range(num)
     ]
     await cluster.bus.request(PLACEMENT_REQUESTS, RequestRows("scheduler-1", ["a", "b"], rows), timeout_s=5.0)
@@ -145,6 +149,68 @@ async def until_problem(cluster: Cluster, text: str) -> None:
             return
         await asyncio.sleep(0.05)
     raise AssertionError((await show(cluster)).problem)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Prediction]:
+    """What was measured, at each look into an interval."""
+    found: list[Prediction] = []
+    watch = Replacement.watch
+
+    def look(core: Replacement, now_s: float, measured: Prediction) -> None:
+        found.append(measured)
+        watch(core, now_s, measured)
+
+    monkeypatch.setattr(Replacement, "watch", look)
+    return found
+
+
+async def test_an_interval_ends_early_where_attainment_falls(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str], looks: list[Prediction]
+) -> None:
+    is_well = True
+
+    async def search(problem: Problem) -> Proposal:
+        assert problem.incumbent is not None
+        gains = Horizon(
+            seconds=60.0, num_requests=60, stay_attainment=0.5, change_attainment=0.9, free_attainment=1.0,
+            attainment_error=0.05, stay_latency=2.0, change_latency=2.0, free_latency=2.0, latency_error=0.1,
+        )  # fmt: skip
+        return Proposal(
+            plan=problem.incumbent if is_well else APART, prediction=predicted(1.0), rejected=(),
+            incumbent=predicted(1.0 if is_well else 0.5),
+            # Searched with the traffic of twice the time that the change takes.
+            trial=Trial(
+                change_s=30.0, lost_device_s=1.0, moved_bytes=0, interrupted=[], horizons=[gains] * 2, busier_gain=0.5
+            ),
+        )  # fmt: skip
+
+    models = {name: sources[name] for name in "ab"}
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    value = telemetry.registry.get_sample_value
+    async with placement(
+        nats_settings, models, search=search, telemetry=telemetry, replacement="auto", replacement_least_s=0.3,
+        replacement_interval_s=1000.0,
+    ):  # fmt: skip
+        await served(cluster, node, EVERYWHERE)
+        while (await show(cluster)).searching:  # as the node came
+            await asyncio.sleep(0.05)
+        await tell_requests(cluster, 60, age_s=0.2, latency_s=0.1)
+        await ask(cluster, "search")
+        await until(lambda: value("tideway_placement_searches_total", {"outcome": "kept"}) == 1)
+        looks.clear()
+        await until(lambda: len(looks) == 3)
+        assert {one.models["a"].attainment for one in looks} == {1.0}
+        state = await show(cluster)
+        assert state.interval_s == 1000.0 and not state.searching, "who serves as predicted is left alone"
+        is_well = False
+        await tell_requests(cluster, 60, age_s=1.0, latency_s=1.0)
+        change = await ended(cluster)
+        assert change.stage == "carried_out" and "100.0% was predicted" in change.reason
+        assert change.reason.startswith("attainment fell to ")
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        assert (await show(cluster)).interval_s == 0.3, "the next intervals are short"
+        assert value("tideway_placement_verdicts_total", {"cause": "pays"}) == 1
 
 
 async def test_devices_become_one_group_and_an_interruption_is_told(
