@@ -13,7 +13,7 @@ one that stays loads what it lacks, each device its part at the node's rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -126,7 +126,7 @@ class FleetReplacement:
             self._go_on(self._change)
         elif not self._is_searching and (why := self.core.due(now)):
             window, evidence = self._traffic(*self.core.window(now)), self._traffic(*self.core.evidence(now))
-            measured, seen = self.measured(self.core.since_s, now), self.measured(*self.core.window(now), is_known=True)
+            measured, seen = self.measured(self.core.since_s, now), self._of_window(*self.core.window(now))
             self.core.begin(now, measured)
             if window.num_requests:
                 self._is_searching = True
@@ -258,18 +258,40 @@ class FleetReplacement:
             )  # fmt: skip
         return traffic(rows, until_s - since_s, sorted(self._models))
 
-    def measured(self, since_s: float, until_s: float, *, is_known: bool = False) -> Prediction:
-        """Of the requests that arrived then and have ended, or have missed their SLO already; `is_known`: only of those that
-        arrived so long ago that all of their kind have done so: among others the fast ones are too many."""
+    def measured(self, since_s: float, until_s: float) -> Prediction:
+        """Of the requests that were decided then, as the service monitor counts: each once, when it ended or its SLO had
+        passed before. Of those that arrived in a time shorter than SLOs only the fast ones would be known."""
+        records, limits = self._fleet.gateway.records, self._limits()
+        numbers = []
+        for number in self._window(since_s - max(limits.values(), default=0.0), until_s):
+            record = records[number]
+            decided_s = record.arrival_s + limits.get(self._fleet.gateway.jobs[number].model, math.inf)
+            if since_s <= (min(record.ended_s, decided_s) if record.ended_s >= 0 else decided_s) < until_s:
+                numbers.append(number)
+        return self._measured(numbers, until_s - since_s)
+
+    def _of_window(self, since_s: float, until_s: float) -> Prediction:
+        """Of the requests that arrived then, as a prediction is; without those whose kind is not decided yet as a whole."""
+        gateway, now, limits = self._fleet.gateway, self._fleet.events.now, self._limits()
+        return self._measured(
+            [
+                number
+                for number in self._window(since_s, until_s)
+                if now - gateway.records[number].arrival_s >= limits.get(gateway.jobs[number].model, math.inf)
+            ],
+            until_s - since_s,
+        )
+
+    def _limits(self) -> dict[str, float]:
+        """Latencies by which SLOs are met, by model; infinite where no execution time is known."""
+        return {name: self._problem.slo_scale_of(name) * self._alone_s.get(name, math.inf) for name in self._models}
+
+    def _measured(self, numbers: Sequence[int], seconds: float) -> Prediction:
         gateway, now = self._fleet.gateway, self._fleet.events.now
         rows = []
-        for number in self._window(since_s, until_s):
+        for number in numbers:
             job, record = gateway.jobs[number], gateway.records[number]
-            has_ended = record.ended_s >= 0
-            age_s = (record.ended_s if has_ended else now) - record.arrival_s
-            limit_s = self._problem.slo_scale_of(job.model) * self._alone_s.get(job.model, math.inf)
-            if now - record.arrival_s >= limit_s if is_known else has_ended or age_s > limit_s:
-                rows.append((job, record, age_s))
+            rows.append((job, record, (record.ended_s if record.ended_s >= 0 else now) - record.arrival_s))
         names = tuple(sorted(self._models))
         index = {name: number for number, name in enumerate(names)}
         requests = metrics.Requests(
@@ -286,5 +308,5 @@ class FleetReplacement:
             is_done=np.array([record.ended_s >= 0 and not record.error for _, record, _ in rows], np.bool_),
         )
         return metrics.prediction(
-            metrics.measure(requests, self._alone_s, self._problem.slo_scale_of, {}, max(until_s - since_s, 1e-9))
+            metrics.measure(requests, self._alone_s, self._problem.slo_scale_of, {}, max(seconds, 1e-9))
         )

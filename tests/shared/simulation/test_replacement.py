@@ -19,7 +19,7 @@ from shared.simulation.gateway import Job
 from shared.simulation.replacement import FleetReplacement
 
 A, B, C = "llama-2-13b", "opt-13b", "llama-2-7b"
-SETTINGS = ReplacementSettings(initial_s=12, least_s=6, most_s=120)
+SETTINGS = ReplacementSettings(initial_s=12, least_s=10, most_s=120)
 
 
 def problem(*names: str) -> Problem:
@@ -97,6 +97,25 @@ def test_a_fleet_follows_its_traffic_without_losing_a_request() -> None:
     # The traffic turned, which no prediction foresaw.
     assert max(search.deviation or 0 for search in replacement.searches) > 0.1
     assert replacement.searches[-1].interval_s < SETTINGS.initial_s
+
+
+def test_a_plan_that_fails_is_seen_though_slos_are_longer_than_looks() -> None:
+    given = problem(A, B)
+    expected = [(0.1 * number, B, 600, 60, True) for number in range(60)]
+    predicted = by_share(
+        msgspec.structs.replace(given, traffic=traffic(expected, 6.0, (A, B)), incumbent=MOSTLY_A)
+    ).prediction
+    fleet = LIVE.fleet(1)
+    deploy(fleet, given, MOSTLY_A)
+    settings = ReplacementSettings(initial_s=100, least_s=6)
+    assert settings.least_s < given.slo_scale_of(B) * given.execution_s[B]
+    replacement = FleetReplacement(fleet, given, MOSTLY_A, by_share, settings=settings, predicted=predicted)
+    records = fleet.run(jobs(1, 15, 0, 20.0)).records
+    first = replacement.searches[0]
+    assert first.why.startswith("attainment fell") and first.at_s < 30.0
+    # Each request is in one interval.
+    measured = [replacement.measured(at_s, at_s + 5.0) for at_s in range(0, 500, 5)]
+    assert sum(one.models[name].num_requests for one in measured for name in (A, B)) == len(records)
 
 
 def test_a_new_model_is_placed_at_once_where_there_is_room() -> None:
