@@ -87,9 +87,8 @@ def measured_prediction(traffic: Mapping[str, ModelTraffic]) -> Prediction:
     """What was measured, in the form of what is predicted."""
     models = {}
     for name, online in ((name, one.online) for name, one in traffic.items()):
-        num = online.num_finished + online.num_failed + online.num_refused
         models[name] = ModelPrediction(
-            num_requests=num if online.attainment is not None else 0,
+            num_requests=online.num_decided,
             attainment=1.0 if online.attainment is None else online.attainment,
             normalised_latency=online.normalised_latency,
             mean_latency_s=online.latency_s.mean,

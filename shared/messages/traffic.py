@@ -147,12 +147,15 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Spread = Spread()
     tpot_s: Spread = Spread()
     normalised_latency: float = 0.0
-    """Mean latency over the mean execution time that SLOs are reckoned by (SeaLLM, equation 1); 0: not known, or offline."""
+    """Mean latency over the mean execution time that SLOs are reckoned by (SeaLLM, equation 1), or of `slo_s`
+    where some missed that and none finished; 0: not known, or offline."""
     slo_s: float = 0.0
     """Latency that a request is to have at most; 0: not known, as nothing has finished yet, or offline."""
     attainment: float | None = None
     """Share of requests that ended within it, of those that ended in the interval or whose `slo_s` passed in it; None: there
     were none."""
+    num_decided: int = 0
+    """Requests that it is the share of."""
     ttft_attainment: float | None = None
     """Share that met their objective for the time to first token; likewise for the time per output token."""
     tpot_attainment: float | None = None

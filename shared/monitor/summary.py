@@ -31,14 +31,14 @@ def traffic_by_model(
     for request in log.ended(since_s, until_s):
         if request.row.outcome == Outcome.FINISHED:
             finished.setdefault((request.model, request.row.is_online), []).append((request.row, request.weight))
-    attainment = _attainment(log, slos, since_s, until_s)
+    decided = _decided(log, slos, since_s, until_s)
 
     def summary(model: str, is_online: bool) -> ModelSummary:
         key = (model, is_online)
         sums = log.sums(model, is_online, since_s, until_s)
         rows = finished.get(key, [])
         mean_s, slo_s = (means[model], slos[model]) if is_online else (0.0, 0.0)
-        return _summary(sums, rows, attainment.get(key), until_s - since_s, mean_s, slo_s)
+        return _summary(sums, rows, decided.get(key, (0, 0)), until_s - since_s, mean_s, slo_s)
 
     return {
         model: ModelTraffic(model=model, online=summary(model, True), offline=summary(model, False))
@@ -49,14 +49,15 @@ def traffic_by_model(
 def _summary(
     sums: ClassSums,
     finished: list[tuple[RequestRow, int]],
-    attainment: float | None,
+    decided: tuple[int, int],
     interval_s: float,
     execution_s: float,
     slo_s: float,
 ) -> ModelSummary:
-    """`finished`: the log's requests that did, and how many each stands for."""
+    """`finished`: the log's requests that did, and how many each stands for. `decided`: that met their SLO, and all."""
     interval_s = max(1e-9, interval_s)
     latency = _spread(sums.latency_s, [(row.latency_s, weight) for row, weight in finished])
+    mean_s = slo_s if decided[1] and not sums.finished else latency.mean
     later = ((tpot_s(row), weight) for row, weight in finished)
     return ModelSummary(
         interval_s=interval_s,
@@ -72,17 +73,18 @@ def _summary(
         latency_s=latency,
         ttft_s=_spread(sums.ttft_s, [(row.ttft_s, weight) for row, weight in finished if row.ttft_s >= 0]),
         tpot_s=_spread(sums.tpot_s, [(value, weight) for value, weight in later if value is not None]),
-        normalised_latency=latency.mean / execution_s if execution_s else 0.0,
+        normalised_latency=mean_s / execution_s if execution_s else 0.0,
         slo_s=slo_s,
-        attainment=attainment,
+        attainment=_share(decided),
+        num_decided=decided[1],
         ttft_attainment=_share(sums.ttft_met),
         tpot_attainment=_share(sums.tpot_met),
     )
 
 
-def _attainment(log: RequestLog, slos: Mapping[str, float], since_s: float, until_s: float) -> dict[Key, float]:
-    """A request is decided when it ends, or when its SLO has passed: so those that wait for ever count as well, and each
-    in one interval only. A client that goes before says nothing."""
+def _decided(log: RequestLog, slos: Mapping[str, float], since_s: float, until_s: float) -> dict[Key, tuple[int, int]]:
+    """Requests that met their SLO, and all that were decided: each is when it ends, or when its SLO has passed. So those
+    that wait for ever count as well, and each in one interval only. A client that goes before says nothing."""
     counts: dict[Key, tuple[int, int]] = {}
     for request in log.arrived(since_s - max(slos.values(), default=0.0) - SLOT_S, until_s):
         row, slo_s = request.row, slos.get(request.model, 0.0)
@@ -96,7 +98,7 @@ def _attainment(log: RequestLog, slos: Mapping[str, float], since_s: float, unti
         num_met, num_decided = counts.get(key, (0, 0))
         is_met = is_over and row.outcome == Outcome.FINISHED
         counts[key] = (num_met + request.weight * is_met, num_decided + request.weight)
-    return {key: num_met / num_decided for key, (num_met, num_decided) in counts.items()}
+    return counts
 
 
 def _share(counts: tuple[int, int]) -> float | None:

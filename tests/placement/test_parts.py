@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import GRACE_S, NodePresence
+from services.placement.live_problem import measured_prediction
 from services.placement.requests import check_length, check_quantization, check_spec
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
 from shared.messages.requests import ErrorCode
+from shared.messages.traffic import ModelSummary, ModelTraffic
 
 SHAPE = CheckpointShape(
     architecture="LlamaForCausalLM",
@@ -216,3 +218,18 @@ class TestCheckpoints:
         checkpoints.begin("/m")
         await asyncio.wait_for(changed.wait(), 10.0)
         assert checkpoints.problem("/m") == "'/m' cannot be read: PermissionError('not yours')"
+
+
+def test_what_is_measured_is_of_requests_that_nobody_serves_too() -> None:
+    waits = ModelSummary(interval_s=60.0, num_arrived=40, attainment=0.0, num_decided=30, normalised_latency=5.0)
+    serves = ModelSummary(
+        interval_s=60.0, num_arrived=12, num_finished=12, attainment=1.0, num_decided=10, normalised_latency=1.0
+    )  # fmt: skip
+    found = measured_prediction(
+        {
+            name: ModelTraffic(model=name, online=online, offline=ModelSummary(interval_s=60.0))
+            for name, online in (("a", waits), ("b", serves), ("c", ModelSummary(interval_s=60.0)))
+        }
+    )
+    assert {name: model.num_requests for name, model in found.models.items()} == {"a": 30, "b": 10, "c": 0}
+    assert (found.attainment, found.normalised_latency) == (0.25, 4.0)

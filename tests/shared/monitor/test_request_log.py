@@ -150,7 +150,10 @@ def test_a_summary_is_what_happened(happened: list[Request], is_told_twice: bool
             ]  # fmt: skip
             num = (len(decided) + len(late)) if is_online else 0
             assert summary.slo_s == (6.0 if is_online else 0.0)
+            assert summary.num_decided == num
             assert summary.attainment == (pytest.approx(sum(decided.values()) / num) if num else None)
+            mean_s = np.mean(latencies) if latencies else 6.0 if num else 0.0
+            assert summary.normalised_latency == pytest.approx(mean_s / 3.0 if is_online else 0.0)
 
 
 def check(told: object, values: list[float]) -> None:
