@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import nats
 import pytest
@@ -37,6 +37,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("tideway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tideway")
+
+
+IN_MEMORY = Path("/dev/shm")
+IN_MEMORY_LEAST_BYTES = 1 << 30
+RESERVED_BYTES = 16 << 30
+"""More than the streams of a system may hold, which is what JetStream reserves for them. They hold next to nothing."""
+
+
+def pytest_configure() -> None:
+    """On a disk that others write to, a commit of the journal holds up whoever makes or renames a file, for longer than a
+    call of JetStream may take."""
+    with contextlib.suppress(OSError):
+        if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free >= IN_MEMORY_LEAST_BYTES:
+            NatsServer.parent = IN_MEMORY
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -112,16 +126,21 @@ def _server_binary() -> str:
 class NatsServer:
     """A real nats-server with JetStream in a temporary folder, on a free port of the loopback interface."""
 
+    parent: ClassVar[Path | None] = None
+    """A file system in memory, for the folders; None: they lie where temporary files do."""
+
     def __init__(self, config: str = "", *, max_storage_bytes: int = 0, disk: SmallDisk | None = None) -> None:
         """`config`: more lines for its configuration file; `max_storage_bytes`: for files of JetStream, 0 for no limit;
         `disk`: where those lie."""
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
-        self.folder = Path(tempfile.mkdtemp(prefix="tideway-nats-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="tideway-nats-", dir=self.parent))
         self._config = config
         self._store = self.folder / "store" if disk is None else disk.path / "store"
         self._prefix = [] if disk is None else disk.prefix
-        self._limit = f", max_file_store: {max_storage_bytes}" if max_storage_bytes else ""
+        # Else the server takes what is free for its limit, of which there need not be much in memory.
+        limit = max_storage_bytes or (RESERVED_BYTES if self.parent else 0)
+        self._limit = f", max_file_store: {limit}" if limit else ""
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
