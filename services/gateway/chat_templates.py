@@ -55,8 +55,14 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+    """Those that are not worked out before a template is rendered, where memory and time have limits: it is loaded in the
+    gateway itself, where `'a' * 300000000` would be in everybody's way."""
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import signal
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from services.gateway.chat_templates import ChatTemplate
 from services.gateway.text_bounds import longest_token_characters
 from shared.messages.cluster import ModelSpec
 from shared.settings import BusSettings
@@ -178,6 +180,16 @@ async def test_a_template_that_takes_too_much_is_ended_and_others_go_on(stack: S
     kind = "memory" if model == "bomb" else "time"
     assert f'tideway_gateway_killed_text_processes_total{{reason="{kind}"}} 1.0' in metrics, "not tried again at once"
     assert (await stack.post("/v1/completions", model=model, prompt="x")).status_code == 200
+
+
+def test_what_a_template_computes_is_not_computed_when_it_is_loaded() -> None:
+    tracemalloc.start()
+    try:
+        template = ChatTemplate("{{ 'a' * 30000000 }}", {})
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+        assert len(template.render([])) == 30_000_000
+    finally:
+        tracemalloc.stop()
 
 
 async def test_work_on_texts_is_bounded_and_ends_with_its_client(stack: Stack) -> None:
