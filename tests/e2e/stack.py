@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from tests import paced
 from tests.conftest import NatsServer, free_port
 from tideway.nats_config import nats_users
 
@@ -53,7 +54,9 @@ class Stack:
         num_schedulers: int = 1,
         environment: dict[str, str] | None = None,
         nats_config: str = "",
+        step_s: float = 0.0,
     ) -> None:
+        """`step_s`: what a step of an instance takes at least, so that streams last however fast the engine is."""
         workers = {f"worker-worker-{index}": f"worker-{index}" for index in range(num_workers)}
         self.nats = NatsServer(f"{users_by_role(workers)}\n{nats_config}")
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-stack-"))
@@ -71,28 +74,32 @@ class Stack:
             # Measured once for all stacks on the same checkpoints.
             "TIDEWAY_COST_MODELS_DIR": str(Path(next(iter(models.values()))).parent / "cost_models"),
             "OMP_NUM_THREADS": "1",
+            paced.STEP_S: str(step_s),
             **(environment or {}),
         }
         self.metrics_ports = {"placement": free_port(), "scheduler-0": free_port(), "gateway": free_port()}
-        self._commands: dict[str, tuple[str, dict[str, str]]] = {"placement": ("services.placement", user("placement"))}
+        self._commands: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+            "placement": (("services.placement",), user("placement"))
+        }
         for index in range(num_schedulers):
             name = f"scheduler-{index}"
-            self._commands[name] = ("services.scheduler", {"TIDEWAY_SCHEDULER_ID": name, **user("scheduler")})
+            self._commands[name] = (("services.scheduler",), {"TIDEWAY_SCHEDULER_ID": name, **user("scheduler")})
+        worker = (paced.MODULE, "worker") if step_s else ("services.worker",)
         for index in range(num_workers):
             name = f"worker-{index}"
-            self._commands[name] = ("services.worker", {"TIDEWAY_NODE_ID": name, **user(f"worker-{name}")})
-        self._commands["gateway"] = ("services.gateway", {"TIDEWAY_GATEWAY_ID": "gateway-0", **user("gateway")})
+            self._commands[name] = (worker, {"TIDEWAY_NODE_ID": name, **user(f"worker-{name}")})
+        self._commands["gateway"] = (("services.gateway",), {"TIDEWAY_GATEWAY_ID": "gateway-0", **user("gateway")})
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in self._commands:
             self.start(name)
 
     def start(self, name: str, environment: dict[str, str] | None = None) -> None:
         """`environment`: this time only."""
-        module, extra = self._commands[name]
+        arguments, extra = self._commands[name]
         metrics = {"TIDEWAY_METRICS_PORT": str(self.metrics_ports.get(name, 0))}
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", *arguments],
                 env={**self._environment, **metrics, **extra, **(environment or {})},
                 stdout=log,
                 stderr=log,

@@ -17,6 +17,8 @@ from tests.stalls import whatever_the_machine_does
 from tests.worker.adapters import merged, write_adapter
 
 PROMPT = list(range(5, 45))
+STEP_S = 0.02
+"""Where requests are to move, which the start of a command precedes: they last for 240 of them."""
 
 
 @pytest.fixture
@@ -110,10 +112,13 @@ async def run(
 @pytest.mark.long
 def test_requests_move_with_their_adapters(tmp_path: Path) -> None:
     """Out of an instance that is drained, KV and all. The adapter is one of the settings."""
-    base = make_llama(tmp_path / "llama", layers=12)
+    base = make_llama(tmp_path / "llama")
     adapter = write_adapter(tmp_path / "lora", base)
     environment = {"TIDEWAY_PROFILE": "off", "TIDEWAY_ADAPTERS": f"lora=llama={adapter.source}"}
-    with Stack({"llama": str(base)}, environment=environment) as stack, httpx.Client(base_url=stack.url) as client:
+    with (
+        Stack({"llama": str(base)}, environment=environment, step_s=STEP_S) as stack,
+        httpx.Client(base_url=stack.url) as client,
+    ):
         stack.wait_ready()
         stack.wait_until(lambda: client.get("/v1/models/lora").status_code == 200, "the adapter")
         expected = asyncio.run(run(stack, ["lora", "llama"] * 4))

@@ -19,16 +19,15 @@ from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 20
 MAX_TOKENS = 250
+STEP_S = 0.006
+"""An instance with streams of both models makes one token of each in twice that: they last for seconds."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of many layers: a stream is to last for some seconds."""
-    folder: Path = tmp_path_factory.mktemp("deep")
-    return {
-        "llama": str(make_llama(folder / "llama", layers=12)),
-        "opt": str(make_opt(folder / "opt", layers=12)),
-    }
+    """Apart from those of other systems, of which a cost model may be kept."""
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return {"llama": str(make_llama(folder / "llama")), "opt": str(make_opt(folder / "opt"))}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def machine(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[S
         "TIDEWAY_PROFILE": "off",
         "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
     }
-    with Stack(checkpoints, environment=environment) as machine:
+    with Stack(checkpoints, environment=environment, step_s=STEP_S) as machine:
         machine.wait_ready()
         yield machine
 
@@ -58,11 +57,11 @@ def workers(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[S
     environment = {
         "TIDEWAY_MAX_RUNNING": "16",
         "TIDEWAY_PROFILE": "off",
-        "TIDEWAY_REBALANCE_LOW": "30000",
-        "TIDEWAY_REBALANCE_HIGH": "100000",
+        "TIDEWAY_REBALANCE_LOW": "180000",
+        "TIDEWAY_REBALANCE_HIGH": "600000",
         "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
     }
-    with Stack(checkpoints, num_workers=2, num_instances=1, environment=environment) as workers:
+    with Stack(checkpoints, num_workers=2, num_instances=1, environment=environment, step_s=STEP_S) as workers:
         workers.wait_ready()
         yield workers
 

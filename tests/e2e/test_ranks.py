@@ -12,6 +12,8 @@ from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 8
 MAX_TOKENS = 60
+STEP_S = 0.01
+"""Streams are still under way when the rank dies."""
 
 
 def other_ranks(pid: int) -> list[int]:
@@ -24,7 +26,8 @@ def other_ranks(pid: int) -> list[int]:
 
 async def test_streams_survive_a_rank(checkpoints: dict[str, str]) -> None:
     models = ["llama", "opt"]
-    with Stack(checkpoints, environment={"TIDEWAY_TENSOR_PARALLEL": "2", "TIDEWAY_PROFILE": "off"}) as system:
+    environment = {"TIDEWAY_TENSOR_PARALLEL": "2", "TIDEWAY_PROFILE": "off"}
+    with Stack(checkpoints, environment=environment, step_s=STEP_S) as system:
         system.wait_ready()
         before = {one["instance_id"]: one for one in system.instances()}
         assert sorted(before) == ["worker-0-0", "worker-0-2"], "named after their first devices"

@@ -17,6 +17,8 @@ from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 8
 MAX_TOKENS = 600
+STEP_S = 0.01
+"""A stream, of 240 tokens at least, lasts for so many of them."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -33,8 +35,8 @@ FIELDS = {"guided_json": SCHEMA, "ignore_eos": False}
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = make_llama(tmp_path_factory.mktemp("deep") / "llama", layers=10)
-    with Stack({"llama": str(model)}, environment={"TIDEWAY_PROFILE": "off"}) as system:
+    model = make_llama(tmp_path_factory.mktemp("checkpoints") / "llama")
+    with Stack({"llama": str(model)}, environment={"TIDEWAY_PROFILE": "off"}, step_s=STEP_S) as system:
         system.wait_ready()
         yield system
 
@@ -67,6 +69,11 @@ def check(streams: list[Stream], expected: list[Stream]) -> None:
             assert stream.text == other.text
 
 
+def num_moved(system: Stack) -> int:
+    """Requests that instances took over from others, as far as reported."""
+    return sum((instance["load"] or {}).get("num_migrated_in", 0) for instance in system.instances())
+
+
 def replayed(system: Stack) -> float:
     """Output tokens that matchers were brought through again, over the instances."""
     name, total = "tideway_instance_grammar_replayed_tokens_total", 0.0
@@ -85,6 +92,7 @@ def test_through_a_drain_and_the_death_of_an_instance(system: Stack, undisturbed
         assert answer.status_code == 200
 
     check(streams_of(system, drain), undisturbed)
+    system.wait_until(lambda: num_moved(system) > 0, "a report of what moved")
     system.tideway("drain", victim["instance_id"], "--undo", "--wait")
     system.wait_ready()
     check(streams_of(system, lambda: system.kill_instance(0)), undisturbed)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.worker import instance as instance_module
 from services.worker.executor import Executor
 from services.worker.kv_transport import KvTransport
 from shared.bus.nats_bus import NatsBus
@@ -16,8 +17,9 @@ from shared.engine.engine import Engine
 from shared.messages.admin import UnloadModel
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_UNLOAD_MODEL
 from shared.messages.migration import MigrationReason
-from shared.messages.requests import Cancel, FinishReason, RequestClass
+from shared.messages.requests import Cancel, FinishReason, GenerationRequest, RequestClass
 from shared.settings import BusSettings
+from tests.paced import PacedLoop
 from tests.worker.instance_stage import Stage, instance_on
 from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 from tests.worker.neighbours import (
@@ -31,6 +33,7 @@ from tests.worker.neighbours import (
 )
 
 NUM_ROWS = 16
+STEP_S = 0.003
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pair(Neighbours):
+    """Steps take STEP_S at least, so that requests outlast what happens to them."""
+
     source: Stage
     destination: Stage
+
+    async def undisturbed(self, instance_id: str, *requests: GenerationRequest) -> dict[str, list[int]]:
+        PacedLoop.step_s = 0.0
+        try:
+            return await super().undisturbed(instance_id, *requests)
+        finally:
+            PacedLoop.step_s = STEP_S
 
     def check_nothing_is_left(self) -> None:
         for stage in (self.source, self.destination):
@@ -50,8 +62,10 @@ class Pair(Neighbours):
 
 
 @pytest.fixture
-async def pair(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Pair]:
+async def pair(nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """Two instances over an in-process network."""
+    monkeypatch.setattr(instance_module, "EngineLoop", PacedLoop)
+    monkeypatch.setattr(PacedLoop, "step_s", STEP_S)
     hub = LocalHub()
 
     async def open_transport() -> KvTransport:

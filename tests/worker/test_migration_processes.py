@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from services.worker.draining import REBALANCE_TIMEOUT_S
 from shared.messages.catalogue import INSTANCES
 from shared.messages.migration import MigrationReason
 from shared.settings import BusSettings
-from tests.stalls import Stopwatch
+from tests import paced
 from tests.worker.neighbours import (
     Neighbours,
     generation,
@@ -26,6 +25,10 @@ from tests.worker.neighbours import (
     plan_of,
     write_long_checkpoint,
 )
+
+STEP_S = 0.004
+"""What a step takes at least: requests outlast what happens to them, and their tokens are a clock that a busy machine slows
+too."""
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,10 @@ class Processes:
             "TIDEWAY_NUM_THREADS": "1",
             "TIDEWAY_PROFILE": "off",
             "TIDEWAY_HOST_MEMORY_BYTES": "0",
+            paced.STEP_S: str(STEP_S),
             **environment,
         }
-        command = [sys.executable, "-m", "services.worker.instance_main"]
+        command = [sys.executable, "-m", paced.MODULE, "instance"]
         with (self._folder / f"{instance_id}.log").open("wb") as output:
             process = subprocess.Popen(command, env=os.environ | settings, stdout=output, stderr=output)
         self.running.append(process)
@@ -117,19 +121,15 @@ async def test_sigterm_moves_what_runs_to_another_process_over_ucx(
 async def test_a_process_without_a_usable_ucx_says_so_serves_and_ends_at_once(
     processes: Processes, neighbours: Neighbours
 ) -> None:
-    started_s = time.monotonic()
     process = processes.start("node-0", UCX_TLS="nothing")
     await neighbours.until(lambda: is_ready(neighbours, "node-0", with_kv=False), 60)
-    start_s = time.monotonic() - started_s
     await neighbours.submit("node-0", generation("r0", 20, 10), generation("r1", 200, 1800))
     await neighbours.until(lambda: "r0" in neighbours.gateway.ends)
     assert "requests do not move to or from node-0 with their KV" in processes.log("node-0")
-    with Stopwatch() as watch:
-        process.send_signal(signal.SIGTERM)
-        assert await exit_code(process, 60) == 0
-    # Both are work of the processor: what a busy machine makes of one it makes of the other.
-    assert watch.seconds < REBALANCE_TIMEOUT_S + start_s
-    assert "r1" not in neighbours.gateway.ends or neighbours.progress("r1") < 1800
+    before = neighbours.progress("r1")
+    process.send_signal(signal.SIGTERM)
+    assert await exit_code(process, 60) == 0
+    assert (neighbours.progress("r1") - before) * STEP_S < REBALANCE_TIMEOUT_S + 0.5
     assert "no other instance can take them" in processes.log("node-0")
 
 
@@ -143,7 +143,7 @@ async def test_a_second_sigterm_ends_a_process_that_drains(processes: Processes,
     await neighbours.until(lambda: neighbours.progress("r") > 5)
     process.send_signal(signal.SIGTERM)
     await neighbours.until(lambda: neighbours.instances.entries["node-0"].state == "draining")
+    before = neighbours.progress("r")
     process.send_signal(signal.SIGTERM)
-    # Not when it is empty, which would be with 0.
-    assert await exit_code(process, 60) == -signal.SIGTERM
-    assert neighbours.progress("r") < 1800
+    assert await exit_code(process, 60) == -signal.SIGTERM, "not when it is empty"
+    assert (neighbours.progress("r") - before) * STEP_S < 0.5
