@@ -13,6 +13,7 @@ What of ucxx this file works around:
   device memory needs.
 - The progress thread needs a CUDA context of its own; ucxx makes one, of the process's first device (an instance sees one
   device only), and says nothing where it cannot. Hence it is tried before, with the same call.
+- The progress thread wakes every millisecond, which interrupts a CPU that computes five times a token; hence `WAKE_MS`.
 - Loading the library, looking for devices, closing an endpoint and stopping the threads block; all are done off the event
   loop. What the context starts belongs to the loop that runs where it is started, so that is done on it.
 - Its listener takes whoever connects for a peer, on all addresses, and noise makes it spin for ever; hence there is none.
@@ -33,6 +34,7 @@ import secrets
 import socket
 import struct
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated, Any
@@ -52,6 +54,8 @@ STOP_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 5.0
 PROBE_BYTES = 64 << 10
 """Enough to take the way of large messages."""
+WAKE_MS = 100
+"""How often the progress thread looks by itself. What comes, and what is sent, wakes it."""
 ABORT_PERIOD_NS = 1_000_000_000
 """What closing an endpoint may take when its peer does not answer, per phase."""
 ENVIRONMENT = {
@@ -164,7 +168,16 @@ def _new_context(options: Mapping[str, str]) -> Any:
     require_temporary_files()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    from ucxx._lib_async.application_context import ProgressTasks
+    from ucxx._lib_async.continuous_ucx_progress import ProgressTask, _create_context
     from ucxx.core import ApplicationContext
+
+    class Progress(ProgressTask):  # type: ignore[misc]
+        def __init__(self, worker: Any, event_loop: asyncio.AbstractEventLoop) -> None:
+            super().__init__(worker, event_loop)
+            worker.set_progress_thread_start_callback(_create_context)
+            worker.start_progress_thread(polling_mode=False, epoll_timeout=WAKE_MS)
+            weakref.finalize(self, worker.stop_progress_thread)
 
     class Context(ApplicationContext):  # type: ignore[misc]
         _has_begun = False
@@ -180,8 +193,11 @@ def _new_context(options: Mapping[str, str]) -> Any:
                 super().start_notifier_thread()
 
         def continuous_ucx_progress(self, event_loop: asyncio.AbstractEventLoop | None = None) -> None:
-            if self._has_begun:
-                super().continuous_ucx_progress(event_loop)
+            if not self._has_begun:
+                return
+            loop = event_loop or asyncio.get_running_loop()
+            if loop not in ProgressTasks:
+                ProgressTasks[loop] = Progress(self.worker, loop)
 
     # Before UCX looks for devices: where there is a context, it also learns how far they are from each other.
     cuda_error = _make_cuda_context()
