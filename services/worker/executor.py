@@ -526,11 +526,17 @@ class Executor:
         """`sampled_of`: which of the rows are sampled; `guides`: theirs."""
         if not len(sampled_of):
             return SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
-        if state.most_likely is not None and len(sampled_of) == len(rows) and self._rows.are_plain(rows):
+        sampled_rows, positions = rows[sampled_of], layout.contexts[sampled_of]
+        is_plain = self._rows.are_plain(sampled_rows)
+        if is_plain and state.most_likely is not None and len(sampled_of) == len(rows):
             return SampledTokens(state.most_likely())
         last_tokens = layout.query_starts[1:][sampled_of] - 1
         every_token = len(last_tokens) == len(state.hidden)
-        logits = model.logits(state, None if every_token else to_device(last_tokens, self.device))
+        index = None if every_token else to_device(last_tokens, self.device)
+        if is_plain and (tokens := model.most_likely(state, index)) is not None:
+            self._rows.enter_sampled(sampled_rows, positions, tokens)
+            return SampledTokens(tokens)
+        logits = model.logits(state, index)
         masks = None
         if guides is not None:
             # The model's part of the step is on the device by now: nothing stands still for the step before it.
@@ -539,7 +545,7 @@ class Executor:
                     launched.done.synchronize()
                     self._advance_grammars(launched, launched.host_tokens.tolist())
             masks = guides.masks()
-        return self._rows.sample(logits, rows[sampled_of], layout.contexts[sampled_of], masks)
+        return self._rows.sample(logits, sampled_rows, positions, masks)
 
     def _advance_grammars(self, launched: _Launched, tokens: list[int]) -> None:
         """As soon as the step's tokens are known, and once."""

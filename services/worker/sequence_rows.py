@@ -110,8 +110,12 @@ class SequenceRows:
         """Chooses the tokens at these positions and enters them. `logits`: [S, vocab]; `rows`, `positions`: [S] int64;
         `masks`: of those that follow a grammar."""
         sampled = self._sampling.sample(logits, rows, positions, self._tokens, masks)
-        self.tokens.index_copy_(0, self._places(rows, positions), sampled.tokens.int())
+        self.enter_sampled(rows, positions, sampled.tokens)
         return sampled
+
+    def enter_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: torch.Tensor) -> None:
+        """[S] each, `tokens` int64 on the device."""
+        self.tokens.index_copy_(0, self._places(rows, positions), tokens.int())
 
     def enter_drafts(self, expanded: StepPlan) -> None:
         """The guessed tokens of a plan (`StepPlan.expanded`), at the positions of their columns, which are its last."""

@@ -3,6 +3,7 @@ layers and whole models run them in the tests of those."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -102,6 +103,29 @@ def test_the_first_of_the_largest_is_found(dtype: torch.dtype, width: int) -> No
     scores[5] = float("-inf")
     assert COMPILED is not None
     assert COMPILED.argmax(scores).tolist() == scores.float().numpy().argmax(-1).tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_the_most_likely_is_what_norm_head_and_argmax_give(dtype: torch.dtype, num_rows: int) -> None:
+    hidden, pending = (random(num_rows, 96, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight, head = random(96, dtype=dtype), PackedWeight(random(1000, 96, dtype=dtype))
+    assert COMPILED is not None
+    for more in (None, pending):
+        logits = head(COMPILED.add_rms_norm(hidden.clone(), more, weight, 1e-5))
+        found = COMPILED.most_likely(hidden.clone(), more, weight, 1e-5, head)
+        assert torch.equal(found, COMPILED.argmax(logits))
+
+
+@needs_kernels
+def test_a_caller_is_kept_on_a_core_for_the_call_only() -> None:
+    allowed = os.sched_getaffinity(0)
+    loaded = library._library()
+    assert loaded is not None
+    team, scores = Kernels(loaded, len(allowed)), random(4, 16, dtype=torch.float32)
+    team.argmax(scores)
+    assert os.sched_getaffinity(0) == allowed
 
 
 @needs_kernels

@@ -24,6 +24,7 @@ from services.worker.native.library import (
     DecoderStruct,
     KvStruct,
     LayerStruct,
+    Packed,
     PassStruct,
     address,
     kernels,
@@ -97,14 +98,18 @@ class CompiledLayers:
 
     def last_norm(self, state: ForwardState, tokens: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size]: that of the residual stream, of these tokens; None: of all."""
-        compiled, hidden, pending = kernels(), state.hidden, state.pending
+        compiled = kernels()
         assert compiled is not None
-        if tokens is None:
-            hidden = hidden.clone()
-        else:
-            hidden = hidden.index_select(0, tokens)
-            pending = None if pending is None else pending.index_select(0, tokens)
-        return compiled.add_rms_norm(hidden, pending, weight, self._decoder.eps)
+        hidden, pending = _of_tokens(state, tokens)
+        return compiled.add_rms_norm(hidden.clone() if tokens is None else hidden, pending, weight, self._decoder.eps)
+
+    def most_likely(
+        self, state: ForwardState, tokens: torch.Tensor | None, weight: torch.Tensor, head: Packed
+    ) -> torch.Tensor:
+        """As of `DecoderModel`, by the norm of this weight and this head."""
+        compiled = kernels()
+        assert compiled is not None
+        return compiled.most_likely(*_of_tokens(state, tokens), weight, self._decoder.eps, head)
 
     def _changes(self, adapters: BatchAdapters, num_tokens: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
         """[T] addresses of each token's changes, or 0, and [T, ranks] to work in."""
@@ -133,6 +138,14 @@ class CompiledLayers:
         if known is None or known[0] is not views:
             known = self._kv = views, (KvStruct * len(views.layers))(*map(kv_struct, views.layers))
         return known[1]
+
+
+def _of_tokens(state: ForwardState, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is hidden and what is pending, of these or of all."""
+    hidden, pending = state.hidden, state.pending
+    if tokens is None:
+        return hidden, pending
+    return hidden.index_select(0, tokens), None if pending is None else pending.index_select(0, tokens)
 
 
 def _layer_struct(layer: Any) -> LayerStruct:

@@ -118,6 +118,11 @@ class DecoderModel(ABC):
         """[S, vocab_size] in the model's dtype, of the tokens at these indices ([S] int64; None: all), from a state after
         all layers. Does not change the state."""
 
+    def most_likely(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor | None:
+        """[S] int64: where the `logits` of the same arguments are largest, for less than those cost; nothing is asked of the
+        state after it. None: there is no such way."""
+        return None
+
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor | None = None) -> ForwardState:
         """Runs all layers; `hidden` as of `begin`."""
         state = self.begin(batch, hidden)

@@ -272,3 +272,10 @@ class LlamaModel(DecoderModel):
             normed = self._ops.rms_norm(hidden, self._norm, self._eps)
         logits = self._head(normed)
         return self._cap(logits).mul_(self._parts.logit_softcap) if self._parts.logit_softcap else logits
+
+    def most_likely(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor | None:
+        assert self._norm is not None and self._head is not None
+        head = self._head.compiled
+        if self._compiled is None or head is None or self._parts.logit_softcap:
+            return None
+        return self._compiled.most_likely(state, tokens, self._norm, head)

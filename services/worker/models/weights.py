@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.worker.deterministic import FAST, Numerics
 from services.worker.models import stored_weights
+from services.worker.native.library import Packed
 from services.worker.quantized_linear import AnyLinear, GroupedWeights, from_groups, quantized
 from services.worker.ranks.group import ALONE, RankGroup
 from shared.checkpoint import CheckpointError, weight_files
@@ -48,6 +49,13 @@ class TokenHead:
         self._linear = linear
         self._vocab_size = vocab_size
         self._group = group
+
+    @property
+    def compiled(self) -> Packed | None:
+        """What computes all logits by itself; None: more than the kernels' product is needed."""
+        packed: Packed | None = getattr(self._linear, "compiled", None)
+        is_whole = packed is not None and self._group.size == 1 and packed.out_features == self._vocab_size
+        return packed if is_whole else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, width] -> [S, vocab_size]"""

@@ -347,15 +347,28 @@ static void spread(Team *team) {
     }
 }
 
+/* Keeps the caller on its core; 0: it is not kept. */
+static int bind_caller(cpu_set_t *before) {
+    cpu_set_t one;
+    if (sched_getaffinity(0, sizeof *before, before)) return 0;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    return !sched_setaffinity(0, sizeof one, &one);
+}
+
 /* Every `function` ends in `sync_team`, after an even number of phases, and then looks at nothing of the argument. */
 static void run_team(Team *team, void (*function)(void *, int, const void *), const void *argument) {
     pthread_mutex_lock(&team->in_use);
     if (team->num_threads > 1) take_niceness(team);
-    if (team->num_cpus > 1) spread(team);
+    cpu_set_t before;
+    /* Or who wakes beside it would move it to a core where a member is. */
+    const int is_bound = team->num_cpus > 1 && bind_caller(&before);
+    if (is_bound) spread(team);
     team->function = function;
     team->argument = argument;
     change(team, &team->generation);
     function(team, 0, argument);
+    if (is_bound) sched_setaffinity(0, sizeof before, &before);
     pthread_mutex_unlock(&team->in_use);
 }
 
@@ -1331,11 +1344,14 @@ typedef struct {
     int32_t is_bf16;
 } LinearCall;
 
+static void run_linear(Worker *worker, const LinearCall *call) {
+    if (call->is_bf16) multiply(1, worker, &call->product);
+    else multiply(0, worker, &call->product);
+}
+
 static void linear_member(void *team, int thread, const void *argument) {
-    const LinearCall *call = argument;
     Worker worker = {team, 0, thread, 0};
-    if (call->is_bf16) multiply(1, &worker, &call->product);
-    else multiply(0, &worker, &call->product);
+    run_linear(&worker, argument);
     even_phases(&worker);
 }
 
@@ -1349,11 +1365,14 @@ typedef struct {
     float eps;
 } NormCall;
 
+static void run_norm(Worker *worker, const NormCall *c) {
+    if (c->is_bf16) add_and_norm(1, worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+    else add_and_norm(0, worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+}
+
 static void norm_member(void *team, int thread, const void *argument) {
-    const NormCall *c = argument;
     Worker worker = {team, 0, thread, 0};
-    if (c->is_bf16) add_and_norm(1, &worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
-    else add_and_norm(0, &worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+    run_norm(&worker, argument);
     even_phases(&worker);
 }
 
@@ -1428,17 +1447,38 @@ ALWAYS int64_t argmax_of(const int bf16, const void *scores, long row, long widt
     return 0;
 }
 
-static void argmax_member(void *team, int thread, const void *argument) {
-    const ArgmaxCall *c = argument;
-    Worker worker = {team, 0, thread, 0};
-    for (long row; (row = take(&worker)) < c->num_rows;)
+static void run_argmax(Worker *worker, const ArgmaxCall *c) {
+    for (long row; (row = take(worker)) < c->num_rows;)
         c->best[row] = c->is_bf16 ? argmax_of(1, c->scores, row, c->width) : argmax_of(0, c->scores, row, c->width);
-    sync_team(&worker);
+    sync_team(worker);
+}
+
+static void argmax_member(void *team, int thread, const void *argument) {
+    Worker worker = {team, 0, thread, 0};
+    run_argmax(&worker, argument);
     even_phases(&worker);
 }
 
 /* The first of the largest of each row. */
 void tideway_argmax(Team *team, const ArgmaxCall *call) { run_team(team, argmax_member, call); }
+
+typedef struct {
+    NormCall norm;
+    LinearCall head;
+    ArgmaxCall argmax;
+} MostLikelyCall;
+
+static void most_likely_member(void *team, int thread, const void *argument) {
+    const MostLikelyCall call = *(const MostLikelyCall *)argument;
+    Worker worker = {team, 0, thread, 0};
+    run_norm(&worker, &call.norm);
+    run_linear(&worker, &call.head);
+    run_argmax(&worker, &call.argmax);
+    even_phases(&worker);
+}
+
+/* What follows the last layer of greedy decoding. */
+void tideway_most_likely(Team *team, const MostLikelyCall *call) { run_team(team, most_likely_member, call); }
 
 typedef struct {
     void *scores; /* [rows, width] */

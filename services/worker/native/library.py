@@ -124,6 +124,10 @@ class ArgmaxStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class MostLikelyStruct(ctypes.Structure):
+    _fields_ = [("norm", NormStruct), ("head", ProductStruct), ("argmax", ArgmaxStruct)]
+
+
 class MaskStruct(ctypes.Structure):
     _fields_ = [
         ("scores", c_void_p), ("num_rows", c_int64), ("width", c_int64), ("is_bf16", c_int64), ("allowed", c_void_p),
@@ -142,15 +146,10 @@ class Kernels:
 
     def linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
-        assert x.shape[1] * x.itemsize == 4 * weight.struct.in_words, "the kernels would read beyond it"
         if x.stride(-1) != 1 or x.stride(0) * x.itemsize % 4:
             x = x.contiguous()
         out = torch.empty(len(x), weight.out_features, dtype=x.dtype)
-        call = ProductStruct(
-            weight.pointer, x.data_ptr(), len(x), x.stride(0) * x.itemsize // 4, out.data_ptr(), weight.out_features,
-            weight.activation is not None, weight.activation or 0, is_bf16=x.dtype == torch.bfloat16,
-        )  # fmt: skip
-        self._library.tideway_linear(self._team, ctypes.byref(call))
+        self._library.tideway_linear(self._team, ctypes.byref(_product(x, weight, out)))
         return out
 
     def add_rms_norm(
@@ -159,12 +158,21 @@ class Kernels:
         """The norm over the last axis of hidden + pending, which are [R, width], contiguous, of a width that `LANES`
         divides; `hidden` becomes the sum."""
         out = torch.empty_like(hidden)
-        call = NormStruct(
-            hidden.data_ptr(), address(pending), weight.data_ptr(), out.data_ptr(), *hidden.shape,
-            hidden.dtype == torch.bfloat16, eps,
-        )  # fmt: skip
-        self._library.tideway_norm(self._team, ctypes.byref(call))
+        self._library.tideway_norm(self._team, ctypes.byref(_norm(hidden, pending, weight, eps, out)))
         return out
+
+    def most_likely(
+        self, hidden: torch.Tensor, pending: torch.Tensor | None, weight: torch.Tensor, eps: float, head: Packed
+    ) -> torch.Tensor:
+        """[R] int64: `argmax` of `linear` of `add_rms_norm`."""
+        normed, num_rows = torch.empty_like(hidden), len(hidden)
+        logits = torch.empty(num_rows, head.out_features, dtype=hidden.dtype)
+        best = torch.empty(num_rows, dtype=torch.int64)
+        call = MostLikelyStruct(
+            _norm(hidden, pending, weight, eps, normed), _product(normed, head, logits), _argmax(logits, best)
+        )
+        self._library.tideway_most_likely(self._team, ctypes.byref(call))
+        return best
 
     def attention(self, call: AttentionStruct) -> None:
         self._library.tideway_attention(self._team, ctypes.byref(call))
@@ -202,10 +210,7 @@ class Kernels:
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
         """[R, width] contiguous -> [R] int64: the first of the largest."""
         best = torch.empty(len(scores), dtype=torch.int64)
-        call = ArgmaxStruct(
-            scores.data_ptr(), len(scores), scores.shape[1], scores.dtype == torch.bfloat16, best.data_ptr()
-        )
-        self._library.tideway_argmax(self._team, ctypes.byref(call))
+        self._library.tideway_argmax(self._team, ctypes.byref(_argmax(scores, best)))
         return best
 
     def mask(self, scores: torch.Tensor, allowed: np.ndarray) -> None:
@@ -216,6 +221,28 @@ class Kernels:
             scores.data_ptr(), len(scores), scores.shape[1], scores.dtype == torch.bfloat16, allowed.ctypes.data
         )
         self._library.tideway_mask(self._team, ctypes.byref(call))
+
+
+def _product(x: torch.Tensor, weight: Packed, out: torch.Tensor) -> ProductStruct:
+    size = x.itemsize
+    assert x.shape[1] * size == 4 * weight.struct.in_words, "the kernels would read beyond it"
+    return ProductStruct(
+        weight.pointer, x.data_ptr(), len(x), x.stride(0) * size // 4, out.data_ptr(), weight.out_features,
+        weight.activation is not None, weight.activation or 0, is_bf16=x.dtype == torch.bfloat16,
+    )  # fmt: skip
+
+
+def _norm(
+    hidden: torch.Tensor, pending: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> NormStruct:
+    return NormStruct(
+        hidden.data_ptr(), address(pending), weight.data_ptr(), out.data_ptr(), *hidden.shape,
+        hidden.dtype == torch.bfloat16, eps,
+    )  # fmt: skip
+
+
+def _argmax(scores: torch.Tensor, best: torch.Tensor) -> ArgmaxStruct:
+    return ArgmaxStruct(scores.data_ptr(), *scores.shape, scores.dtype == torch.bfloat16, best.data_ptr())
 
 
 class Packed(ABC):
