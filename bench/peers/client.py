@@ -26,7 +26,7 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
             # llama.cpp's server closes connections that the client would use again.
             "--header", "Connection=close",
             "--temperature", "0", "--seed", str(seed), "--num-warmups", "0", "--num-prompts", str(case.num_prompts),
-            "--max-concurrency", str(case.concurrency), "--percentile-metrics", "ttft,tpot",
+            "--max-concurrency", str(case.concurrency), "--percentile-metrics", "ttft,tpot,itl",
             "--metric-percentiles", "99", "--disable-tqdm", "--save-result", "--save-detailed", "--result-dir", folder,
             "--result-filename", "result.json",
         ]  # fmt: skip
@@ -53,6 +53,8 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
         p99_ttft_ms=found["p99_ttft_ms"],
         mean_tpot_ms=found["mean_tpot_ms"],
         p99_tpot_ms=found["p99_tpot_ms"],
+        p99_itl_ms=found["p99_itl_ms"],
+        max_itl_ms=1e3 * max((gap for gaps in found["itls"] for gap in gaps), default=0.0),
         others_cores=max(0.0, others_cores),
     )
 
