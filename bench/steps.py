@@ -160,10 +160,12 @@ class Session:
         parts.watch(executor, "_update_rows", "rows")
         for name in ("layout", "token_places"):
             parts.watch(executor._rows, name, "rows")
-        parts.watch(executor._rows, "sample", "sampling")
+        for name in ("sample", "enter_sampled"):
+            parts.watch(executor._rows, name, "sampling")
         parts.watch(prepared.backend, "prepare", "attention metadata")
         parts.watch(self.model, "begin", "embedding, rotations' angles")
-        parts.watch(self.model, "logits", "logits")
+        for name in ("logits", "most_likely"):
+            parts.watch(self.model, name, "logits")
         self._run_layers = self.model.run_layers
         self.model.run_layers = parts.of(LAYERS, self._note_batch)
         self._turn = parts.of("plan", lambda: self._driver.turn(time.monotonic()))

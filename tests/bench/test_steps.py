@@ -46,5 +46,7 @@ def test_a_gateway_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gateway, "LOADS", (gateway.Load(4, 100.0, 40),))
     turns = asyncio.run(gateway.Bench(tmp_path).run({"own": gateway.REPOSITORY}, list(gateway.KINDS), 1))
     assert len(turns) == 2 * len(gateway.KINDS)
+    # The kernel counts processor time by the hundredth of a second, which is more than some turns take.
+    assert sum(turn.gateway_us for turn in turns) > 0
     for turn in turns:
-        assert turn.gateway_us > 0 and turn.p99_ms > 0 and 0.2 < turn.chunks_per_token < 1.2
+        assert turn.p99_ms > 0 and 0.2 < turn.chunks_per_token < 1.2

@@ -107,6 +107,14 @@ def test_the_first_of_the_largest_is_found(dtype: torch.dtype, width: int) -> No
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_looked_up_in_a_packed_weight(dtype: torch.dtype) -> None:
+    weight, indices = random(50, 96, dtype=dtype), torch.tensor([0, 49, 31, 32, 31], dtype=torch.int32)
+    assert torch.equal(PackedWeight(weight).rows(indices), weight[indices])
+    assert PackedWeight(weight).rows(indices[:0]).shape == (0, 96)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_the_most_likely_is_what_norm_head_and_argmax_give(dtype: torch.dtype, num_rows: int) -> None:
     hidden, pending = (random(num_rows, 96, dtype=dtype, seed=seed) for seed in (0, 1))

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from services.worker.deterministic import FAST, Numerics
+from services.worker.linear import Linear
 from services.worker.models import stored_weights
-from services.worker.native.library import Packed
+from services.worker.native.library import Packed, PackedWeight, packs
 from services.worker.quantized_linear import AnyLinear, GroupedWeights, from_groups, quantized
 from services.worker.ranks.group import ALONE, RankGroup
 from shared.checkpoint import CheckpointError, weight_files
@@ -29,17 +30,32 @@ class TokenEmbedding:
 
     def __init__(self, weight: torch.Tensor, group: RankGroup) -> None:
         """`weight`: `[part, width]`"""
-        self.weight = weight
+        self._weight: torch.Tensor | PackedWeight = weight
+        self._num_rows = len(weight)
         self._group = group
+
+    def head(self, numerics: Numerics) -> Linear:
+        """The linear layer of the same weight. Where the kernels take it packed, rows are looked up there from now on: it is
+        in memory once."""
+        weight = self._weight
+        assert isinstance(weight, torch.Tensor), "one head only"
+        linear = numerics.linear(weight, shared=not packs(weight))
+        if linear.compiled is not None:
+            self._weight = linear.compiled
+        return linear
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, width]"""
         if self._group.size == 1:
-            return F.embedding(token_ids, self.weight)
-        rows = token_ids - self._group.rank * len(self.weight)
-        is_others = (rows < 0) | (rows >= len(self.weight))
-        hidden = F.embedding(rows.masked_fill_(is_others, 0), self.weight).masked_fill_(is_others[:, None], 0)
+            return self._rows(token_ids)
+        rows = token_ids - self._group.rank * self._num_rows
+        is_others = (rows < 0) | (rows >= self._num_rows)
+        hidden = self._rows(rows.masked_fill_(is_others, 0)).masked_fill_(is_others[:, None], 0)
         return self._group.all_reduce(hidden)
+
+    def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        return weight.rows(indices) if isinstance(weight, PackedWeight) else F.embedding(indices, weight)
 
 
 class TokenHead:
@@ -267,11 +283,7 @@ class WeightReader:
 
     def head(self, vocab_size: int, hidden_size: int, *, tied_to: TokenEmbedding | None) -> TokenHead:
         """`tied_to`: the weights are those of the embedding; None: they are the checkpoint's lm_head."""
-        linear = (
-            self.linear(["lm_head"], hidden_size, [vocab_size])
-            if tied_to is None
-            else self.numerics.linear(tied_to.weight, shared=True)
-        )
+        linear = self.linear(["lm_head"], hidden_size, [vocab_size]) if tied_to is None else tied_to.head(self.numerics)
         return TokenHead(linear, vocab_size, self.group)
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:

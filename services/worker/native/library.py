@@ -292,10 +292,16 @@ class PackedWeight(Packed):
     ) -> None:
         """Neither is kept."""
         super().__init__(len(weight), bias, activation)
+        self._dtype = weight.dtype
         self._panels = _panels(weight.contiguous().view(torch.int32)).contiguous()
         self.struct = LinearStruct(
             address(self._panels), address(self._bias), in_words=self._panels.shape[1], num_outputs=len(weight)
         )
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """[R] -> [R, in_features], as it was given."""
+        words: torch.Tensor = self._panels[indices // PANEL, :, indices % PANEL]
+        return words.view(self._dtype)
 
     def gated(self, activation: str) -> PackedWeight:
         words = self._panels.transpose(1, 2).flatten(0, 1)[: self._num_outputs]
