@@ -46,8 +46,7 @@ RESERVED_BYTES = 16 << 30
 
 
 def pytest_configure() -> None:
-    """On a disk that others write to, a commit of the journal holds up whoever makes or renames a file, for longer than a
-    call of JetStream may take."""
+    """JetStream makes, renames and removes folders for each stream of each test."""
     with contextlib.suppress(OSError):
         if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free >= IN_MEMORY_LEAST_BYTES:
             NatsServer.parent = IN_MEMORY
