@@ -51,8 +51,9 @@ up: install
 down status:
 	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
 
+# Tests wait for as long as they compute: three at once for each of two cores, and who has none left takes of another's.
 test: development
-	$(BIN)/python -m pytest -n 4 -m "not gpu and not container and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 6 --dist worksteal -p no:schemathesis -m "not gpu and not container and not long" $(ARGS)
 
 test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)
