@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.placement.problems import draw, draw_models
 from bench.reporting import Target
-from shared.placement.estimator import Estimator, estimate
+from shared.placement.estimator import estimate
 from shared.placement.memory import why_not
 from shared.placement.plan import ATTAINMENT_GRAIN
 from shared.placement.problem import Group, Plan, Prediction, Problem
@@ -133,7 +133,7 @@ def optimum(seed: int = 1, num_problems: int = 12) -> Table:
         if not plans:
             continue
         searcher = Searcher(problem)
-        best = max(map(searcher.key, plans, Estimator(problem).outcomes(plans)))
+        best = max(map(searcher.key, plans, searcher.estimator.outcomes(plans)))
         found = search(problem).prediction
         attainment = round(found.attainment / ATTAINMENT_GRAIN)
         lost.append((best[1] - attainment) * ATTAINMENT_GRAIN)
