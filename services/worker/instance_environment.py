@@ -10,6 +10,10 @@ from services.worker.machine import Machine
 from shared.messages.cluster import ONE_DEVICE, DeviceGroup, DeviceGroupError, InstancePlan
 from shared.settings import BusSettings, WorkerSettings
 
+HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
+"""glibc asks for them: weights are read whole at each step, and every 4 KiB of them would need an entry of the processor's.
+It does not ask for what it adds to the heaps of further threads (2.36), where models are loaded; hence one heap."""
+
 
 def instance_environment(
     settings: WorkerSettings, machine: Machine, node_id: str, plan: InstancePlan, base: Mapping[str, str]
@@ -39,6 +43,5 @@ def instance_environment(
     if machine.device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = group.devices[0]
     else:
-        # glibc asks for huge pages: weights are read whole at each step, and every 4 KiB of them would need an entry
-        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        environment.setdefault("GLIBC_TUNABLES", HUGE_PAGES)
     return environment
