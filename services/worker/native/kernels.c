@@ -960,7 +960,7 @@ ALWAYS Lines lines_of(const int bf16, const Batch *batch, const Kv *kv, const ch
 /* Asks for a line of each run: blocks lie far apart, where the processor does not read ahead by itself. */
 ALWAYS void fetch(const Lines *lines, long line) {
     if (line < lines->lines)
-        UNROLL for (int i = 0; i < TILE_VECTORS; i++) __builtin_prefetch(lines->runs[i] + line * 64, 0, 2);
+        UNROLL for (int i = 0; i < TILE_VECTORS; i++) __builtin_prefetch(lines->runs[i] + line * 64, 0, 3);
 }
 
 /* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE], widened if there are no pairs; keys from `valid` on are 0. */
