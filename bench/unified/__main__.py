@@ -134,9 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     rows = {"simulated": simulated, "live": live, "small": small}[options.where](variants, options)
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
-    asked = " ".join(sys.argv[1:] if arguments is None else arguments)
-    text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}\n\n"
-    text += f"By `python -m bench.unified {asked}`.\n"
+    text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}\n"
     print(text)
     result = {"date": date, "machine": machine(), "took_s": round(took_s, 1),
               "seeds": options.seeds, "variants": variants, "rows": rows}  # fmt: skip

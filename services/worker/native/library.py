@@ -299,7 +299,7 @@ class PackedWeight(Packed):
         )
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """[R] -> [R, in_features], as it was given."""
+        """[R] of 0 to out_features - 1, which is not checked -> [R, in_features], as it was given."""
         words: torch.Tensor = self._panels[indices // PANEL, :, indices % PANEL]
         return words.view(self._dtype)
 
