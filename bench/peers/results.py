@@ -136,17 +136,9 @@ def targets(rows: Sequence[Row], own: str) -> list[Target]:
 def page(rows: Sequence[Row], own: str) -> list[str]:
     """Lines of Markdown."""
     header = (
-        "case",
-        "server",
-        "output tok/s",
-        f"{own} / it",
-        "mean TTFT ms",
-        "P99",
-        "mean TPOT ms",
-        "P99",
-        "P99 ITL ms",
+        "case", "server", "output tok/s", f"{own} / it", "mean TTFT ms", "P99", "mean TPOT ms", "P99", "P99 ITL ms",
         "longest",
-    )
+    )  # fmt: skip
     lines = []
     for row in rows:
         mine = next((each for each in rows if each.case == row.case and each.server == own), None)
