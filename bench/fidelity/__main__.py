@@ -23,9 +23,10 @@ from bench.fidelity.live import LiveStack
 from bench.fidelity.observed import Observed
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order, draw
 from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
-from bench.fidelity.workloads import CALIBRATION, MIXES, MODELS, VOCABULARY, Served, figures, planned
+from bench.fidelity.workloads import CALIBRATION, EMULATED_MODELS, MIXES, MODELS, VOCABULARY, Served, figures, planned
 from bench.reporting import judged, machine, others_processor_s, save_figure, write
 from shared.messages.requests import pack_tokens
+from shared.placement.hardware import HARDWARE
 from tideway.bench.prompts import prompt_token_ids
 from tideway.bench.workload import PlannedRequest
 
@@ -35,6 +36,8 @@ SETTINGS = {"TIDEWAY_MIGRATION": "off"}
 
 
 class _Run(msgspec.Struct):
+    load: float
+    """Of the instances' capacity."""
     requests: list[PlannedRequest]
     served: list[Served]
     start_s: float
@@ -48,17 +51,18 @@ class Bench:
         self._live, self._run_s, self._calibration_s, self._num_seeds = live, run_s, calibration_s, num_seeds
         self._calibrations: list[_Run] = []
 
-    def _send(self, requests: list[PlannedRequest]) -> _Run:
+    def _send(self, load: float, requests: list[PlannedRequest]) -> _Run:
         others_s, began_s = others_processor_s(), time.monotonic()
         served, start_s = self._live.send(requests)
         end_s = time.monotonic()
         others = (others_processor_s() - others_s) / (end_s - began_s) / len(os.sched_getaffinity(0))
-        return _Run(requests, served, start_s, end_s, others)
+        return _Run(load, requests, served, start_s, end_s, others)
 
-    def _calibrate(self, rate_rps: float, duration_s: float) -> None:
+    def _calibrate(self, load: float, capacity_rps: float, duration_s: float) -> None:
         number = len(self._calibrations)
         name = f"calibration-{number}"
-        self._calibrations.append(self._send(planned(CALIBRATION, rate_rps, duration_s, name=name, seed=1000 + number)))
+        requests = planned(CALIBRATION, load * capacity_rps, duration_s, name=name, seed=1000 + number)
+        self._calibrations.append(self._send(load, requests))
 
     def run(self, loads: Sequence[float], repeats: int) -> Comparison:
         """Raises `RunFailed` of live.py or of the simulation."""
@@ -67,11 +71,11 @@ class Bench:
         guess = Timing(cost_models=observed[0].cost_models, beside=1.0, noise=0.0, submit_s=0.0, answer_s=0.0)
         rate_rps = simulated.capacity_rps(observed, guess, live.settings, CALIBRATION)
         # The guess knows nothing of the services' share of the machine.
-        self._calibrate(0.25 * rate_rps, self._calibration_s)
+        self._calibrate(0.25, rate_rps, self._calibration_s)
         timing = self._fit(live.observed())
         rate_rps = simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
         # As much as they can: batches of all sizes are seen.
-        self._calibrate(rate_rps, 3 * self._calibration_s)
+        self._calibrate(1.0, rate_rps, 3 * self._calibration_s)
         timing = self._fit(live.observed())
         rate_rps = simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
         capacity = {mix.name: simulated.capacity_rps(observed, timing, live.settings, mix) for mix in MIXES}
@@ -79,33 +83,23 @@ class Bench:
         for key in cell_order([mix.name for mix in MIXES], loads, repeats):
             name, load, repeat = key
             # At the load of the run: what the services take of the machine grows with it.
-            self._calibrate(load * rate_rps, self._calibration_s)
+            self._calibrate(load, rate_rps, self._calibration_s)
             mix = next(mix for mix in MIXES if mix.name == name)
             # The same requests again: what differs between repeats is the system's doing.
             requests = planned(mix, load * capacity[name], self._run_s, name=f"{name}-{load}", seed=1)
             requests = [msgspec.structs.replace(one, request_id=f"{one.request_id}-{repeat}") for one in requests]
-            runs[key] = (self._send(requests), len(self._calibrations))
+            runs[key] = (self._send(load, requests), len(self._calibrations))
             print(f"{name}, load {load}, run {repeat + 1}: {len(requests)} requests, others took "
                   f"{100 * runs[key][0].others_share:.0f} % of the machine", flush=True)  # fmt: skip
-        self._calibrate(loads[-1] * rate_rps, self._calibration_s)
+        self._calibrate(loads[-1], rate_rps, self._calibration_s)
         observed = live.observed()
         return self._compare(observed, self._fit(observed), capacity, runs)
 
     def _fit(self, observed: list[Observed]) -> Timing:
         """To all that was sent of the other trace."""
-        submit_s: list[float] = []
-        answer_s: list[float] = []
-        submitted = {prompt: at_s for one in observed for prompt, at_s in one.submitted_s.items()}
-        first = {prompt: at_s for one in observed for prompt, at_s in one.first_s.items()}
-        for run in self._calibrations:
-            ordered = sorted(run.requests, key=lambda request: request.request_id)
-            for request, served in zip(ordered, run.served, strict=True):
-                prompt = pack_tokens(prompt_token_ids(request, VOCABULARY, 0))
-                submit_s.append(submitted[prompt] - run.start_s - served.arrival_s)
-                answer_s.append(served.first_s + run.start_s - first[prompt])
         steps = samples(observed)
         calibrating = [one for run in self._calibrations for one in _within(steps, run)]
-        return fit(calibrating, float(np.mean(submit_s)), float(np.mean(answer_s)))
+        return fit(calibrating, *_delays_s(observed, self._calibrations))
 
     def _compare(
         self,
@@ -115,8 +109,14 @@ class Bench:
         runs: dict[tuple[str, float, int], tuple[_Run, int]],
     ) -> Comparison:
         steps, settings = samples(observed), self._live.settings
+        # What is on the way waits for a core the longer, the more the instances have to do.
+        delays_s = {
+            load: _delays_s(observed, [one for one in self._calibrations if one.load == load]) for _, load, _ in runs
+        }
         cells: dict[tuple[str, float], Cell] = {}
         for (name, load, _), (run, number) in runs.items():
+            submit_s, answer_s = delays_s[load]
+            at_load = msgspec.structs.replace(timing, submit_s=submit_s, answer_s=answer_s)
             lengths: dict[str, list[tuple[int, int]]] = {model: [] for model in MODELS}
             for one in run.requests:
                 lengths[one.model].append((one.prompt_tokens, one.output_tokens))
@@ -128,7 +128,7 @@ class Bench:
                 [
                     figures(
                         simulated.run(
-                            observed, timing, settings, run.requests, start_s=run.start_s, speed=factor, seed=seed
+                            observed, at_load, settings, run.requests, start_s=run.start_s, speed=factor, seed=seed
                         ),
                         alone_s,
                     )
@@ -148,6 +148,21 @@ class Bench:
         return Comparison(cells=list(cells.values()), timing=timing, capacity_rps=capacity)
 
 
+def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> tuple[float, float]:
+    """From clients to the engines, and back; means."""
+    submitted = {prompt: at_s for one in observed for prompt, at_s in one.submitted_s.items()}
+    first = {prompt: at_s for one in observed for prompt, at_s in one.first_s.items()}
+    submit_s: list[float] = []
+    answer_s: list[float] = []
+    for run in runs:
+        ordered = sorted(run.requests, key=lambda request: request.request_id)
+        for request, served in zip(ordered, run.served, strict=True):
+            prompt = pack_tokens(prompt_token_ids(request, VOCABULARY, 0))
+            submit_s.append(submitted[prompt] - run.start_s - served.arrival_s)
+            answer_s.append(served.first_s + run.start_s - first[prompt])
+    return float(np.mean(submit_s)), float(np.mean(answer_s))
+
+
 def _within(steps: Sequence[Sample], run: _Run) -> list[Sample]:
     return [one for one in steps if run.start_s <= one.start_s < run.end_s]
 
@@ -161,10 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals of a run; default: 24, quick 12")
     parser.add_argument("--precedence", type=int, default=0, metavar="NICENESS",
                         help="over other sessions on a machine that is in use, below 0 as root; default: none")  # fmt: skip
+    parser.add_argument("--emulate", default="", choices=sorted(HARDWARE), metavar="DEVICE",
+                        help="steps take what they would on such a device: " + ", ".join(sorted(HARDWARE)))  # fmt: skip
     options = parser.parse_args(arguments)
-    quick = options.quick
+    quick, emulated = options.quick, options.emulate
     began_s, before = time.monotonic(), machine()
-    with LiveStack(SETTINGS, precedence=options.precedence) as live:
+    with LiveStack(SETTINGS, precedence=options.precedence, emulated=emulated) as live:
         bench = Bench(
             live, run_s=options.seconds or (12.0 if quick else 24.0), calibration_s=6.0, num_seeds=2 if quick else 4
         )
@@ -173,11 +190,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     targets = comparison.targets()
     machines = {"before": before, "after": machine()}
     head = f"# Simulated against live, {date}\n\n{machines}, {took_s:.0f} s\n\n"
+    if emulated:
+        shapes = ", ".join(EMULATED_MODELS.values())
+        head += f"Steps take what those of {shapes} on {emulated} would; all else is the stack of this machine.\n\n"
     text = head + comparison.markdown() + "\n\n    " + "\n    ".join(map(str, targets))
     print(text)
     result = {"date": date, "machine": machines, "took_s": round(took_s, 1),
               "targets": judged(targets), "comparison": comparison}  # fmt: skip
-    stem = write(options.output, f"fidelity{'-quick' if quick else ''}-{date}", result, text)
+    name = "-".join(filter(None, ["fidelity", emulated, "quick" if quick else "", date]))
+    stem = write(options.output, name, result, text)
     save_figure(lambda: draw(comparison), stem.with_suffix(".png"))
     print(f"written: {stem}.json, .md, .png")
     return 0

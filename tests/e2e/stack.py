@@ -55,8 +55,10 @@ class Stack:
         environment: dict[str, str] | None = None,
         nats_config: str = "",
         step_s: float = 0.0,
+        worker: tuple[str, ...] = (),
     ) -> None:
-        """`step_s`: what a step of an instance takes at least, so that streams last however fast the engine is."""
+        """`step_s`: what a step of an instance takes at least, so that streams last however fast the engine is. `worker`:
+        module and arguments that run in the place of a node agent's."""
         workers = {f"worker-worker-{index}": f"worker-{index}" for index in range(num_workers)}
         self.nats = NatsServer(f"{users_by_role(workers)}\n{nats_config}")
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-stack-"))
@@ -84,7 +86,7 @@ class Stack:
         for index in range(num_schedulers):
             name = f"scheduler-{index}"
             self._commands[name] = (("services.scheduler",), {"TIDEWAY_SCHEDULER_ID": name, **user("scheduler")})
-        worker = (paced.MODULE, "worker") if step_s else ("services.worker",)
+        worker = worker or ((paced.MODULE, "worker") if step_s else ("services.worker",))
         for index in range(num_workers):
             name = f"worker-{index}"
             self._commands[name] = (worker, {"TIDEWAY_NODE_ID": name, **user(f"worker-{name}")})
