@@ -8,6 +8,8 @@
     from the best of these, and from the plan that runs:
         add, drop, replace or exchange a model, make a group like another, split a group, join two
 
+Of a small cluster all plans are estimated instead (enumeration.py).
+
 Larger attainment is better, in steps of `ATTAINMENT_GRAIN`, then smaller normalised latency. Where a cluster has many
 groups, a round of Algorithm 1 gives models to several of them, each time with the UI of a model that got one more of c
 groups times c / (c + 1); moves are drawn, with a seed, and made to several like groups at once.
@@ -32,6 +34,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from shared.placement.enumeration import all_plans
 from shared.placement.estimator import NUM_BINS, Estimator, Outcome
 from shared.placement.memory import why_not
 from shared.placement.plan import ATTAINMENT_GRAIN, Trial, plan_of
@@ -82,6 +85,8 @@ MAX_MOVES = 256
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
 MOVE_PATIENCE = 3
 """Rounds of moves without a better plan, after which they end."""
+MAX_ENUMERATED = 512
+"""Plans: where there are no more, all are estimated, which takes less than a search among them."""
 NUM_EVALUATED = 4
 NUM_REJECTED = 8
 
@@ -131,6 +136,8 @@ class Asked(NamedTuple):
 
 def _find(searcher: Searcher, do: Callable[[Sequence[Asked]], Sequence[list[Found]]]) -> list[Found]:
     """Distinct plans, best first."""
+    if every := searcher.every():
+        return every
     starts = _distinct(each for found in do(searcher.starts()) for each in found)
     incumbent = searcher.incumbent
     asked = [Asked(start=each.slots) for each in starts[: searcher.effort.num_starts]]
@@ -283,6 +290,13 @@ class Searcher:
                 if (node.node_id, device) not in taken:
                     slots.append(Group(node.node_id, (device,), ()))
         return tuple(sorted(slots))
+
+    def every(self) -> list[Found]:
+        """All plans, best first, where these are few; else none."""
+        limits = {name: self.models[name].replicas for name, least in self.needed.items() if least}
+        plans = all_plans(self.problem.nodes, limits, self.fits, MAX_ENUMERATED)
+        outcomes = self.estimator.outcomes([[group for group in slots if group.models] for slots in plans])
+        return _distinct(Found(self.key(slots, each), slots) for slots, each in zip(plans, outcomes, strict=True))
 
     # ------------------------------------------------------------------------------------------------- Algorithm 1
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from bench.placement.day import INTERVALS_S, Asked, Played, Way, play, rates, settings, timeline
-from bench.placement.experiments import all_plans
+from bench.placement.experiments import every_plan
 from bench.placement.problems import draw, draw_models
 from shared.placement.estimator import Estimator
 from shared.placement.plan import plan_of
@@ -17,7 +17,7 @@ from shared.placement.rehearsal import Episode
 def test_all_plans_of_a_small_node_can_be_estimated():
     rng = np.random.default_rng(3)
     problem = draw(4, draw_models(2, rng, names=("llama-2-7b", "opt-6.7b")), 4.0, 20.0, rng)
-    plans = list(all_plans(problem))
+    plans = [plan_of(slots).groups for slots in every_plan(problem)]
     assert len(set(plans)) > 20
     outcomes = Estimator(problem).outcomes(plans)
     assert all(np.sum(outcome.rates) * 20.0 > 0.99 * problem.traffic.num_requests for outcome in outcomes)

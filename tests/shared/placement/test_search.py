@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import msgspec
@@ -10,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.placement.estimator import Estimator
+from shared.placement.enumeration import all_plans
 from shared.placement.memory import why_not
-from shared.placement.plan import ATTAINMENT_GRAIN
+from shared.placement.plan import ATTAINMENT_GRAIN, plan_of
 from shared.placement.problem import Group, Plan, Prediction, Problem
-from shared.placement.search import LATENCY_GRAIN, Asked, Searcher, search
+from shared.placement.search import LATENCY_GRAIN, MAX_ENUMERATED, Asked, Searcher, search
 from tests.shared.placement.small import model, node, problem
 
 
@@ -56,10 +55,17 @@ def problems(draw):
     return problem(models, nodes, rates, interval_s=10.0, seed=draw(st.integers(0, 99)), max_models_per_group=limit)
 
 
+@pytest.fixture(params=[0, MAX_ENUMERATED], ids=["searched", "enumerated"], scope="module")
+def most_enumerated(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shared.placement.search.MAX_ENUMERATED", request.param)
+        yield
+
+
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None)
-@given(problems())
-def test_a_plan_holds_every_model_or_says_why_and_is_the_same_each_time(asked):
+@given(asked=problems())
+def test_a_plan_holds_every_model_or_says_why_and_is_the_same_each_time(most_enumerated, asked):
     found = search(asked)
     check(found.plan, asked)
     counts = counts_of(found.plan)
@@ -77,38 +83,16 @@ def test_a_plan_holds_every_model_or_says_why_and_is_the_same_each_time(asked):
         assert again.prediction.normalised_latency <= again.incumbent.normalised_latency * (1 + LATENCY_GRAIN)
 
 
-def all_plans(asked: Problem) -> list[tuple[Group, ...]]:
-    """Of one node of 2 or 4 devices."""
-    (only,) = asked.nodes
-    cuts = {2: [(2,), (1, 1)], 4: [(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1)]}[only.num_devices]
-    names = [each.name for each in asked.models]
-    sets = [tuple(each) for size in range(len(names) + 1) for each in itertools.combinations(names, size)]
-    models = {each.name: each for each in asked.models}
-    found = []
-    for cut in cuts:
-        fitting = [[each for each in sets if not why_not([models[name] for name in each], only, p)] for p in cut]
-        for chosen in itertools.product(*fitting):
-            if any(chosen[i] > chosen[i + 1] for i in range(len(cut) - 1) if cut[i] == cut[i + 1]):
-                continue
-            if set(names) != {name for each in chosen for name in each}:
-                continue
-            first, groups = 0, []
-            for p, each in zip(cut, chosen, strict=True):
-                if each:
-                    groups.append(Group(only.node_id, tuple(range(first, first + p)), each))
-                first += p
-            found.append(tuple(groups))
-    return found
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_it_is_as_good_as_the_best_of_all_plans(seed):
-    models = [model("a"), model("b", 2.0), model("c", 0.5)]
-    rates = [(6.0, 1.0, 2.0), (12.0, 0.3, 12.0)][seed]
+    models = [model("a"), model("b", 2.0), model("c", 0.5), model("d", 1.5)]
+    rates = [(6.0, 1.0, 2.0, 0.5), (12.0, 0.3, 12.0, 0.1)][seed]
     asked = problem(models, [node(num_devices=4)], rates, seed=seed)
-    plans = all_plans(asked)
-    outcomes = Estimator(asked).outcomes(plans)
     searcher = Searcher(asked)
+    limits = {each.name: each.replicas for each in models}
+    plans = [plan_of(slots).groups for slots in all_plans(asked.nodes, limits, searcher.fits, 1 << 14)]
+    assert len(plans) > MAX_ENUMERATED
+    outcomes = searcher.estimator.outcomes(plans)
     best = max(map(searcher.key, plans, outcomes))
     found = search(asked).prediction
     attainment = round(found.attainment / ATTAINMENT_GRAIN)
