@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
+from bench import emulated as emulation
 from bench.coserving.testbed import make_checkpoint
-from bench.fidelity.emulated import MODULE as EMULATED
-from bench.fidelity.emulated import STEP_TIMES
 from bench.fidelity.observed import Observed, observe
-from bench.fidelity.workloads import EMULATED_MODELS, MODELS, TINY, VOCABULARY, Served
+from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY, Served
 from bench.reporting import take_precedence
 from bench.stack import add_tokenizer
 from shared import recording
 from shared.engine.calls import SetCostModel
 from shared.engine.recording import CALLS
-from shared.placement.facts import SHAPES
-from shared.placement.hardware import HARDWARE, cost_model
 from shared.settings import SchedulerSettings, load
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Poisson
@@ -49,15 +44,15 @@ class RunFailed(Exception):
 class LiveStack:
     """`environment`: settings for all services; `precedence`: a niceness of all processes, see
     `reporting.take_precedence`; 0: none; `emulated`: a kind of device whose step times the instances have
-    (emulated.py); "": this machine's. Used with `with`."""
+    (bench/emulated.py); "": this machine's. Used with `with`."""
 
     def __init__(self, environment: dict[str, str], *, precedence: int = 0, emulated: str = "") -> None:
         self._precedence = precedence
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-fidelity-")
         root = Path(self._folder.name)
         models = {}
-        for name, shape in MODELS.items():
-            models[name] = str(make_checkpoint(root / name, shape | TINY if emulated else shape))
+        for number, (name, shape) in enumerate(MODELS.items()):
+            models[name] = str(make_checkpoint(root / name, emulation.tiny(number, **shape) if emulated else shape))
             add_tokenizer(root / name, VOCABULARY)
         self._recordings = root / "engine"
         environment = environment | {
@@ -66,13 +61,9 @@ class LiveStack:
             "TIDEWAY_RECORD_MAX_BYTES": str(1 << 30),
         }
         self.settings = load(SchedulerSettings, environment)
-        worker: tuple[str, ...] = ()
         if emulated:
-            environment[STEP_TIMES] = str(root / "step_times.json")
-            device = HARDWARE[emulated]
-            costs = {name: cost_model(device, SHAPES[shape]) for name, shape in EMULATED_MODELS.items()}
-            (root / "step_times.json").write_bytes(msgspec.json.encode(costs))
-            worker = (EMULATED, "worker")
+            environment |= emulation.environment(root, emulated, EMULATED_MODELS)
+        worker = emulation.WORKER if emulated else ()
         self._stack = Stack(models, num_instances=NUM_INSTANCES, environment=environment, worker=worker)
         self._models = models
 

@@ -28,16 +28,8 @@ MODELS: dict[str, dict[str, int]] = {
     )
 }  # fmt: skip
 """Llama shapes of 20 to 73 million parameters, with random weights."""
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-"""What computes the tokens where step times are another device's."""
 EMULATED_MODELS = {"small": "llama-2-7b", "medium": "llama-3.1-8b", "large": "llama-2-13b"}
-"""Whose step times the models have there: shapes of `placement.facts`."""
+"""Whose step times the models have where another device's are emulated: shapes of `placement.facts`."""
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 448, 120
 
 

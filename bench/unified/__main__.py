@@ -26,6 +26,7 @@ import msgspec
 
 from bench.reporting import machine, save_figure, write
 from bench.unified.variants import VARIANTS, WHOLE, Row, Variant, markdown, of_seeds
+from shared.placement.hardware import HARDWARE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,13 +78,13 @@ def live(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
 
     execution_s: dict[str, float] = {}
     rows = []
-    with Checkpoints() as checkpoints:
+    with Checkpoints(options.emulate) as checkpoints:
         checkpoints.profile()
         for variant in variants:
             rows.append(
                 run(
-                    variant, checkpoints.sources, execution_s,
-                    rate_rps=options.rate or 4.0, run_s=options.seconds or 30.0, seed=int(options.seeds.split(",")[0]),
+                    variant, checkpoints, execution_s, rate_rps=options.rate or 4.0, run_s=options.seconds or 30.0,
+                    seed=int(options.seeds.split(",")[0]), num_lines=options.lines,
                 )
             )  # fmt: skip
             print(
@@ -123,6 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=0.0,
         help="of simulated runs: after so many seconds the popularity of services is turned round; 0: never",
     )
+    parser.add_argument("--lines", type=int, default=12, help="of live runs: offline requests in flight")
+    parser.add_argument("--emulate", default="", choices=sorted(HARDWARE), metavar="DEVICE",
+                        help="of live runs: steps take what they would on such a device")  # fmt: skip
     parser.add_argument("--no-batches", action="store_true", help="of simulated runs: in no variant")
     parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
@@ -134,11 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     rows = {"simulated": simulated, "live": live, "small": small}[options.where](variants, options)
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
-    text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}\n"
+    where = "-".join(filter(None, [options.where, options.emulate]))
+    text = f"# Each part switched off, {where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}\n"
     print(text)
     result = {"date": date, "machine": machine(), "took_s": round(took_s, 1),
               "seeds": options.seeds, "variants": variants, "rows": rows}  # fmt: skip
-    stem = write(options.output, f"unified-{options.where}{'-turn' if options.turn else ''}-{date}", result, text)
+    stem = write(options.output, f"unified-{where}{'-turn' if options.turn else ''}-{date}", result, text)
     save_figure(lambda: draw(rows), stem.with_suffix(".png"))
     print(f"written: {stem}.json, .md, .png")
     return 0

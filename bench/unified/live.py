@@ -18,8 +18,9 @@ from types import TracebackType
 import httpx
 import numpy as np
 
+from bench import emulated as emulation
 from bench.coserving.testbed import make_checkpoint
-from bench.fidelity.workloads import MIXES, MODELS, VOCABULARY
+from bench.fidelity.workloads import EMULATED_MODELS, MIXES, MODELS, VOCABULARY
 from bench.reporting import processor_s
 from bench.stack import add_tokenizer
 from bench.unified.variants import Online, Row, Variant, row
@@ -34,7 +35,6 @@ from tideway.bench.summary import tokens_within
 from tideway.bench.workload import StreamSpec, Workload
 
 NUM_INSTANCES = len(MODELS)
-OFFLINE_STREAMS = 12
 LINE_TOKENS = (256, 48)
 WARM_UP_S = 4.0
 """Its requests are sent and not counted."""
@@ -48,24 +48,34 @@ CHANGES = "placement", 'tideway_placement_replacements_total{end="carried_out"'
 
 
 class Checkpoints:
-    """Of the three models; removed at the end."""
+    """Of the three models; removed at the end. `emulated`: a kind of device whose step times they have (bench/emulated.py);
+    "": this machine's."""
 
-    def __init__(self) -> None:
+    def __init__(self, emulated: str = "") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-unified-")
+        self._emulated = emulated
         self.sources: dict[str, str] = {}
 
     def __enter__(self) -> Checkpoints:
-        for name, shape in MODELS.items():
+        for number, (name, shape) in enumerate(MODELS.items()):
             path = Path(self._folder.name) / name
-            self.sources[name] = str(make_checkpoint(path, shape))
+            self.sources[name] = str(
+                make_checkpoint(path, emulation.tiny(number, **shape) if self._emulated else shape)
+            )
             add_tokenizer(path, VOCABULARY)
         return self
+
+    def stack(self, num_instances: int, environment: dict[str, str]) -> Stack:
+        if not self._emulated:
+            return Stack(self.sources, num_instances=num_instances, environment=environment)
+        environment = environment | emulation.environment(Path(self._folder.name), self._emulated, EMULATED_MODELS)
+        return Stack(self.sources, num_instances=num_instances, environment=environment, worker=emulation.WORKER)
 
     def profile(self) -> None:
         """Stores the step times of all: where they are not known an instance measures them between requests, and the rows
         before it comes to its end would have less of the machine and worse knowledge than those after."""
         stored = Path(self._folder.name) / "cost_models"
-        with Stack(self.sources, num_instances=1, environment={"TIDEWAY_NUM_THREADS": "1"}) as stack:
+        with self.stack(1, {"TIDEWAY_NUM_THREADS": "1"}) as stack:
             stack.wait_until(
                 lambda: len(list(stored.rglob("*.json"))) == len(self.sources), "step times of all", PROFILE_TIMEOUT_S
             )
@@ -95,7 +105,7 @@ def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
     }
 
 
-def workload(variant: Variant, *, rate_rps: float, run_s: float, seed: int) -> Workload:
+def workload(variant: Variant, rate_rps: float, run_s: float, seed: int, num_lines: int) -> Workload:
     streams = [
         StreamSpec(
             name="online", models=MIX.models, arrivals=MIX.arrivals(rate_rps),
@@ -106,7 +116,7 @@ def workload(variant: Variant, *, rate_rps: float, run_s: float, seed: int) -> W
         streams.append(
             StreamSpec(
                 name="offline", request_class=RequestClass.OFFLINE, models=MIX.models,
-                arrivals=Closed(concurrency=OFFLINE_STREAMS), num_requests=int(40 * run_s),
+                arrivals=Closed(concurrency=num_lines), num_requests=int(40 * run_s),
                 prompt_tokens=Fixed(tokens=LINE_TOKENS[0]), output_tokens=Fixed(tokens=LINE_TOKENS[1]),
             )
         )  # fmt: skip
@@ -115,21 +125,23 @@ def workload(variant: Variant, *, rate_rps: float, run_s: float, seed: int) -> W
 
 def run(
     variant: Variant,
-    sources: dict[str, str],
+    checkpoints: Checkpoints,
     execution_s: dict[str, float],
     *,
     rate_rps: float,
     run_s: float,
     seed: int,
+    num_lines: int,
 ) -> Row:
-    """Fills in `execution_s` (mean time of each model's requests alone) where it is empty."""
-    with Stack(sources, num_instances=NUM_INSTANCES, environment=environment(variant, sources)) as stack:
+    """Fills in `execution_s` (mean time of each model's requests alone) where it is empty. `num_lines`: offline requests in
+    flight."""
+    with checkpoints.stack(NUM_INSTANCES, environment(variant, checkpoints.sources)) as stack:
         stack.wait_until(lambda: _is_ready(stack, variant), "each model where it is to be")
         if not execution_s:
             execution_s |= _alone_s(stack.url)
         busy_s, began_s = _busy_s(stack), time.monotonic()
         session = Session(target=_target(stack.url), drain_s=30.0, warmup_s=WARM_UP_S)
-        result = asyncio.run(run_session(session, workload(variant, rate_rps=rate_rps, run_s=run_s, seed=seed)))
+        result = asyncio.run(run_session(session, workload(variant, rate_rps, run_s, seed, num_lines)))
         seconds = time.monotonic() - began_s
         use = (_busy_s(stack) - busy_s) / (seconds * len(os.sched_getaffinity(0)))
         counts = {"migrations": _counted(stack, *MIGRATIONS), "changes": _counted(stack, *CHANGES)}
