@@ -32,8 +32,8 @@ WORKER = (MODULE, "worker")
 
 
 def tiny(number: int, **others: int) -> dict[str, int]:
-    """A shape of the models that compute the tokens, with as many layers as a step has safepoints. Each `number` has its own,
-    as step times are known by the shape."""
+    """A shape of the models that compute the tokens, as many layers as a step has safepoints. Each `number` has its own, as
+    step times are known by the shape."""
     return others | {
         "hidden_size": 64, "intermediate_size": 128 + 32 * number, "num_hidden_layers": 8, "num_attention_heads": 4,
         "num_key_value_heads": 2,
