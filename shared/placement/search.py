@@ -59,12 +59,14 @@ class Effort(NamedTuple):
     are tried at least."""
     num_estimated: int
     """Of the best by the quick estimate, that are estimated with more bins."""
+    num_polished: int
+    """Of the best of these, from which moves are tried by estimates with more bins."""
 
 
 EFFORTS = (
-    (16, Effort((1, 2, 0), 3, 1 << 14, 64)),
-    (128, Effort((2,), 2, 6000, 12)),
-    (1 << 62, Effort((2,), 1, 6000, 8)),
+    (16, Effort((1, 2, 0), 3, 1 << 14, 64, 8)),
+    (128, Effort((2,), 2, 6000, 12, 0)),
+    (1 << 62, Effort((2,), 1, 6000, 8, 0)),
 )
 """Up to so many devices."""
 ROUND_GROUPS = 16
@@ -83,7 +85,7 @@ NUM_HOT = 8
 MAX_MOVES = 256
 """Tried in a round."""
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
-MOVE_PATIENCE = 3
+MOVE_PATIENCE, POLISH_PATIENCE = 3, 2
 """Rounds of moves without a better plan, after which they end."""
 MAX_ENUMERATED = 512
 """Plans: where there are no more, all are estimated, which takes less than a search among them."""
@@ -143,7 +145,8 @@ def _find(searcher: Searcher, do: Callable[[Sequence[Asked]], Sequence[list[Foun
     asked = [Asked(start=each.slots) for each in starts[: searcher.effort.num_starts]]
     if incumbent:
         asked.append(Asked(start=incumbent))
-    return _distinct([*starts, *(each for found in do(asked) for each in found)])
+    found = _distinct([*starts, *(each for found in do(asked) for each in found)])
+    return _distinct(searcher.polished(found)) or found
 
 
 def _distinct(found: Iterable[Found]) -> list[Found]:
@@ -295,7 +298,7 @@ class Searcher:
         """All plans, best first, where these are few; else none."""
         limits = {name: self.models[name].replicas for name, least in self.needed.items() if least}
         plans = all_plans(self.problem.nodes, limits, self.fits, MAX_ENUMERATED)
-        outcomes = self.estimator.outcomes([[group for group in slots if group.models] for slots in plans])
+        outcomes = self._outcomes(self.estimator, plans)
         return _distinct(Found(self.key(slots, each), slots) for slots, each in zip(plans, outcomes, strict=True))
 
     # ------------------------------------------------------------------------------------------------- Algorithm 1
@@ -323,7 +326,7 @@ class Searcher:
                 go_on(number, self.allocated(each.num_ranks, each.limit), None)
         while runs:
             now = list(runs.items())
-            outcomes = self._quick.outcomes([[group for group in slots if group.models] for _, (_, slots) in now])
+            outcomes = self._outcomes(self._quick, [slots for _, (_, slots) in now])
             for (number, (run, _)), outcome in zip(now, outcomes, strict=True):
                 go_on(number, run, outcome)
         return found
@@ -454,15 +457,37 @@ class Searcher:
     # -------------------------------------------------------------------------------------------------------- moves
 
     def improved(self, start: Slots) -> list[Found]:
-        """By the best move of each round, also a bad one, until some rounds have brought nothing better: the best plans."""
-        outcome = self._quick.outcomes([[group for group in start if group.models]])[0]
+        """The best plans that moves lead to by the quick estimate."""
+        return self._moved(start, self._quick, MOVE_PATIENCE, self.effort.num_pairs, set())
+
+    def polished(self, found: Sequence[Found]) -> list[Found]:
+        """The best of these, and what moves lead to from several of them, by estimates with more bins."""
+        if not self.effort.num_polished:
+            return []
+        tried = [each.slots for each in found[: self.effort.num_estimated]]
+        outcomes = self._outcomes(self.estimator, tried)
+        best = _distinct(Found(self.key(slots, each), slots) for slots, each in zip(tried, outcomes, strict=True))
+        polished, known = list(best), set[int]()
+        left = self.effort.num_pairs // 8
+        for start in best[: self.effort.num_polished]:
+            polished += self._moved(start.slots, self.estimator, POLISH_PATIENCE, left, known)
+        return polished
+
+    def _outcomes(self, estimator: Estimator, plans: Iterable[Slots]) -> list[Outcome]:
+        return estimator.outcomes([[group for group in slots if group.models] for slots in plans])
+
+    def _moved(self, start: Slots, estimator: Estimator, patience: int, num_pairs: int, known: set[int]) -> list[Found]:
+        """By the best move of each round, also a bad one, until `patience` rounds have brought nothing better: the best
+        plans. `num_pairs`: of a group with a model, over all plans that are tried, but for the least. `known`: signatures of
+        plans that are not tried again; those that are, are added."""
+        (outcome,) = self._outcomes(estimator, [start])
         now = Found(self.key(start, outcome), start)
         found, found_key, num_worse = [now], now.key, 0
-        known = {self._signature(start)}
+        known.add(self._signature(start))
         draw = np.random.default_rng(len(start))
-        num_pairs = max(1, sum(len(group.models) for group in start))
-        most = min(MAX_MOVES, max(LEAST_MOVES, self.effort.num_pairs // LEAST_ROUNDS // num_pairs))
-        left = max(self.effort.num_pairs, LEAST_ROUNDS * LEAST_MOVES * num_pairs)
+        of_plan = max(1, sum(len(group.models) for group in start))
+        most = min(MAX_MOVES, max(LEAST_MOVES, num_pairs // LEAST_ROUNDS // of_plan))
+        left = max(num_pairs, LEAST_ROUNDS * LEAST_MOVES * of_plan)
         while left > 0:
             moves: list[Slots] = []
             for slots in self._moves(now.slots, outcome, self.num_groups(now.slots)):
@@ -473,14 +498,14 @@ class Searcher:
                 break
             if len(moves) > most:
                 moves = [moves[index] for index in sorted(draw.choice(len(moves), most, replace=False).tolist())]
-            outcomes = self._quick.outcomes([[group for group in slots if group.models] for slots in moves])
-            left -= max(1, len(moves) * num_pairs)
+            outcomes = self._outcomes(estimator, moves)
+            left -= max(1, len(moves) * of_plan)
             tried = [Found(self.key(slots, each), slots) for each, slots in zip(outcomes, moves, strict=True)]
             found = _distinct([*found, *tried])[: self.effort.num_estimated]
             best = max(range(len(tried)), key=lambda index: tried[index].key)
             num_worse = 0 if tried[best].key > found_key else num_worse + 1
             found_key = max(found_key, tried[best].key)
-            if num_worse == MOVE_PATIENCE:
+            if num_worse == patience:
                 break
             now, outcome = tried[best], outcomes[best]
         return found
