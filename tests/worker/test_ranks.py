@@ -106,7 +106,7 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
 
         host = list(range(len(row.blocks)))
         copied(CopyKind.CHECKPOINT, row.blocks, host)
-        other = driver.add(1, prompt_of(len(PROMPT)))
+        other = driver.add(1, PROMPT[::-1])
         other.blocks = list(row.blocks)
         driver.step([(other, len(PROMPT))])
         executor.claim_blocks(name, row.blocks)
