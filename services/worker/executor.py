@@ -19,7 +19,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -89,6 +89,8 @@ class _Loaded:
     backend: AttentionBackend
     block_size: int
     max_model_len: int
+    num_layers: int
+    """Of all stages."""
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
     vocabulary: Vocabulary | str
@@ -251,8 +253,8 @@ class Executor:
         views = prepared.views or self._attach(prepared)
         blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
-            prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.graphs,
-            max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
+            prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.num_layers,
+            prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
         )  # fmt: skip
         self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         logger.info(
@@ -620,15 +622,22 @@ class Executor:
         views = self._models[model].views
         if self._group is ALONE:
             return self._store.block_rows(views, self.copies.pool if on_host else None)
-        pools: list[torch.Tensor] = []
-        if self._shared is not None and self._shared.region_bytes and self._group.num_stages == 1:
-            num_merged, merged_bytes = self._store.num_merged, self._store.merged_bytes
-            regions = (self._shared.region(rank) for rank in range(self._group.size))
-            pools = [_split(region, num_merged, merged_bytes)[on_host] for region in regions]
+        if self._shared is None or not self._shared.region_bytes:
+            return BlockParts([], views.shape.run_bytes)
+        num_merged, merged_bytes = self._store.num_merged, self._store.merged_bytes
+        pools = [
+            _split(self._shared.region(rank), num_merged, merged_bytes)[on_host]
+            for rank in range(self._shared.num_ranks)
+        ]
         if not on_host:
             pools = [pool[: self._store.pool.numel()] for pool in pools]
-        ranks = [self._store.block_rows(views, pool) for pool in pools]
-        return BlockParts([ranks] if ranks else [], views.shape.run_bytes)
+        stages = []
+        for stage in range(self._group.num_stages):
+            num_layers = len(self._group.layers_of(self._models[model].num_layers, stage))
+            of_stage = replace(views, shape=replace(views.shape, num_layers=num_layers))
+            ranks = pools[stage * self._group.size : (stage + 1) * self._group.size]
+            stages.append([self._store.block_rows(of_stage, pool) for pool in ranks])
+        return BlockParts(stages, views.shape.run_bytes)
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""

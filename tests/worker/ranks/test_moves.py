@@ -1,5 +1,5 @@
-"""A request moves between instances of one device, of two and of four while it runs, and its stream is that of one that
-stays."""
+"""A request moves between instances of one device, of two, of four and of two stages while it runs, and its stream is that
+of one that stays."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from tests.worker.neighbours import (
     write_long_checkpoint,
 )
 
-ONE, TWO, OTHER_TWO, FOUR = "node-0", "node-1", "node-3", "node-5"
+ONE, TWO, OTHER_TWO, FOUR, STAGES = "node-0", "node-1", "node-3", "node-5", "node-9"
 GROUPS = {name: DeviceGroup(("cpu",) * size) for name, size in ((TWO, 2), (OTHER_TWO, 2), (FOUR, 4))}
+GROUPS[STAGES] = DeviceGroup(("cpu",) * 2, num_stages=2)
 NUM_ROWS = 8
 
 
@@ -44,7 +45,10 @@ def executors_of(groups: dict[str, DeviceGroup]) -> dict[str, GroupExecutor]:
         device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES, num_rows=NUM_ROWS, num_threads=1
     )  # fmt: skip
     return {
-        name: join_ranks(ranks[name], replace(common, merged_bytes=MERGED_BYTES // group.num_ranks))
+        name: join_ranks(
+            ranks[name],
+            replace(common, merged_bytes=MERGED_BYTES // group.num_ranks, num_stages=group.num_stages),
+        )
         for name, group in groups.items()
     }
 
@@ -65,7 +69,7 @@ async def test_a_request_moves_between_groups_of_equal_and_different_size(
         return instance_on(
             nats_settings, executor=executor, open_transport=open_transport, num_merged=NUM_MERGED,
             instance_id=instance_id, plan=plan_of(instance_id, checkpoint), max_running=NUM_ROWS,
-            migration_cooldown_s=0.05,
+            migration_cooldown_s=0.05, num_stages=GROUPS[instance_id].num_stages if instance_id in GROUPS else 1,
         )  # fmt: skip
 
     async with AsyncExitStack() as stack:
@@ -86,7 +90,7 @@ async def test_a_request_moves_between_groups_of_equal_and_different_size(
         requests = [generation("greedy", 100, 300), generation("sampled", 70, 300, "sampled")]
         expected = await neighbours.undisturbed(ONE, *requests)
         await neighbours.submit(ONE, *requests)
-        way = [ONE, TWO, OTHER_TWO, FOUR, TWO, ONE]
+        way = [ONE, TWO, OTHER_TWO, FOUR, TWO, STAGES, ONE]
         for number, (here, there) in enumerate(itertools.pairwise(way), 1):
             before = neighbours.progress("greedy")
             await neighbours.until(lambda: neighbours.progress("greedy") > before + 10)  # noqa: B023
