@@ -32,6 +32,7 @@ TESTS = (
     "tests/worker/test_attention.py", "tests/worker/test_ops.py", "tests/worker/test_nucleus.py",
     "tests/worker/test_transfer.py", "tests/worker/test_fp8_linear.py", "tests/worker/test_executor.py",
     "tests/worker/kv_transport/test_transfers.py", "tests/worker/test_deterministic.py",
+    "tests/worker/test_ranks.py",
 )  # fmt: skip
 """What has variants for CUDA."""
 KILL_AFTER_S = 5.0
