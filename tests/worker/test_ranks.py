@@ -19,6 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from services.worker.kv_transport.staging import KvPool
 from services.worker.ranks.group import GroupError
 from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import SetUp
@@ -57,7 +58,7 @@ class Group:
         self.others: list[RankProcess] = start_ranks(DeviceGroup(names, num_stages))
         setup = SetUp(
             device=device, num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // num_devices, num_rows=4,
-            num_host_merged=NUM_MERGED, num_threads=1, num_stages=num_stages,
+            num_host_merged=NUM_MERGED, num_threads=1, num_stages=num_stages, num_window_merged=1,
         )  # fmt: skip
         self.executor: GroupExecutor = join_ranks(self.others, setup, None if ends else self.lose)
 
@@ -142,6 +143,26 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
         driver.decode([row], STEPS - 4)
         assert row.output == expected
         executor.remove_model(name)
+    assert not group.lost
+
+
+def test_blocks_of_all_ranks_are_read_and_written_through_the_window(group: Group, path: Path) -> None:
+    executor = group.executor
+    shape = executor.add_model(executor.prepare_model(ModelSpec("model", str(path))))
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT)
+    driver.step([(row, len(PROMPT))])
+    pool = KvPool(executor.block_rows("model", False))
+    whole = torch.zeros(len(row.blocks) * pool.block_bytes, dtype=torch.uint8)
+    checksum = pool.gather(row.blocks, whole, 64)
+    pool.zero(row.blocks)
+    executor.claim_blocks("model", row.blocks)
+    assert pool.scatter(row.blocks, whole, 64) == checksum
+    driver.decode([row], STEPS - 1)
+    assert row.output == reference_outputs(path, [PROMPT], STEPS)[0]
+    executor.remove_model("model")
+    with pytest.raises(KeyError):
+        pool.gather(row.blocks, whole, 64)
     assert not group.lost
 
 

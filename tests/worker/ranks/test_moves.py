@@ -39,7 +39,7 @@ NUM_ROWS = 8
 
 
 def executors_of(groups: dict[str, DeviceGroup]) -> dict[str, GroupExecutor]:
-    """Which start at the same time."""
+    """Which start at the same time. One reaches its blocks as ranks on GPUs do."""
     ranks = {name: start_ranks(group) for name, group in groups.items()}
     common = SetUp(
         device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES, num_rows=NUM_ROWS, num_threads=1
@@ -47,7 +47,12 @@ def executors_of(groups: dict[str, DeviceGroup]) -> dict[str, GroupExecutor]:
     return {
         name: join_ranks(
             ranks[name],
-            replace(common, merged_bytes=MERGED_BYTES // group.num_ranks, num_stages=group.num_stages),
+            replace(
+                common,
+                merged_bytes=MERGED_BYTES // group.num_ranks,
+                num_stages=group.num_stages,
+                num_window_merged=int(name == OTHER_TWO),
+            ),
         )
         for name, group in groups.items()
     }
