@@ -1,7 +1,8 @@
 """What a step costs on two ranks of a CPU, a thread each: on one rank, on two, on two whose calls to each other
-are left out, and those calls alone, back to back, as one step makes them.
+are left out, and those calls alone, back to back, as one step makes them. On two GPUs, where decodes are captured with their
+calls, only on one and on two.
 
-    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--realtime]
+    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--device cuda] [--realtime]
 
 The kinds alternate, so that a drift of the machine cancels. Of each the least time counts: whatever else runs here takes one
 of the two cores, and both ranks wait for the slower one. Times are those of rank 0. `--realtime` gives the ranks precedence
@@ -36,10 +37,10 @@ from shared.messages.cluster import ModelSpec
 SHAPE = SHAPES["135m"] | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 """SmolLM-135M, but for its 9 heads and 3 KV heads, which two ranks do not divide."""
 NUM_RANKS = 2
-POOL_BYTES = 1 << 29
+POOL_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
+KINDS = {"cpu": ("one rank", "two ranks", "without calls", "calls alone"), "cuda": ("one rank", "two ranks")}
 WARM_UP_ROUNDS = 3
 MAX_FACTOR = 1.1
-CPU = torch.device("cpu")
 
 
 class Nobody:
@@ -52,8 +53,9 @@ class Nobody:
 class Switch(RankGroup):
     """A group whose calls can be left out, and noted then."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.rank, self.size = ranks.rank, ranks.size
+        self._word = torch.zeros(1, device=device)
         self._ranks = ranks
         self.turn(on=True)
         self.calls: list[tuple[bool, torch.Size, torch.dtype]] = []
@@ -84,7 +86,7 @@ class Switch(RankGroup):
 
     def meet(self) -> None:
         """All ranks leave it at the same time, nearly."""
-        self._ranks.all_reduce(torch.zeros(1))
+        self._ranks.all_reduce(self._word).item()
 
 
 def take_precedence() -> None:
@@ -96,20 +98,26 @@ def take_precedence() -> None:
 
 
 def compute(
-    rank: int, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int, is_first: bool
+    rank: int, kind: str, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int, is_first: bool
 ) -> dict[str, list[float]]:
-    """Seconds of each kind in each round, on this rank; all ranks do the same."""
+    """Seconds of each kind in each round, on this rank; all ranks do the same. `kind`: of device."""
     torch.set_num_threads(1)
-    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, CPU))
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, rank)
+        torch.cuda.set_device(device)
+    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, device), device)
     spec = ModelSpec("model", str(checkpoint))
-    one = Executor(CPU, 1, 1 << 30, 1)
+    one = Executor(device, 1, 1 << 30, 1)
     prepared = one.prepare_model(spec)
     merged_bytes = choose_merged_bytes([prepared.model.kv_shape(prepared.block_size).block_bytes])
     merged_bytes += -merged_bytes % (NUM_RANKS * 64)
-    num_merged, num_rows = POOL_BYTES // merged_bytes, DECODES["cpu"][0] + 1
-    single = Executor(CPU, num_merged, merged_bytes, num_rows)
+    num_merged, num_rows = POOL_BYTES[kind] // merged_bytes, DECODES[kind][0] + 1
+    single = Executor(device, num_merged, merged_bytes, num_rows)
     part = merged_bytes // NUM_RANKS
-    double = Executor(CPU, num_merged, part, num_rows, group=group, shared=RankMemory(memory[0], NUM_RANKS, memory[1]))
+    double = Executor(
+        device, num_merged, part, num_rows, group=group, shared=RankMemory(memory[0], NUM_RANKS, memory[1])
+    )
     places = [Place(each, each.add_model(each.prepare_model(spec)), 0, 0) for each in (single, double)]
     for place in places:
         place.clock = time.perf_counter
@@ -149,11 +157,11 @@ def compute(
                 "without calls": lambda ours=ours: without_calls(ours),  # type: ignore[misc]
                 "calls alone": lambda ours=ours: calls_alone(ours),  # type: ignore[misc]
             }
-            for kind, measure in kinds.items():
+            for what in KINDS[kind]:
                 group.meet()
-                value = measure()
+                value = kinds[what]()
                 if number >= WARM_UP_ROUNDS:
-                    seconds.setdefault(f"{name}, {kind}", []).append(value)
+                    seconds.setdefault(f"{name}, {what}", []).append(value)
     for executor in (one, single, double):
         executor.close()
     group.meet()
@@ -166,15 +174,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--device", choices=KINDS, default="cpu", help="cuda: the first two of them, with an 8B shape")
     parser.add_argument("--realtime", action="store_true", help="precedence over all other processes")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args(arguments)
+    on_cpu = options.device == "cpu"
     with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as name:
         folder = Path(name)
-        checkpoint = make_checkpoint(folder / "model", SHAPE, options.dtype)
-        memory = RankMemory.create(NUM_RANKS, region_bytes(POOL_BYTES >> 20, 1 << 20, 0))
+        shape = SHAPE if on_cpu else SHAPES["llama-3.1-8b"]
+        checkpoint = make_checkpoint(folder / "model", shape, options.dtype, options.device)
+        memory = RankMemory.create(NUM_RANKS, region_bytes(POOL_BYTES["cpu"] >> 20, 1 << 20, 0) if on_cpu else 0)
         common = (
-            folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds, options.realtime
+            options.device, folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds,
+            options.realtime,
         )  # fmt: skip
         other = multiprocessing.get_context("spawn").Process(target=compute, args=(1, *common), daemon=True)
         other.start()
@@ -182,13 +194,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         other.join(30)
     rows, targets = [], []
     for step in ("decode", "prefill"):
-        kinds = {kind: seconds[f"{step}, {kind}"] for kind in ("one rank", "two ranks", "without calls", "calls alone")}
-        least = {kind: 1e3 * min(values) for kind, values in kinds.items()}
-        sums = least["without calls"] + least["calls alone"]
+        kinds = {kind: seconds[f"{step}, {kind}"] for kind in KINDS[options.device]}
         rows += [
             {"step": step, "": which, **{f"{kind} ms": 1e3 * of(values) for kind, values in kinds.items()}}
             for which, of in (("least", min), ("median", statistics.median))
         ]
+        if not on_cpu:
+            continue
+        least = {kind: 1e3 * min(values) for kind, values in kinds.items()}
+        sums = least["without calls"] + least["calls alone"]
         targets.append(
             Target(
                 name=f"{step} on two ranks over its own computing and its calls alone", value=least["two ranks"] / sums,
@@ -197,15 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     date = time.strftime("%Y-%m-%d")
     text = "\n".join([
-        f"# Two ranks on CPU, {date}", "",
-        f"{machine()}, {options.dtype}, 135M parameters, a thread a rank; decode of {DECODES['cpu'][0]} sequences at "
-        f"{DECODES['cpu'][1]} tokens, prefill of {PREFILL['cpu']}; {options.rounds} rounds", "",
+        f"# Two ranks on {options.device}, {date}", "",
+        f"{machine()}, {options.dtype}, {'135M parameters, a thread a rank' if on_cpu else '8B parameters'}; decode of "
+        f"{DECODES[options.device][0]} sequences at {DECODES[options.device][1]} tokens, prefill of "
+        f"{PREFILL[options.device]}; {options.rounds} rounds", "",
         *table_of(rows), "", *map(str, targets),
     ])  # fmt: skip
     print(text)
     result = {
-        "date": date, "machine": machine(), "dtype": options.dtype, "realtime": options.realtime, "shape": SHAPE,
-        "seconds": seconds, "targets": judged(targets),
+        "date": date, "machine": machine(), "dtype": options.dtype, "realtime": options.realtime, "shape": shape,
+        "rows": rows, "seconds": seconds, "targets": judged(targets),
     }  # fmt: skip
     print(f"written: {write(options.output, f'tensor-parallel-{date}', result, text)}.json, .md")
     return 0

@@ -1,9 +1,10 @@
 """Simulated against live: two instances and three models on this machine, over HTTP, and the same requests on the same
 engines in virtual time (docs/benchmarks.md).
 
-    python -m bench.fidelity [--quick] [--precedence NICENESS] [--output DIR]
+    python -m bench.fidelity [--quick] [--mixes chat] [--loads 0.6] [--precedence NICENESS] [--output DIR]
 
-Takes some 15 minutes, --quick 3. Wants a machine that nothing else uses: its load average is in the result.
+Takes some 15 minutes, --quick 3. Wants a machine that nothing else uses: its load average is in the result. Where
+there are GPUs there are as many instances, which `--instances` must say.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from bench.fidelity.live import LiveStack
 from bench.fidelity.observed import Observed
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order, draw
 from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
-from bench.fidelity.workloads import CALIBRATION, EMULATED_MODELS, MIXES, MODELS, VOCABULARY, Served, figures, planned
+from bench.fidelity.workloads import (
+    CALIBRATION,
+    EMULATED_MODELS,
+    MIXES,
+    MODELS,
+    VOCABULARY,
+    Mix,
+    Served,
+    figures,
+    planned,
+)
 from bench.reporting import judged, machine, others_processor_s, save_figure, write
 from shared.messages.requests import pack_tokens
 from shared.placement.hardware import HARDWARE
@@ -64,7 +75,7 @@ class Bench:
         requests = planned(CALIBRATION, load * capacity_rps, duration_s, name=name, seed=1000 + number)
         self._calibrations.append(self._send(load, requests))
 
-    def run(self, loads: Sequence[float], repeats: int) -> Comparison:
+    def run(self, mixes: Sequence[Mix], loads: Sequence[float], repeats: int) -> Comparison:
         """Raises `RunFailed` of live.py or of the simulation."""
         live = self._live
         observed = live.observed()
@@ -78,13 +89,13 @@ class Bench:
         self._calibrate(1.0, rate_rps, 3 * self._calibration_s)
         timing = self._fit(live.observed())
         rate_rps = simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
-        capacity = {mix.name: simulated.capacity_rps(observed, timing, live.settings, mix) for mix in MIXES}
+        capacity = {mix.name: simulated.capacity_rps(observed, timing, live.settings, mix) for mix in mixes}
         runs: dict[tuple[str, float, int], tuple[_Run, int]] = {}
-        for key in cell_order([mix.name for mix in MIXES], loads, repeats):
+        for key in cell_order([mix.name for mix in mixes], loads, repeats):
             name, load, repeat = key
             # At the load of the run: what the services take of the machine grows with it.
             self._calibrate(load, rate_rps, self._calibration_s)
-            mix = next(mix for mix in MIXES if mix.name == name)
+            mix = next(mix for mix in mixes if mix.name == name)
             # The same requests again: what differs between repeats is the system's doing.
             requests = planned(mix, load * capacity[name], self._run_s, name=f"{name}-{load}", seed=1)
             requests = [msgspec.structs.replace(one, request_id=f"{one.request_id}-{repeat}") for one in requests]
@@ -174,6 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
     parser.add_argument("--repeats", type=int, default=0, help="live runs of each cell; default: 2, quick 1")
     parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals of a run; default: 24, quick 12")
+    names = [mix.name for mix in MIXES]
+    parser.add_argument("--mixes", nargs="+", choices=names, default=names, help="workloads (%(default)s)")
+    parser.add_argument(
+        "--loads", nargs="+", type=float, help="shares of the capacity; default: 0.3 0.6 0.95, quick 0.3 0.95"
+    )
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--max-running", type=int, default=0, help="sequences of an instance at once; few on a fast "
+                        "device, so that the client can send what it computes; default: as the worker has it")  # fmt: skip
     parser.add_argument("--precedence", type=int, default=0, metavar="NICENESS",
                         help="over other sessions on a machine that is in use, below 0 as root; default: none")  # fmt: skip
     parser.add_argument("--emulate", default="", choices=sorted(HARDWARE), metavar="DEVICE",
@@ -181,11 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     quick, emulated = options.quick, options.emulate
     began_s, before = time.monotonic(), machine()
-    with LiveStack(SETTINGS, precedence=options.precedence, emulated=emulated) as live:
-        bench = Bench(
-            live, run_s=options.seconds or (12.0 if quick else 24.0), calibration_s=6.0, num_seeds=2 if quick else 4
-        )
-        comparison = bench.run((0.3, 0.95) if quick else LOADS, options.repeats or (1 if quick else 2))
+    run_s, loads = options.seconds or (12.0 if quick else 24.0), options.loads or ((0.3, 0.95) if quick else LOADS)
+    settings = SETTINGS | ({"TIDEWAY_MAX_RUNNING": str(options.max_running)} if options.max_running else {})
+    with LiveStack(settings, num_instances=options.instances, precedence=options.precedence, emulated=emulated) as live:
+        bench = Bench(live, run_s=run_s, calibration_s=min(6.0, run_s / 2), num_seeds=2 if quick else 4)
+        mixes = [mix for mix in MIXES if mix.name in options.mixes]
+        comparison = bench.run(mixes, loads, options.repeats or (1 if quick else 2))
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
     targets = comparison.targets()
     machines = {"before": before, "after": machine()}
@@ -196,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = head + comparison.markdown() + "\n\n    " + "\n    ".join(map(str, targets))
     print(text)
     result = {"date": date, "machine": machines, "took_s": round(took_s, 1),
-              "targets": judged(targets), "comparison": comparison}  # fmt: skip
+              "targets": judged(targets), "rows": comparison.rows(), "comparison": comparison}  # fmt: skip
     name = "-".join(filter(None, ["fidelity", emulated, "quick" if quick else "", date]))
     stem = write(options.output, name, result, text)
     save_figure(lambda: draw(comparison), stem.with_suffix(".png"))

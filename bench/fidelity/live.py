@@ -1,4 +1,4 @@
-"""The whole stack on this machine: NATS, gateway, scheduler, placement, a node agent with two instances of one thread each,
+"""The whole stack on this machine: NATS, gateway, scheduler, placement, a node agent with instances of one thread each,
 every engine's calls recorded, and a client that sends over HTTP at given times."""
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from tideway.bench.records import RequestRecord
 from tideway.bench.runner import Run
 from tideway.bench.workload import PlannedRequest, StreamSpec
 
-NUM_INSTANCES = 2
 _STREAM = StreamSpec(name="fidelity", models=dict.fromkeys(MODELS, 1.0), arrivals=Poisson(rate_rps=1.0))
 """Says nothing: requests are planned elsewhere."""
 DRAIN_S = 120.0
@@ -46,8 +45,11 @@ class LiveStack:
     `reporting.take_precedence`; 0: none; `emulated`: a kind of device whose step times the instances have
     (bench/emulated.py); "": this machine's. Used with `with`."""
 
-    def __init__(self, environment: dict[str, str], *, precedence: int = 0, emulated: str = "") -> None:
+    def __init__(
+        self, environment: dict[str, str], *, num_instances: int = 2, precedence: int = 0, emulated: str = ""
+    ) -> None:
         self._precedence = precedence
+        self._num_instances = num_instances
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-fidelity-")
         root = Path(self._folder.name)
         models = {}
@@ -64,7 +66,7 @@ class LiveStack:
         if emulated:
             environment |= emulation.environment(root, emulated, EMULATED_MODELS)
         worker = emulation.WORKER if emulated else ()
-        self._stack = Stack(models, num_instances=NUM_INSTANCES, environment=environment, worker=worker)
+        self._stack = Stack(models, num_instances=num_instances, environment=environment, worker=worker)
         self._models = models
 
     def __enter__(self) -> LiveStack:
@@ -86,7 +88,7 @@ class LiveStack:
 
     def _are_profiled(self) -> bool:
         paths = self._paths()
-        return len(paths) == NUM_INSTANCES and all(_told(path) >= set(self._models) for path in paths)
+        return len(paths) == self._num_instances and all(_told(path) >= set(self._models) for path in paths)
 
     def _paths(self) -> list[Path]:
         return sorted(self._recordings.parent.glob(f"{self._recordings.name}.worker-*"))

@@ -55,6 +55,7 @@ class _Watched:
         self._plans: dict[int, tuple[StepPlan, float]] = {}
         self._prompts: dict[str, bytes] = {}
         """By id of the request."""
+        self._last_end_s = 0.0
 
     def apply(self, call: Any, now: float) -> None:
         seen = self.seen
@@ -74,7 +75,9 @@ class _Watched:
                     if entry.tokens:
                         seen.first_s.setdefault(self._prompts[entry.request_id], now)
         if isinstance(call, OnStep):
-            plan, start_s = self._plans.pop(call.result.step_id)
+            plan, planned_s = self._plans.pop(call.result.step_id)
+            # With two steps in flight the second begins when the first has ended.
+            start_s, self._last_end_s = max(planned_s, self._last_end_s), now
             shape = shape_of(plan.starts, plan.counts)
             seen.steps.append(Step(plan.model, shape, start_s, now, bool(self.engine.num_held())))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -93,6 +93,20 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
                     Target(name=f"{name}, {how} error", value=value, limit=100 * limit, unit=" %", note=note)
                 )  # fmt: skip
         return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a short table, a cell each."""
+        return [
+            {"workload": cell.workload, "load": cell.load, "requests": cell.repeats[0].live.num_requests}
+            | {
+                f"{name}, {what}": value
+                for metric, name in METRICS.items()
+                for what, value in (
+                    ("live", cell.live(metric)), ("simulated", cell.simulated(metric)), ("error %", 100 * cell.error(metric))
+                )
+            }
+            for cell in self.cells
+        ]  # fmt: skip
 
     def markdown(self) -> str:
         header = ["workload", "load", "requests"]

@@ -17,7 +17,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from bench.fidelity.observed import Observed
+from bench.fidelity.observed import Observed, Step
 from shared import cost_fit
 from shared.cost_model import CostModel, StepShape
 
@@ -32,14 +32,14 @@ KNEES = 12
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A step of a machine on which two instances compute."""
+    """A step of a machine on which one instance or several compute."""
 
     model: str
     shape: StepShape
     seconds: float
     """Until the next one began, where one could."""
     beside: float
-    """Share of it in which the other instance computed."""
+    """Share of it in which another instance computed."""
     start_s: float
 
 
@@ -59,10 +59,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def samples(observed: Sequence[Observed]) -> list[Sample]:
-    """Of two instances."""
+    """Of one instance or several."""
     result = []
-    busy = [_busy(one) for one in observed]
-    for one, others in zip(observed, reversed(busy), strict=True):
+    for one in observed:
+        others = _busy([step for other in observed if other is not one for step in other.steps])
         pauses = [after.start_s - step.end_s for step, after in pairwise(one.steps) if step.is_followed]
         pause_s = float(np.median(pauses)) if pauses else 0.0
         for step, after in zip(one.steps, [*one.steps[1:], None], strict=True):
@@ -74,9 +74,11 @@ def samples(observed: Sequence[Observed]) -> list[Sample]:
     return sorted(result, key=lambda sample: sample.start_s)
 
 
-def _busy(observed: Observed) -> np.ndarray:
-    """[n, 2]: start and end of each step, in order."""
-    return np.array([(step.start_s, step.end_s) for step in observed.steps], float).reshape(-1, 2)
+def _busy(steps: Sequence[Step]) -> np.ndarray:
+    """[n, 2]: start and end of each step, in order, without what another covers."""
+    times = np.array(sorted((step.start_s, step.end_s) for step in steps), float).reshape(-1, 2)
+    ends = np.maximum.accumulate(times[:, 1])
+    return np.stack([np.maximum(times[:, 0], np.append(-np.inf, ends)[:-1]), ends], 1)
 
 
 def _overlap_s(busy: np.ndarray, start_s: float, end_s: float) -> float:

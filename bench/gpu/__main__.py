@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ TESTS = (
     "tests/worker/test_attention.py", "tests/worker/test_ops.py", "tests/worker/test_nucleus.py",
     "tests/worker/test_transfer.py", "tests/worker/test_fp8_linear.py", "tests/worker/test_executor.py",
     "tests/worker/kv_transport/test_transfers.py", "tests/worker/test_deterministic.py",
+    "tests/worker/test_ranks.py",
 )  # fmt: skip
 """What has variants for CUDA."""
 KILL_AFTER_S = 5.0
@@ -44,6 +46,7 @@ class Part:
     limit_s: float
     title: str
     needs: tuple[str, ...] = ()
+    num_devices: int = 1
     is_beside: bool = False
     """Runs beside those that do not need it: it keeps processors of the host busy, not the device."""
 
@@ -64,7 +67,13 @@ PARTS = (
     Part("sharing", 150, "Two models on one executor", ("kernels",)),
     Part("lock", 60, "The interpreter's lock"),
     Part("decode_fp8", 90, "Decode with float8 weights", ("kernels", "rates", "checkpoint")),
+    Part("tensor_parallel", 120, "A model on one device and on two", ("kernels",), num_devices=2),
+    Part("fidelity", 200, "Simulated against live", ("kernels",)),
+    Part("profile", 240, "A hardware profile", ("kernels", "checkpoint")),
 )
+BENCHES = ("migration", "sharing", "lock", "tensor_parallel", "fidelity")
+"""Parts that are benches with results of their own."""
+HARDWARE = "hardware.toml"
 
 
 @dataclass
@@ -78,9 +87,15 @@ class Outcome:
 
 class Run:
     def __init__(
-        self, options: argparse.Namespace, environment: dict[str, str], device: str, parts: Sequence[Part]
+        self,
+        options: argparse.Namespace,
+        environment: dict[str, str],
+        device: str,
+        parts: Sequence[Part],
+        num_devices: int = 1,
     ) -> None:
         self.options, self.environment, self.device = options, environment, device
+        self.num_devices = num_devices
         self.is_quick = options.quick or device == "cpu"
         self.started_s = time.monotonic()
         self.scratch = Path(tempfile.mkdtemp(prefix="tideway-gpu-", dir=scratch_root()))
@@ -114,14 +129,35 @@ class Run:
         if part.name == "lock":
             return [python, "-m", "bench.interpreter_lock", "--steps", "20" if self.is_quick else "100", "--rounds", "2",
                     *results]  # fmt: skip
+        if part.name == "tensor_parallel":
+            return [python, "-m", "bench.tensor_parallel", "--device", self.device, "--rounds",
+                    "3" if self.is_quick else "20", *results]  # fmt: skip
+        if part.name == "fidelity":
+            cells = ["--mixes", "chat"] if self.is_quick else ["--mixes", "chat", "bursts"]
+            # Of the small models of this bench a GPU computes more than one client sends.
+            of_device = ["--instances", str(self.num_devices), "--max-running", "8"] if self.device == "cuda" else []
+            return [python, "-m", "bench.fidelity", "--quick", *cells, "--loads", "0.6", "--seconds", "6", *of_device,
+                    *results]  # fmt: skip
+        if part.name == "profile":
+            return [python, "-m", "tideway", "profile", "--model", f"{model}={self.scratch / 'model'}", "--instances", "1",
+                    "--data-dir", str(self.scratch / "profile"), "--hardware", str(self.hardware),
+                    *(["--brief"] if self.is_quick else [])]  # fmt: skip
         return [python, "-m", "bench.gpu.parts", part.name, "--device", self.device, "--scratch", str(self.scratch),
                 "--rows", str(rows), *(["--quick"] if self.is_quick else [])]  # fmt: skip
+
+    @property
+    def hardware(self) -> Path:
+        """What `tideway profile` says of the device, beside the page."""
+        path: Path = self.options.output.resolve() / HARDWARE
+        return path
 
     def start(self, part: Part) -> Running:
         limit_s = min(part.limit_s, self.left_s())
         outcome = self.outcomes[part.name]
         done = {name for name, other in self.outcomes.items() if other.state == "done"}
         missing = [name for name in part.needs if name not in done and name != "kernels"]
+        if self.device == "cuda" and self.num_devices < part.num_devices:
+            missing = [f"{part.num_devices} devices"]
         if missing or limit_s < LEAST_S:
             outcome.state = f"left out: needs {', '.join(missing)}" if missing else "left out: no time was left"
             return Running(part, None, time.monotonic(), 0.0)
@@ -155,7 +191,9 @@ class Run:
         try:
             if part.name == "tests":
                 return rows_of_tests(self.scratch / "tests.xml")
-            if part.name in ("migration", "sharing", "lock"):
+            if part.name == "profile":
+                return rows_of_hardware(self.hardware)
+            if part.name in BENCHES:
                 return [
                     row for file in sorted((self.scratch / part.name).glob("*.json")) for row in rows_of_bench(file)
                 ]
@@ -224,6 +262,13 @@ def rows_of_bench(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def rows_of_hardware(file: Path) -> list[dict[str, Any]]:
+    plain = tomllib.loads(file.read_text())
+    measured = plain.pop("measured", {})
+    rows = [{"what": key, "value": value} for key, value in plain.items()]
+    return rows + [{"model": name, **costs} for name, by_ranks in measured.items() for costs in by_ranks.values()]
+
+
 def page(document: dict[str, Any]) -> str:
     where = "a CUDA device" if document["device"] == "cuda" else "the CPU, since torch finds no CUDA device here"
     lines = [f"# bench.gpu, {document['date']}", "", f"Every part ran on {where}; {document['seconds']:.0f} s in all."]
@@ -278,13 +323,20 @@ def environment_of(archive: Path) -> dict[str, str]:
     return environment
 
 
-def find_device(environment: dict[str, str]) -> str:
-    """Asked in a process of its own: this one makes no CUDA context."""
-    question = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
+def find_device(environment: dict[str, str]) -> tuple[str, int]:
+    """Its kind, and how many there are. Asked in a process of its own: this one makes no CUDA context."""
+    question = "import torch; print(torch.cuda.device_count())"
     answer = subprocess.run(
         [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    return answer.stdout.strip().splitlines()[-1]
+    num_gpus = int(answer.stdout.split()[-1])
+    return ("cuda", num_gpus) if num_gpus else ("cpu", 1)
+
+
+def with_needed(names: Sequence[str]) -> list[Part]:
+    """And those before them; without names all."""
+    needed = {need for part in PARTS if part.name in names for need in part.needs}
+    return [part for part in PARTS if not names or part.name in names or part.name in needed]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,9 +351,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(names):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
+    chosen = with_needed(options.parts)
     environment = environment_of(options.site)
-    run = Run(options, environment, find_device(environment), chosen)
+    device, num_devices = find_device(environment)
+    run = Run(options, environment, device, chosen, num_devices)
     print(f"on {run.device}{', small shapes' if run.is_quick else ''}; results in {options.output}", flush=True)
     beside: list[Running] = []
     try:

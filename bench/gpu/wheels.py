@@ -25,12 +25,12 @@ PACKAGES = (
     "opentelemetry-sdk", "opentelemetry-semantic-conventions", "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-common",
     "opentelemetry-exporter-http-transport", "opentelemetry-proto", "googleapis-common-protos", "protobuf", "pytest-asyncio",
-    "pytest-rerunfailures",
+    "pytest-rerunfailures", "prometheus-client", "llguidance", "fastapi-offline", "httptools", "python-multipart",
 )  # fmt: skip
 """Beside torch, transformers, safetensors, numpy, pytest with timeout and xdist, hypothesis and FastAPI's relatives."""
 UCX = ("ucxx-cu{}", "libucxx-cu{}", "libucx-cu{}", "rmm-cu{}", "librmm-cu{}", "rapids-logger")
 VERSIONS = {"flashinfer-python": "0.6.16", "ucxx-cu{}": "0.52.0", "libucxx-cu{}": "0.52.0", "libucx-cu{}": "1.21.0"}
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
+PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 LEFT_OUT = (".a", ".la", ".h", ".hpp", ".pyi")
 KEPT_HEADERS = ("flashinfer", "tvm_ffi")
 """What they compile on the machine needs them."""

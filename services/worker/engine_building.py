@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from services.worker.ranks.group_executor import GroupExecutor
 
 
+WINDOW_BYTES = 1 << 20
+"""Of host memory that the ranks of GPUs share: KV blocks that move to other instances pass through it."""
+
+
 def pool_merged(plan: InstancePlan) -> int:
     """Merged blocks of the KV pool."""
     return max(1, plan.pool_bytes // plan.merged_bytes)
@@ -113,6 +117,7 @@ def make_executor(
         num_rows=settings.max_running,
         deterministic=settings.deterministic,
         num_host_merged=num_host_merged,
+        num_window_merged=0 if settings.device == "cpu" else -(-WINDOW_BYTES // plan.merged_bytes),
         num_threads=settings.num_threads,
         niceness=COMPUTE_NICENESS if settings.device == "cpu" else 0,
         log_level=settings.log_level,

@@ -18,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -89,6 +89,8 @@ class _Loaded:
     backend: AttentionBackend
     block_size: int
     max_model_len: int
+    num_layers: int
+    """Of all stages."""
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
     vocabulary: Vocabulary | str
@@ -137,6 +139,7 @@ class Executor:
         capture: Capture | None = None,
         layers_per_safepoint: int = 0,
         num_host_merged: int = 0,
+        num_window_merged: int = 0,
         group: RankGroup = ALONE,
         shared: RankMemory | None = None,
         deterministic: bool = False,
@@ -144,16 +147,24 @@ class Executor:
         """`num_rows`: sequences held at once at most. `capture`: records decode graphs; None: CUDA's on CUDA, else none
         are used. `layers_per_safepoint`: of interruptible steps; 0: the device's default. `num_host_merged`: merged blocks
         of host memory for checkpoints. `group`: of which this is one rank; `merged_bytes` is this rank's part. `shared`:
-        what the ranks share, needed where there are several; on CPU with regions of `region_bytes`. `deterministic`: a
+        what the ranks share, needed where there are several; regions of `region_bytes` have the pools, or with
+        `num_window_merged` a window of so many merged blocks instead of the device's pool. `deterministic`: a
         sequence's tokens depend on nothing but itself (deterministic.py)."""
         self.device = torch.device(device)
         self.num_rows = num_rows
         self._group = group
         self._shared = shared
         slab_memory = host_memory = None
+        self._num_shared_merged = num_window_merged or num_merged + 1
+        self.has_window = num_window_merged > 0
+        """Blocks on the device are reached through the window alone (`move_window`)."""
         if shared is not None and shared.region_bytes:
-            memory = _split(shared.region(group.stage * group.size + group.rank), num_merged, merged_bytes)
-            slab_memory, host_memory = memory
+            mine = shared.region(group.stage * group.size + group.rank)
+            first_memory, host_memory = _split(mine, self._num_shared_merged, merged_bytes)
+            if self.has_window:
+                self._window = first_memory
+            else:
+                slab_memory = first_memory
         self._store = KvStore(num_merged, merged_bytes, self.device, slab_memory)
         self.copies = KvCopies(self._store, num_host_merged, memory=host_memory)
         self._numerics = INVARIANT if deterministic else FAST
@@ -251,8 +262,8 @@ class Executor:
         views = prepared.views or self._attach(prepared)
         blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
-            prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.graphs,
-            max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
+            prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.num_layers,
+            prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
         )  # fmt: skip
         self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         logger.info(
@@ -616,19 +627,42 @@ class Executor:
     def block_rows(self, model: str, on_host: bool) -> torch.Tensor | BlockParts:
         """`[num_blocks, block_bytes]` uint8: the bytes of a model's blocks, on the device or in the pool of checkpoints (no
         rows where there is none). They stay where they are for as long as the executor lives. Of a group: of all its ranks;
-        no rows where those of the others cannot be reached from here (CUDA)."""
+        no rows where those of the others cannot be reached from here. With a window its rows stand for the device's."""
         views = self._models[model].views
         if self._group is ALONE:
             return self._store.block_rows(views, self.copies.pool if on_host else None)
-        pools: list[torch.Tensor] = []
-        if self._shared is not None and self._shared.region_bytes and self._group.num_stages == 1:
-            num_merged, merged_bytes = self._store.num_merged, self._store.merged_bytes
-            regions = (self._shared.region(rank) for rank in range(self._group.size))
-            pools = [_split(region, num_merged, merged_bytes)[on_host] for region in regions]
-        if not on_host:
+        if self._shared is None or not self._shared.region_bytes:
+            return BlockParts([], views.shape.run_bytes)
+        merged_bytes = self._store.merged_bytes
+        pools = [
+            _split(self._shared.region(rank), self._num_shared_merged, merged_bytes)[on_host]
+            for rank in range(self._shared.num_ranks)
+        ]
+        if not on_host and not self.has_window:
             pools = [pool[: self._store.pool.numel()] for pool in pools]
-        ranks = [self._store.block_rows(views, pool) for pool in pools]
-        return BlockParts([ranks] if ranks else [], views.shape.run_bytes)
+        stages = []
+        for stage in range(self._group.num_stages):
+            num_layers = len(self._group.layers_of(self._models[model].num_layers, stage))
+            of_stage = replace(views, shape=replace(views.shape, num_layers=num_layers))
+            ranks = pools[stage * self._group.size : (stage + 1) * self._group.size]
+            stages.append([self._store.block_rows(of_stage, pool) for pool in ranks])
+        return BlockParts(stages, views.shape.run_bytes)
+
+    def num_blocks(self, model: str) -> int:
+        """Of the device's pool."""
+        return self._models[model].views.num_blocks
+
+    def move_window(self, model: str, blocks: Sequence[int], outward: bool) -> None:
+        """Copies blocks that steps which were collected have written, or that were claimed, to the first places of the
+        window, or back. Blocking; from any thread, one at a time. Raises `KeyError` where the model is not here."""
+        views = self._models[model].views
+        rows, window = self._store.block_rows(views), self._store.block_rows(views, self._window)
+        with beside_steps(self.device):
+            if self._changed is not None:
+                self._changed.synchronize()
+            for place, block in enumerate(blocks):
+                target, source = (window[place], rows[block]) if outward else (rows[block], window[place])
+                target.copy_(source)
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
@@ -639,14 +673,14 @@ class Executor:
         self.copies.on_finished = callback
 
 
-def region_bytes(num_merged: int, merged_bytes: int, num_host_merged: int) -> int:
-    """Of a rank on CPU, in the memory that ranks share: its slab, and its pool of checkpoints."""
-    return (num_merged + 1 + num_host_merged) * merged_bytes
+def region_bytes(num_merged: int, merged_bytes: int, num_host_merged: int, num_window_merged: int = 0) -> int:
+    """Of a rank, in the memory that ranks share: its slab or window, and its pool of checkpoints."""
+    return ((num_window_merged or num_merged + 1) + num_host_merged) * merged_bytes
 
 
-def _split(region: torch.Tensor, num_merged: int, merged_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slab, and the pool of checkpoints."""
-    end = (num_merged + 1) * merged_bytes
+def _split(region: torch.Tensor, num_first_merged: int, merged_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slab or window, and the pool of checkpoints."""
+    end = num_first_merged * merged_bytes
     return region[:end], region[end:]
 
 

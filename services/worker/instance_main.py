@@ -76,10 +76,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         engine,
         executor,
         provide_cost_models if wants_cost_models else None,
-        # On CPU rank 0 reaches the blocks of all ranks of its stage.
-        None
-        if other_ranks and (device != "cpu" or plan.group.num_stages > 1)
-        else lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
+        lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
     )
     await service.start()
     gc.collect()

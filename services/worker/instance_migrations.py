@@ -44,9 +44,7 @@ from shared.tasks import TaskSet
 from shared.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    import torch
-
-    from services.worker.kv_store import BlockParts
+    from services.worker.kv_store import KvBlocks
     from services.worker.kv_transport.transport import KvTransport
 
 log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ PEERS_TIMEOUT_S = 2.0
 
 
 class KvPools(Protocol):
-    def block_rows(self, model: str, on_host: bool) -> torch.Tensor | BlockParts:
+    def block_rows(self, model: str, on_host: bool) -> KvBlocks:
         """`[num_blocks, block_bytes]` uint8: of a model's blocks, which stay where they are; no rows where there is no
         pool."""
 
@@ -144,7 +142,7 @@ class InstanceMigrations(KvUsers):
         self._on_change()
 
     async def _opened(self) -> KvTransport | None:
-        reason = "the settings say so" if self._settings.migration == "off" else "none reaches all of its devices"
+        reason = "the settings say so"
         if self._open_transport is not None and self._settings.migration != "off":
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):

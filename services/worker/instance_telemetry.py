@@ -23,6 +23,7 @@ LATENCY_BUCKETS = (
 )  # fmt: skip
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000)
 LABELS = ("model_name", "engine")
+DEPTH_BUCKETS = (1, 2, 3, 4, 8)
 CLASS_LABELS = (*LABELS, "class")
 
 
@@ -99,6 +100,10 @@ class InstanceTelemetry:
         self._step_seconds = histogram(
             "tideway_instance_step_seconds", "Duration of a step", LABELS, buckets=LATENCY_BUCKETS
         )
+        self._steps_in_flight = histogram(
+            "tideway_instance_steps_in_flight", "Steps in flight when one ended, itself among them", LABELS,
+            buckets=DEPTH_BUCKETS,
+        )  # fmt: skip
 
     def set_model(self, model: str, block_size: int, num_blocks: int) -> None:
         self._cache_config.labels(model, self._engine, str(block_size), str(num_blocks)).set(1)
@@ -124,6 +129,7 @@ class InstanceTelemetry:
         self.coserving.on_step(model, stats.duration_s, stats.limit_s)
         self._iteration_tokens.labels(model, engine).observe(stats.num_tokens)
         self._step_seconds.labels(model, engine).observe(stats.duration_s)
+        self._steps_in_flight.labels(model, engine).observe(stats.num_in_flight)
         for request_class, count in zip(RequestClass, stats.num_decodes, strict=True):
             if count:
                 self._itl.observe((model, engine, str(request_class)), stats.duration_s, count)

@@ -16,6 +16,8 @@ them is a run again: that of one rank of several.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,6 +85,23 @@ class BlockParts:
 
 
 @dataclass(frozen=True)
+class WindowedBlocks:
+    """The blocks of a model whose parts only the ranks themselves reach (on GPUs): they pass through a window in host memory
+    that all ranks map."""
+
+    num_blocks: int
+    window: BlockParts
+    move: Callable[[Sequence[int], bool], None]
+    """Copies these blocks, no more than the window has, to its first places on all ranks (True), or back. Blocking. Raises
+    `KeyError` where the model has gone. The caller has `lock`."""
+    lock: threading.Lock
+    """Of the window, which all models share."""
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+
+@dataclass(frozen=True)
 class KvViews:
     """A model's view of the whole slab."""
 
@@ -93,6 +112,9 @@ class KvViews:
     num_blocks: int
     """Addressable flat blocks; block `num_blocks` itself is scratch."""
     layers: tuple[LayerKv, ...]
+
+
+KvBlocks = torch.Tensor | BlockParts | WindowedBlocks
 
 
 class KvStore:

@@ -36,6 +36,8 @@ class StepStats(msgspec.Struct, frozen=True):
     """What the objectives allowed it; decodes that nothing could join are not limited."""
     is_suspended: bool = False
     """It stopped at a safepoint; the rest of it will be a step of its own here."""
+    num_in_flight: int = 1
+    """Steps when it ended, itself among them."""
 
 
 class Turn(NamedTuple):
@@ -111,6 +113,7 @@ class Driver:
 
     def on_result(self, result: StepResult, now: float) -> tuple[Turn, StepStats]:
         """Of the oldest step in flight."""
+        num_in_flight = len(self._in_flight)
         step = self._in_flight.popleft()
         self.running_since_s = self._in_flight[0].planned_s if self._in_flight else None
         self._engine.apply(OnStep(result), now)
@@ -119,7 +122,9 @@ class Driver:
         self._last_end_s = now
         plan = step.plan
         is_suspended = result.suspended_share >= 0
-        stats = StepStats(plan.model, plan.num_tokens, plan.num_decodes, duration_s, step.limit_s, is_suspended)
+        stats = StepStats(
+            plan.model, plan.num_tokens, plan.num_decodes, duration_s, step.limit_s, is_suspended, num_in_flight
+        )
         return Turn(None, self._engine.effects(), self.copies(), None), stats
 
     def on_copies(self, finished: Iterable[tuple[int, bool]], now: float) -> list[KvCopy]:

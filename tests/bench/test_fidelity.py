@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
@@ -76,6 +78,23 @@ def test_a_step_goes_on_until_the_next_where_requests_are_held() -> None:
     first, others, second = samples([IDLE._replace(steps=one), IDLE._replace(steps=other)])
     assert (first.seconds, others.seconds, second.seconds) == pytest.approx((1.2, 0.5, 1.0))
     assert (first.beside, others.beside, second.beside) == pytest.approx((0.2 / 1.2, 0.3 / 0.5, 0.3))
+    assert [one.beside for one in samples([IDLE._replace(steps=one)])] == [0.0, 0.0]
+    three = samples([IDLE._replace(steps=steps) for steps in (one, other, other)])
+    assert [one.beside for one in three] == pytest.approx([0.2 / 1.2, 1.0, 1.0, 0.3])
+
+
+def test_a_step_that_was_planned_ahead_begins_when_the_one_before_it_has_ended() -> None:
+    written: list[bytes] = []
+
+    def build(configuration: Configuration) -> Engine:
+        return recorded(configuration, written.append)
+
+    requests = planned(MIXES[0], 40.0, 1.0, name="ahead", seed=1)
+    ahead = IDLE._replace(configuration=msgspec.structs.replace(CONFIGURATION, steps_in_flight=2))
+    simulated.run([ahead], TRUTH, SETTINGS, requests, build=build)
+    steps = observe(b"".join(written)).steps
+    assert all(before.end_s <= after.start_s < after.end_s for before, after in pairwise(steps))
+    assert any(before.end_s == after.start_s for before, after in pairwise(steps))
 
 
 def test_the_factor_beside_another_is_of_sums_with_their_stalls() -> None:

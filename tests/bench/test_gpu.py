@@ -57,6 +57,29 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(run: Run) -> None:
     assert not run.scratch.exists()
 
 
+def test_parts_bring_those_that_they_need() -> None:
+    assert [part.name for part in gpu.with_needed(["profile"])] == ["kernels", "checkpoint", "profile"]
+    assert gpu.with_needed([]) == list(gpu.PARTS)
+
+
+def test_what_needs_two_devices_is_left_out_on_one(run: Run, tmp_path: Path) -> None:
+    part = Part("works", 30, "Works", num_devices=2)
+    run.finish(run.start(part))
+    assert run.outcomes["works"].state == "done", "on a CPU there are as many as are asked for"
+    run.device = "cuda"
+    run.finish(run.start(part))
+    assert run.outcomes["works"].state == "left out: needs 2 devices"
+    run.close()
+
+
+def test_a_hardware_profile_becomes_rows(tmp_path: Path) -> None:
+    file = tmp_path / "hardware.toml"
+    file.write_text('flops = 1e12  # as H100\nkv_share = 0.5\n\n[measured."m".1]\nfixed_s = 0.01\n')
+    assert gpu.rows_of_hardware(file) == [
+        {"what": "flops", "value": 1e12}, {"what": "kv_share", "value": 0.5}, {"model": "m", "fixed_s": 0.01},
+    ]  # fmt: skip
+
+
 def test_a_table_begins_anew_where_the_columns_change() -> None:
     lines = gpu.tables([{"a": 1}, {"a": 2}, {"b": "x|y", "c": 1 / 3}])
     assert lines == ["| a |", "|---|", "| 1 |", "| 2 |", "", "| b | c |", "|---|---|", "| x\\|y | 0.3333 |"]

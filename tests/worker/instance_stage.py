@@ -205,6 +205,7 @@ async def instance_on(
     executor: Any = None,
     open_transport: Any = None,
     num_merged: int = NUM_MERGED,
+    num_stages: int = 1,
     **fields: Any,
 ) -> AsyncIterator[Stage]:
     """A running instance, ready, whose requests can move; `fields`: of its settings."""
@@ -216,7 +217,7 @@ async def instance_on(
     bus = await NatsBus.connect(
         settings, service="instance", service_id=settings.instance_id, registry=telemetry.registry
     )
-    engine = build_engine(settings, num_merged, "cpu")
+    engine = build_engine(settings, num_merged, "cpu", num_stages=num_stages)
     stage.service = InstanceService(bus, settings, telemetry, engine, stage.executor, open_transport=open_transport)
     await stage.bus.subscribe(GATEWAY_FRAMES.at(gateway_id="gateway"), _only_from(settings.instance_id, stage.on_frame))
     await stage.bus.subscribe(LOAD_REPORTS, stage.on_report)

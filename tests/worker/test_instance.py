@@ -281,6 +281,7 @@ async def test_metrics_have_the_names_that_routers_read(stage):
         "tideway_instance_computed_tokens_total",
         "tideway_instance_interrupted_steps_total",
         "tideway_instance_host_pool_use",
+        "tideway_instance_steps_in_flight_bucket",
     ):
         assert name + "{" in text, name
     assert 'vllm:generation_tokens_total{engine="node-0",model_name="a"} 10.0' in text

@@ -1,4 +1,5 @@
-"""Processes of a group: what rank 0 is told, all do, and whatever happens to one of them ends all."""
+"""Processes of a group, on CPUs and on two CUDA devices: what rank 0 is told, all do, and whatever happens to one of them
+ends all."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -13,8 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
+from services.worker.kv_transport.staging import KvPool
 from services.worker.ranks.group import GroupError
 from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import SetUp
@@ -43,17 +48,19 @@ ADAPTED = 1
 
 
 class Group:
-    """Ranks on a CPU."""
+    """Ranks on a CPU, or on GPUs, of which rank 0 has the first."""
 
-    def __init__(self, num_devices: int = 2, num_stages: int = 1) -> None:
+    def __init__(self, device: str = "cpu", num_devices: int = 2, num_stages: int = 1, *, ends: bool = False) -> None:
+        """`ends`: the process ends where a rank is lost."""
         self.lost: list[str] = []
         self.is_lost = threading.Event()
-        self.others: list[RankProcess] = start_ranks(DeviceGroup(("cpu",) * num_devices, num_stages))
+        names = ("cpu",) * num_devices if device == "cpu" else gpus()[:num_devices]
+        self.others: list[RankProcess] = start_ranks(DeviceGroup(names, num_stages))
         setup = SetUp(
-            device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // num_devices, num_rows=4,
-            num_host_merged=NUM_MERGED, num_threads=1, num_stages=num_stages,
+            device=device, num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // num_devices, num_rows=4,
+            num_host_merged=NUM_MERGED, num_threads=1, num_stages=num_stages, num_window_merged=1,
         )  # fmt: skip
-        self.executor: GroupExecutor = join_ranks(self.others, setup, self.lose)
+        self.executor: GroupExecutor = join_ranks(self.others, setup, None if ends else self.lose)
 
     def lose(self, reason: str) -> None:
         self.lost.append(reason)
@@ -64,14 +71,23 @@ class Group:
         assert all(other.process.returncode is not None for other in self.others)
 
 
+def gpus() -> tuple[str, ...]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(seen.split(",") if seen else map(str, range(torch.cuda.device_count())))
+
+
+ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints"), "llama")
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
-    made = Group()
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_GPUS)])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = Group(request.param)
     yield made
     made.close()
 
@@ -106,7 +122,7 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
 
         host = list(range(len(row.blocks)))
         copied(CopyKind.CHECKPOINT, row.blocks, host)
-        other = driver.add(1, prompt_of(len(PROMPT)))
+        other = driver.add(1, PROMPT[::-1])
         other.blocks = list(row.blocks)
         driver.step([(other, len(PROMPT))])
         executor.claim_blocks(name, row.blocks)
@@ -127,6 +143,26 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
         driver.decode([row], STEPS - 4)
         assert row.output == expected
         executor.remove_model(name)
+    assert not group.lost
+
+
+def test_blocks_of_all_ranks_are_read_and_written_through_the_window(group: Group, path: Path) -> None:
+    executor = group.executor
+    shape = executor.add_model(executor.prepare_model(ModelSpec("model", str(path))))
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT)
+    driver.step([(row, len(PROMPT))])
+    pool = KvPool(executor.block_rows("model", False))
+    whole = torch.zeros(len(row.blocks) * pool.block_bytes, dtype=torch.uint8)
+    checksum = pool.gather(row.blocks, whole, 64)
+    pool.zero(row.blocks)
+    executor.claim_blocks("model", row.blocks)
+    assert pool.scatter(row.blocks, whole, 64) == checksum
+    driver.decode([row], STEPS - 1)
+    assert row.output == reference_outputs(path, [PROMPT], STEPS)[0]
+    executor.remove_model("model")
+    with pytest.raises(KeyError):
+        pool.gather(row.blocks, whole, 64)
     assert not group.lost
 
 
@@ -189,10 +225,11 @@ def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: 
 
 
 @pytest.mark.slow
-def test_stages_make_the_tokens_of_one_device(tmp_path: Path) -> None:
-    """Two stages of two ranks share three layers; steps of other sequences, one of which has an adapter, and of another
-    model, are in flight at once."""
-    group = Group(4, num_stages=2)
+@pytest.mark.parametrize(("device", "num_devices"), [("cpu", 4), pytest.param("cuda", 2, marks=ON_GPUS)])
+def test_stages_make_the_tokens_of_one_device(tmp_path: Path, device: str, num_devices: int) -> None:
+    """Two stages of two ranks (of one, on GPUs) share three layers; steps of other sequences, one of which has an adapter,
+    and of another model, are in flight at once."""
+    group = Group(device, num_devices, num_stages=2)
     executor = group.executor
     paths = {variant: write_checkpoint(tmp_path, variant) for variant in ("llama-tied-bias", "opt")}
     modules = {"llama-tied-bias": ALL, "opt": OPT}
@@ -248,6 +285,7 @@ def test_stages_make_the_tokens_of_one_device(tmp_path: Path) -> None:
     group.close()
 
 
+@pytest.mark.parametrize("group", ["cpu"], indirect=True)
 def test_a_rank_that_dies_is_noticed_while_rank_0_waits_for_it(group: Group, path: Path) -> None:
     """The last test of the group."""
     executor = group.executor
@@ -268,3 +306,33 @@ def test_a_rank_that_dies_is_noticed_while_rank_0_waits_for_it(group: Group, pat
     os.kill(group.others[0].process.pid, signal.SIGKILL)
     assert group.is_lost.wait(10.0)
     assert group.lost[0] == "rank 1 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=ON_GPUS)])
+def test_a_rank_that_dies_ends_the_process_of_rank_0(path: Path, device: str) -> None:
+    """Also where that waits for a kernel which waits for the other."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.worker.test_ranks", device, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1 and "the instance ends: rank 1 was killed by SIGKILL" in ended.stderr, ended.stderr
+
+
+def lose_a_rank(device: str, path: str) -> None:
+    group = Group(device, ends=True)
+    executor = group.executor
+    shape = executor.add_model(executor.prepare_model(ModelSpec("model", path)))
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT)
+    driver.step([(row, len(PROMPT))])
+    other = group.others[0].process.pid
+    os.kill(other, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
+    driver.decode([row], 1)
+    raise AssertionError("the other rank has not computed its part")
+
+
+if __name__ == "__main__":
+    lose_a_rank(*sys.argv[1:])

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from services.worker.kv_store import BlockParts
+from services.worker.kv_store import BlockParts, KvBlocks, WindowedBlocks
 from services.worker.kv_transport.faults import Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.wire import LINE_BYTES, PIECE_BYTES, checksum, device_checksum
@@ -59,14 +59,17 @@ def _parts(blocks: BlockParts) -> Iterator[_Part]:
 
 class KvPool:
     """The blocks of one model: `rows` is `[num_blocks, block_bytes]` uint8, of any row stride, on the CPU or a CUDA
-    device; or, on the CPU, their parts, which are joined on the way out and cut on the way in."""
+    device; or, on the CPU, their parts, which are joined on the way out and cut on the way in, perhaps behind a window."""
 
-    def __init__(self, rows: torch.Tensor | BlockParts) -> None:
+    def __init__(self, rows: KvBlocks) -> None:
+        num_blocks, self._window = len(rows), None
+        if isinstance(rows, WindowedBlocks):
+            self._window, rows = rows, rows.window
         parts = rows if isinstance(rows, BlockParts) else BlockParts([[rows]], rows.shape[-1])
         rows = parts.stages[0][0]
         if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.stride(1) != 1:
             raise ValueError(f"a pool is [blocks, bytes] uint8 with contiguous blocks, not {rows.shape} {rows.dtype}")
-        self.num_blocks, self.block_bytes = len(rows), sum(rank.shape[1] for ranks in parts.stages for rank in ranks)
+        self.num_blocks, self.block_bytes = num_blocks, sum(rank.shape[1] for ranks in parts.stages for rank in ranks)
         self.on_device = rows.is_cuda
         self.device = rows.device
         self._rows = rows
@@ -82,7 +85,7 @@ class KvPool:
 
     def run_of(self, blocks: Sequence[int]) -> Buffer | None:
         """`[len(blocks) * block_bytes]` uint8: the memory of the blocks, if they are one run of it in this order."""
-        if len(self._parts) > 1:
+        if len(self._parts) > 1 or self._window is not None:
             return None
         first = blocks[0]
         if len(blocks) > 1 and (
@@ -121,9 +124,7 @@ class KvPool:
 
     def zero(self, blocks: Sequence[int]) -> None:
         if self._stream is None:
-            for part in self._parts:
-                for block in blocks:
-                    part.cells[block] = 0
+            self._copy_parts(blocks, np.zeros((len(blocks), self.block_bytes), np.uint8), False)
             return
         with torch.cuda.stream(self._stream):
             for block in blocks:
@@ -140,13 +141,31 @@ class KvPool:
             piece = host[start : start + self._step]
             if not outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
-            for place, block in zip(piece, blocks[start : start + self._step], strict=True):
-                for part in self._parts:
-                    staged_part, cells = part.of(place), part.cells[block]
-                    np.copyto(*((staged_part, cells) if outward else (cells, staged_part)))
+            self._copy_parts(blocks[start : start + self._step], piece, outward)
             if outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
         return seed
+
+    def _copy_parts(self, blocks: Sequence[int], whole: np.ndarray, outward: bool) -> None:
+        """`whole`: `[len(blocks), block_bytes]`."""
+        if self._window is None:
+            self._copy_cells(blocks, whole, outward)
+            return
+        most = len(self._window.window)
+        for start in range(0, len(blocks), most):
+            some = blocks[start : start + most]
+            with self._window.lock:
+                if outward:
+                    self._window.move(some, True)
+                self._copy_cells(range(len(some)), whole[start : start + most], outward)
+                if not outward:
+                    self._window.move(some, False)
+
+    def _copy_cells(self, blocks: Sequence[int], whole: np.ndarray, outward: bool) -> None:
+        for place, block in zip(whole, blocks, strict=True):
+            for part in self._parts:
+                staged_part, cells = part.of(place), part.cells[block]
+                np.copyto(*((staged_part, cells) if outward else (cells, staged_part)))
 
     def _copy_on_device(self, blocks: Sequence[int], staged: torch.Tensor, checked_bytes: int, outward: bool) -> int:
         with torch.cuda.stream(self._stream):

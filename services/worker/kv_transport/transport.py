@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
 from prometheus_client import CollectorRegistry
 
-from services.worker.kv_store import BlockParts
+from services.worker.kv_store import KvBlocks
 from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.destination import Destination
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
@@ -104,7 +103,7 @@ class KvTransport:
         self._destination = Destination(self._in, self._tasks, self._metrics.on_refused, drain_s=self._limits.drain_s)
         self._open = True
 
-    def register(self, pool: str, rows: torch.Tensor | BlockParts) -> None:
+    def register(self, pool: str, rows: KvBlocks) -> None:
         """`rows`: `[num_blocks, block_bytes]` uint8 (`Executor.block_rows`), valid until `unregister` or `close`.
         A name that is registered again means the new rows from then on."""
         self.unregister(pool)

@@ -26,6 +26,7 @@ def join(setup: SetUp, memory: RankMemory) -> tuple[Executor, RankGroup]:
         setup.merged_bytes,
         setup.num_rows,
         num_host_merged=setup.num_host_merged,
+        num_window_merged=setup.num_window_merged,
         group=group,
         shared=memory,
         deterministic=setup.deterministic,

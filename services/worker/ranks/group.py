@@ -69,11 +69,12 @@ class RankGroup(ABC):
     def close(self) -> None:
         """Ends the connections; calls under way on other ranks fail."""
 
-    def layers_of(self, num_layers: int) -> range:
-        """Those of this rank's stage, of a model's: stages differ by one layer at most, the first ones have more."""
+    def layers_of(self, num_layers: int, stage: int | None = None) -> range:
+        """Of a model's, those of a stage (None: this rank's): stages differ by one layer at most, the first have more."""
+        stage = self.stage if stage is None else stage
         least, rest = divmod(num_layers, self.num_stages)
-        start = self.stage * least + min(self.stage, rest)
-        return range(start, start + least + (self.stage < rest))
+        start = stage * least + min(stage, rest)
+        return range(start, start + least + (stage < rest))
 
     @property
     def is_first_stage(self) -> bool:

@@ -11,6 +11,7 @@ threads wait for. The node agent starts the instance again, and its requests go 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ import torch
 
 from services.worker.executor import Executor, PreparedModel
 from services.worker.grammars import Compiled, GrammarCounters
+from services.worker.kv_store import BlockParts, KvBlocks, WindowedBlocks
 from services.worker.ranks.group import GroupError, RankGroup
 from services.worker.ranks.messages import (
     Add,
@@ -44,6 +46,7 @@ from services.worker.ranks.messages import (
     FromRank,
     Launch,
     LoadAdapter,
+    MoveWindow,
     Prepare,
     Ready,
     Remove,
@@ -58,7 +61,6 @@ from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter
 
 if TYPE_CHECKING:
-    from services.worker.kv_store import BlockParts
     from services.worker.ranks.starting import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -122,6 +124,8 @@ class GroupExecutor:
         """By id: ranks that have not ended it, and whether those that have succeeded."""
         self._ended_copies: deque[tuple[int, bool]] = deque()
         self._on_copy_finished: Callable[[], None] = lambda: None
+        self._window_lock = threading.Lock()
+        """Also held while a model goes: else it would on some ranks before its blocks are moved, and on others after it."""
         self._num_collected = 0
         self._forgotten: deque[int] = deque()
         """Prepared models that nobody has any more: told with the next message, as they may go at any time."""
@@ -164,8 +168,9 @@ class GroupExecutor:
         return shape
 
     def remove_model(self, name: str) -> None:
-        self._tell(Remove(name))
-        self._own.remove_model(name)
+        with self._window_lock:
+            self._tell(Remove(name))
+            self._own.remove_model(name)
 
     def adapter_bytes(self, model: str, adapter: Adapter) -> int:
         """Of rank 0's part. Raises `CheckpointError`."""
@@ -295,8 +300,21 @@ class GroupExecutor:
         with self._settled(call, f"claiming blocks of {model!r}"):
             return self._own.claim_blocks(model, blocks)
 
-    def block_rows(self, model: str, on_host: bool) -> torch.Tensor | BlockParts:
-        return self._own.block_rows(model, on_host)
+    def block_rows(self, model: str, on_host: bool) -> KvBlocks:
+        rows = self._own.block_rows(model, on_host)
+        if on_host or not self._own.has_window:
+            return rows
+        assert isinstance(rows, BlockParts)
+        move = functools.partial(self._move_window, model)
+        return WindowedBlocks(self._own.num_blocks(model), rows, move, self._window_lock)
+
+    def _move_window(self, model: str, blocks: Sequence[int], outward: bool) -> None:
+        """In a thread beside the loop's, which has the window's lock."""
+        self._own.num_blocks(model)  # raises, before the others are told
+        number, call = self._begin_call()
+        self._tell(MoveWindow(number, model, [*blocks], outward))
+        with self._settled(call, f"moving blocks of {model!r}"):
+            self._own.move_window(model, blocks, outward)
 
     def close(self) -> None:
         """Ends the other ranks too."""
@@ -321,9 +339,10 @@ class GroupExecutor:
     def _tell(self, message: ToRank, ranks: Sequence[RankProcess] | None = None) -> None:
         """All the others, or some. Raises `OSError` where a rank is gone."""
         while self._forgotten:
-            forget = framed(Forget(self._forgotten.popleft()))
-            for other in self._others:
-                other.stream.send(forget)
+            with contextlib.suppress(IndexError):  # another thread has told it
+                forget = framed(Forget(self._forgotten.popleft()))
+                for other in self._others:
+                    other.stream.send(forget)
         frame = framed(message)
         for other in self._others if ranks is None else ranks:
             other.stream.send(frame)

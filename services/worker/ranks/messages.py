@@ -32,6 +32,9 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_rows: int
     deterministic: bool = False
     num_host_merged: int = 0
+    num_window_merged: int = 0
+    """Merged blocks of host memory through which blocks on the device are reached; 0: the device's memory is shared (CPU),
+    or nobody reaches them."""
     num_threads: int = 0
     """On CPU; 0: torch's own choice."""
     niceness: int = 0
@@ -63,6 +66,13 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     model: str
     blocks: list[int]
+
+
+class MoveWindow(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    model: str
+    blocks: list[int]
+    outward: bool
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +134,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | LoadAdapter | DropAdapter | CompileGrammar
+    SetUp | Launch | Copy | Claim | MoveWindow | Prepare | Add | Forget | Remove | LoadAdapter | DropAdapter | CompileGrammar
     | SetLayersPerSafepoint | EnterTokens | Close
 )  # fmt: skip
 

@@ -32,6 +32,7 @@ from services.worker.ranks.messages import (
     FromRank,
     Launch,
     LoadAdapter,
+    MoveWindow,
     Prepare,
     Ready,
     Remove,
@@ -97,6 +98,8 @@ class Member:
                 executor.start_copy(copy)
             case Claim(call_id, model, blocks):
                 self._answer(call_id, lambda: self._claim(model, blocks))
+            case MoveWindow(call_id, model, blocks, outward):
+                self._answer(call_id, lambda: executor.move_window(model, blocks, outward))
             case Prepare():
                 threading.Thread(target=self._prepare, args=(message,), name="loader", daemon=True).start()
             case Add(call_id, prepared):

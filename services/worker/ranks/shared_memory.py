@@ -1,5 +1,5 @@
-"""Memory that all ranks of an instance map: words by which they agree, and on CPU the KV blocks of every rank, so that
-whoever moves blocks to other instances reaches all parts of them.
+"""Memory that all ranks of an instance map: words by which they agree, and the KV blocks of every rank (on GPUs a
+window for them, and checkpoints), so that whoever moves blocks to other instances reaches all parts of them.
 
 It is anonymous (memfd_create): it ends with the last process that maps it, whatever became of the others, and /dev/shm,
 which containers keep small, has no part in it. Pages are committed only when first written.

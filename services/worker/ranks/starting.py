@@ -73,8 +73,9 @@ def join_ranks(
     from services.worker.ranks.shared_memory import RankMemory
 
     num_ranks, folder = 1 + len(others), Path(tempfile.mkdtemp(prefix="tideway-ranks-"))
-    on_cpu = region_bytes(wanted.num_merged, wanted.merged_bytes, wanted.num_host_merged)
-    memory = RankMemory.create(num_ranks, on_cpu if wanted.device == "cpu" else 0)
+    shares_pools = wanted.device == "cpu" or wanted.num_window_merged
+    of_pools = region_bytes(wanted.num_merged, wanted.merged_bytes, wanted.num_host_merged, wanted.num_window_merged)
+    memory = RankMemory.create(num_ranks, of_pools if shares_pools else 0)
     setup = msgspec.structs.replace(
         wanted, num_ranks=num_ranks, folder=str(folder), memory=memory.path, region_bytes=memory.region_bytes
     )

@@ -71,9 +71,10 @@ class Followers:
 
     def close(self) -> None:
         self.group.close()
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(None)
+        for process in self._processes:
             process.join(10)
             if process.is_alive():
                 process.kill()

@@ -123,16 +123,31 @@ def test_two_ranks_make_the_tokens_of_one_with_adapters(folder: Path, pair: Foll
         assert len(set(map(tuple, outputs[0]))) == 3
 
 
-@pytest.mark.long
 def test_four_ranks_make_the_tokens_of_one(folder: Path) -> None:
-    """Three of which have an equal part of the vocabulary, and the last less."""
+    """Three of which have an equal part of the vocabulary, and the last less; through an interrupt, and from blocks that
+    were checkpointed, overwritten and restored."""
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 82}
-    llama = write_checkpoint(folder / "four", "llama-tied-bias", **sizes)
+    llama = write_checkpoint(folder / "four", "llama-tied-bias", num_hidden_layers=5, **sizes)
     opt = write_checkpoint(folder / "four", "opt-gelu-untied", hidden_size=64, num_attention_heads=4)
     with followers(4, folder) as them:
-        one, four = make_one(), them.executor(NUM_MERGED, MERGED_BYTES, 8)
+        one, four = make_one(), them.executor(NUM_MERGED, MERGED_BYTES, 8, num_host_merged=NUM_MERGED)
         for path in (llama, opt):
             assert_same(generate(four, path), generate(one, path))
+        check_interrupt(llama, one, four, 1)
+        outputs = []
+        for executor in (one, four):
+            driver = Driver(executor, executor.load(opt, "restored"), range(NUM_MERGED))  # type: ignore[arg-type]
+            row, other = driver.add(0, prompt_of(70)), driver.add(1, prompt_of(70)[::-1])
+            driver.step([(row, 70)])
+            if executor is four:
+                host = list(range(len(row.blocks)))
+                copy_to_end(four, KvCopy(1, CopyKind.CHECKPOINT, "restored", row.blocks, host))
+                other.blocks = list(row.blocks)
+                driver.step([(other, 70)])
+                copy_to_end(four, KvCopy(2, CopyKind.RESTORE, "restored", row.blocks, host))
+            driver.decode([row], STEPS)
+            outputs.append(row.output)
+        assert outputs[0] == outputs[1]
 
 
 def test_heads_that_ranks_do_not_divide_are_refused(folder: Path) -> None:
@@ -147,26 +162,30 @@ def test_heads_that_ranks_do_not_divide_are_refused(folder: Path) -> None:
 def test_all_ranks_stop_at_the_same_safepoint_and_go_on(folder: Path, pair: Followers, interrupted_after: int) -> None:
     """One interval after the one in which rank 0 is interrupted, or at once before the first."""
     path = write_checkpoint(folder / "five", "llama", num_hidden_layers=5)
-    one, two = make_one(), pair.executor(NUM_MERGED, MERGED_BYTES, 8)
+    check_interrupt(path, make_one(), pair.executor(NUM_MERGED, MERGED_BYTES, 8), interrupted_after)
+
+
+def check_interrupt(path: Path, one: One, many: GroupOfExecutors, interrupted_after: int) -> None:
+    """Of a model of five layers."""
     shape = one.load(path)
-    assert two.load(path) == shape
+    assert many.load(path) == shape
     expected = [one.execute(plan(shape)).tokens for plan in (first_step, mixed_step, following_step)]
-    assert two.execute(first_step(shape)).tokens == expected[0]
+    assert many.execute(first_step(shape)).tokens == expected[0]
     plan = mixed_step(shape)
     if interrupted_after:
-        interrupt_after(two, shape, interrupted_after, plan.step_id)
+        interrupt_after(many, shape, interrupted_after, plan.step_id)
     else:
-        two.interrupt(plan.step_id)
-    result = two.execute(plan)  # which asserts that all say the same
+        many.interrupt(plan.step_id)
+    result = many.execute(plan)  # which asserts that all say the same
     assert result.suspended_share == pytest.approx((interrupted_after + 1) / 5 if interrupted_after else 0.0)
     # Then in parts that are decided by the plan, of which another interrupt stops one.
     plan = msgspec.structs.replace(resumed(plan), stop_share=0.85)
-    two.interrupt(plan.step_id)
-    assert two.execute(plan).suspended_share == result.suspended_share
-    assert two.execute(plan).suspended_share == pytest.approx(0.8)
-    result = two.execute(msgspec.structs.replace(plan, stop_share=1.0))
+    many.interrupt(plan.step_id)
+    assert many.execute(plan).suspended_share == result.suspended_share
+    assert many.execute(plan).suspended_share == pytest.approx(0.8)
+    result = many.execute(msgspec.structs.replace(plan, stop_share=1.0))
     assert result.tokens == expected[1]
-    assert two.execute(following_step(shape)).tokens == expected[2]
+    assert many.execute(following_step(shape)).tokens == expected[2]
     assert len(expected[2]) == len(SUSPENDED_LENGTHS)
 
 
@@ -194,12 +213,7 @@ def test_whole_blocks_are_joined_from_all_ranks_parts_on_the_device_and_on_the_h
         row = driver.add(0, prompt_of(70))
         driver.step([(row, 70)])
         full = row.blocks[: 70 // driver.shape.block_size]
-        executor.start_copy(KvCopy(1, CopyKind.CHECKPOINT, "opt", full, list(range(len(full)))))
-        ended: list[tuple[int, bool]] = []
-        deadline_s = time.monotonic() + 20.0
-        while not ended and time.monotonic() < deadline_s:
-            ended = executor.finished_copies()
-        assert ended == [(1, True)]
+        copy_to_end(executor, KvCopy(1, CopyKind.CHECKPOINT, "opt", full, list(range(len(full)))))
         wholes = []
         for on_host, blocks in ((False, full), (True, range(len(full)))):
             pool = KvPool(executor.block_rows("opt", on_host))
@@ -209,6 +223,15 @@ def test_whole_blocks_are_joined_from_all_ranks_parts_on_the_device_and_on_the_h
         assert torch.equal(*wholes)
         found.append(wholes[0].view(torch.float32))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def copy_to_end(executor: One | GroupOfExecutors, copy: KvCopy) -> None:
+    executor.start_copy(copy)
+    ended: list[tuple[int, bool]] = []
+    deadline_s = time.monotonic() + 20.0
+    while not ended and time.monotonic() < deadline_s:
+        ended = executor.finished_copies()
+    assert ended == [(copy.copy_id, True)]
 
 
 class Run:

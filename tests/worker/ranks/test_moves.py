@@ -1,4 +1,5 @@
-"""A request moves between instances of one device and of two while it runs, and its stream is that of one that stays."""
+"""A request moves between instances of one device, of two, of four and of two stages while it runs, and its stream is that
+of one that stays."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from services.worker.executor import Executor
@@ -30,21 +32,37 @@ from tests.worker.neighbours import (
     write_long_checkpoint,
 )
 
-ONE, TWO, OTHER_TWO = "node-0", "node-1", "node-3"
+ONE, TWO, FOUR, STAGES = "node-0", "node-1", "node-3", "node-7"
+GROUPS = {
+    TWO: DeviceGroup(("cpu",) * 2), FOUR: DeviceGroup(("cpu",) * 4), STAGES: DeviceGroup(("cpu",) * 2, num_stages=2)
+}  # fmt: skip
 NUM_ROWS = 8
 
 
-def executor_of_two() -> GroupExecutor:
-    setup = SetUp(
-        device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // 2, num_rows=NUM_ROWS, num_threads=1
+def executors_of(groups: dict[str, DeviceGroup]) -> dict[str, GroupExecutor]:
+    """Which start at the same time. One reaches its blocks as ranks on GPUs do."""
+    ranks = {name: start_ranks(group) for name, group in groups.items()}
+    common = SetUp(
+        device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES, num_rows=NUM_ROWS, num_threads=1
     )  # fmt: skip
-    return join_ranks(start_ranks(DeviceGroup(("cpu", "cpu"))), setup)
+    return {
+        name: join_ranks(
+            ranks[name],
+            replace(
+                common,
+                merged_bytes=MERGED_BYTES // group.num_ranks,
+                num_stages=group.num_stages,
+                num_window_merged=int(name == TWO),
+            ),
+        )
+        for name, group in groups.items()
+    }
 
 
 async def test_a_request_moves_between_groups_of_equal_and_different_size(
     nats_settings: BusSettings, tmp_path: Path
 ) -> None:
-    checkpoint, hub = write_long_checkpoint(tmp_path), LocalHub()
+    checkpoint, hub = write_long_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=4), LocalHub()
     metrics: list[CollectorRegistry] = []
 
     async def open_transport() -> KvTransport:
@@ -57,12 +75,13 @@ async def test_a_request_moves_between_groups_of_equal_and_different_size(
         return instance_on(
             nats_settings, executor=executor, open_transport=open_transport, num_merged=NUM_MERGED,
             instance_id=instance_id, plan=plan_of(instance_id, checkpoint), max_running=NUM_ROWS,
-            migration_cooldown_s=0.05,
+            migration_cooldown_s=0.05, num_stages=GROUPS[instance_id].num_stages if instance_id in GROUPS else 1,
         )  # fmt: skip
 
     async with AsyncExitStack() as stack:
         executors: dict[str, Any] = {ONE: Executor("cpu", NUM_MERGED, MERGED_BYTES, NUM_ROWS)}
-        executors |= {name: stack.enter_context(closing(executor_of_two())) for name in (TWO, OTHER_TWO)}
+        for name, executor in executors_of(GROUPS).items():
+            executors[name] = stack.enter_context(closing(executor))
         bus = await NatsBus.connect(nats_settings, service="test", service_id="neighbours")
         stack.push_async_callback(bus.close)
         neighbours = Neighbours(bus)
@@ -77,7 +96,7 @@ async def test_a_request_moves_between_groups_of_equal_and_different_size(
         requests = [generation("greedy", 100, 300), generation("sampled", 70, 300, "sampled")]
         expected = await neighbours.undisturbed(ONE, *requests)
         await neighbours.submit(ONE, *requests)
-        way = [ONE, TWO, OTHER_TWO, ONE]
+        way = [ONE, TWO, FOUR, TWO, STAGES, FOUR, STAGES, ONE]
         for number, (here, there) in enumerate(itertools.pairwise(way), 1):
             before = neighbours.progress("greedy")
             await neighbours.until(lambda: neighbours.progress("greedy") > before + 10)  # noqa: B023

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.kv_store import BlockParts, KvStore
+from services.worker.kv_store import BlockParts, KvStore, WindowedBlocks
 from services.worker.kv_transport.staging import KvPool
 from services.worker.models.decoder import DecoderModel, ForwardBatch
 from services.worker.models.loading import identity_of, load_model
@@ -129,3 +130,31 @@ def test_blocks_of_groups_of_any_shape_are_the_same_on_the_way(
     pools[1].zero(into)
     assert not whole_target().any()
     assert (pools[0].run_of([1]) is None) == (source_shape != (1, 1))
+
+
+def test_blocks_pass_through_a_window_that_is_smaller_than_what_is_moved() -> None:
+    """Of two ranks, each with the half of every block."""
+    num_blocks, part_bytes = 9, 96
+    blocks = [torch.randint(0, 256, (num_blocks, part_bytes), dtype=torch.uint8) for _ in range(2)]
+    window = [torch.zeros(2, part_bytes, dtype=torch.uint8) for _ in range(2)]
+    moved: list[tuple[list[int], bool]] = []
+
+    def move(some: Sequence[int], outward: bool) -> None:
+        moved.append(([*some], outward))
+        for place, block in enumerate(some):
+            for mine, shown in zip(blocks, window, strict=True):
+                (shown[place] if outward else mine[block]).copy_(mine[block] if outward else shown[place])
+
+    direct = KvPool(BlockParts([[part.clone() for part in blocks]], part_bytes // 2))
+    pool = KvPool(WindowedBlocks(num_blocks, BlockParts([window], part_bytes // 2), move, threading.Lock()))
+    assert (pool.num_blocks, pool.block_bytes) == (num_blocks, 2 * part_bytes) and pool.run_of([1]) is None
+    staged, expected = (torch.zeros(5 * pool.block_bytes, dtype=torch.uint8) for _ in range(2))
+    assert pool.gather([8, 1, 2, 5, 0], staged, 64) == direct.gather([8, 1, 2, 5, 0], expected, 64)
+    assert torch.equal(staged, expected) and moved == [([8, 1], True), ([2, 5], True), ([0], True)]
+    pool.scatter([3, 4, 6], staged, 64)
+    direct.scatter([3, 4, 6], staged, 64)
+    pool.zero([7])
+    direct.zero([7])
+    all_of = [torch.zeros(num_blocks * pool.block_bytes, dtype=torch.uint8) for _ in range(2)]
+    assert pool.gather(range(num_blocks), all_of[0], 64) == direct.gather(range(num_blocks), all_of[1], 64)
+    assert torch.equal(*all_of)
