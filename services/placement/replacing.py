@@ -41,7 +41,7 @@ from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.plan import Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
-from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict
+from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, losers
 from shared.placement.stretches import evidence_s
 from shared.settings import PlacementSettings, SettingsError
 from shared.tasks import TaskSet
@@ -312,6 +312,8 @@ class Replacing:
             raise ProblemError("the plan changed while a better one was searched for")
         if proposal.plan == proposal.before:
             return
+        if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in self._inputs().models}):
+            raise ProblemError(f"{', '.join(fewer)} would be on no group")
         reason = f"{proposal.why}: {proposal.verdict}"
         await self._begin_change(reason, proposal.target, is_chosen=True)
 

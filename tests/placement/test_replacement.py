@@ -233,6 +233,20 @@ async def test_devices_become_one_group_and_an_interruption_is_told(
         assert cluster.plans[-1].change is not None and cluster.plans[-1].change.number == 1
 
 
+async def test_a_plan_that_leaves_models_out_is_not_carried_out(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, search=finds(Plan((Group("n", (0,), ("a",)),)))):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        await until_problem(cluster, "b would be on no group")
+        with pytest.raises(ServiceError, match="b would be on no group"):
+            await ask(cluster, "apply")
+        assert cluster.plans[-1].change is None and not node.ever_missing
+
+
 async def ask_until_kept(cluster: Cluster) -> ReplacementState:
     for _ in range(100):
         state = await show(cluster)
