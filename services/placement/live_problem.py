@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from services.placement.fleet import node_of, num_ranks
+from services.placement.fleet import node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel, DeviceFacts
 from shared.checkpoint import CheckpointShape, cost_key, run_dtype
 from shared.cost_model import CostModel
@@ -25,7 +25,12 @@ from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Pre
 
 
 class ProblemError(Exception):
-    """There is nothing to search with; the message says why."""
+    """There is nothing to search with, or what was found is not carried out; the message says why."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        """`cause`: that is counted among those of verdicts; empty: none is."""
+        super().__init__(message)
+        self.cause = cause
 
 
 def live_problem(
@@ -45,6 +50,9 @@ def live_problem(
 ) -> Problem:
     """`places`: of the plan that runs. `stored`: of COST_MODELS. `gpu`: name of a hardware profile. `evidence`: see
     `Problem`. Raises `ProblemError`."""
+    if staged := [node.node_id for node in nodes if num_stages(node, num_ranks(node)) > 1]:
+        told = "are pipelines (TIDEWAY_PIPELINE_PARALLEL), whose step times a search does not know"
+        raise ProblemError(f"instances of {', '.join(staged)} {told}", "pipelines")
     if unread := [model.spec.name for model in models if model.shape is None]:
         raise ProblemError(f"the checkpoint of {', '.join(unread)} is not known")
     if not traffic.num_requests:

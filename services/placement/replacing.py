@@ -249,14 +249,13 @@ class Replacing:
         self._tasks.start(self._search(why, is_applied))
 
     async def _search(self, why: str, is_applied: bool) -> None:
-        began_s, outcome, predicted = self._monitor.now(), "failed", None
+        began_s, outcome, cause, predicted = self._monitor.now(), "failed", "", None
         logger.info("searching for a placement: %s", why)
         try:
             with self._tracer.start_as_current_span("placement.search", attributes={"tideway.reason": why}):
                 proposal, verdict = await self._found(why)
             self._proposal, predicted = proposal, proposal.incumbent
-            outcome = "better" if verdict.is_worth else "kept"
-            self._metrics.verdicts.labels(verdict.cause).inc()
+            outcome, cause = "better" if verdict.is_worth else "kept", verdict.cause
             logger.info("a search over %d requests took %.1f s: %s", proposal.num_requests, proposal.search_s,
                         verdict.reason)  # fmt: skip
             if is_applied or (verdict.is_worth and self._settings.replacement == "auto"):
@@ -264,6 +263,8 @@ class Replacing:
                     await self._apply(proposal)
         except (ProblemError, DoesNotFit, BusError) as error:
             self._problem = str(error)
+            if isinstance(error, ProblemError):
+                cause = error.cause or cause
             logger.info("no placement was found: %s", error)
         except Exception as error:
             self._problem = f"the search failed: {error!r}"
@@ -273,6 +274,8 @@ class Replacing:
             if self.change is None:
                 self._core.settled(self._monitor.now(), predicted)
             self._metrics.searches.labels(outcome).inc()
+            if cause:
+                self._metrics.verdicts.labels(cause).inc()
             self._metrics.search_seconds.observe(self._monitor.now() - began_s)
 
     async def _found(self, why: str) -> tuple[PlanProposal, Verdict]:
@@ -313,7 +316,7 @@ class Replacing:
         if proposal.plan == proposal.before:
             return
         if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in self._inputs().models}):
-            raise ProblemError(f"{', '.join(fewer)} would be on no group")
+            raise ProblemError(f"{', '.join(fewer)} would be on no group", "places_fewer")
         reason = f"{proposal.why}: {proposal.verdict}"
         await self._begin_change(reason, proposal.target, is_chosen=True)
 

@@ -13,7 +13,7 @@ from services.placement import replacing as replacing_module
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
 from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS, REPLACEMENT
-from shared.messages.cluster import ModelSpec, PlanChange
+from shared.messages.cluster import DeviceGroup, ModelSpec, PlanChange
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from shared.placement.carry_out import CarryOutSettings
@@ -245,6 +245,20 @@ async def test_a_plan_that_leaves_models_out_is_not_carried_out(
         with pytest.raises(ServiceError, match="b would be on no group"):
             await ask(cluster, "apply")
         assert cluster.plans[-1].change is None and not node.ever_missing
+
+
+async def test_no_search_is_made_where_instances_are_pipelines(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    node.num_devices, node.groups = 1, (DeviceGroup(("cpu", "cpu"), 2),)
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    async with placement(nats_settings, {"a": sources["a"]}, search=finds(APART), telemetry=telemetry):
+        await served(cluster, node, {"n-0": {"a"}})
+        await tell_requests(cluster)
+        await ask(cluster, "search")
+        await until_problem(cluster, "instances of n are pipelines (TIDEWAY_PIPELINE_PARALLEL)")
+        value = telemetry.registry.get_sample_value
+        await until(lambda: value("tideway_placement_verdicts_total", {"cause": "pipelines"}) == 1)
 
 
 async def ask_until_kept(cluster: Cluster) -> ReplacementState:
