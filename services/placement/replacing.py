@@ -39,7 +39,7 @@ from shared.messages.requests import ErrorCode
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
-from shared.placement.plan import Prediction, group_of, plan_of
+from shared.placement.plan import Prediction
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, losers
 from shared.placement.stretches import evidence_s
@@ -183,7 +183,7 @@ class Replacing:
         """Call it with the lock that `tick` is called with."""
         try:
             await self._do(query)
-        except ProblemError as error:
+        except (ProblemError, DoesNotFit) as error:
             raise refuse(str(error), "action", ErrorCode.CONFLICT) from None
         return self.state()
 
@@ -308,15 +308,20 @@ class Replacing:
     # ---------------------------------------------------------------------------------------------- carrying out
 
     async def _apply(self, proposal: PlanProposal) -> None:
-        """Raises `ProblemError` where the plan is another than it was made for."""
-        plan = self._plans.current
-        if self.change is not None or plan_of(map(group_of, plan.instances)) != proposal.before:
-            self._core.ask("the plan changed while a better one was searched for")
-            raise ProblemError("the plan changed while a better one was searched for")
-        if proposal.plan == proposal.before:
+        """Raises `ProblemError`, or `DoesNotFit`, where the plan is another than it was made for, or leaves models out."""
+        plan, inputs = self._plans.current, self._inputs()
+        is_same = plan.version == proposal.version
+        if is_same and proposal.plan == proposal.before:
             return
-        if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in self._inputs().models}):
+        if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in inputs.models}):
             raise ProblemError(f"{', '.join(fewer)} would be on no group", "places_fewer")
+        # What is drained shows in the version alone, what an adapter takes in the choice alone.
+        if not is_same or proposal.target != await asyncio.to_thread(
+            chosen, inputs.models, inputs.nodes, plan, proposal.plan.groups
+        ):
+            changed = "models, nodes or drained instances changed while a better plan was searched for"
+            self._core.ask(changed)
+            raise ProblemError(changed, "plan_changed")
         reason = f"{proposal.why}: {proposal.verdict}"
         await self._begin_change(reason, proposal.target, is_chosen=True)
 

@@ -23,6 +23,7 @@ from shared.placement.replacement import Replacement
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.placement.node_agent import ScriptedNode
+from tests.placement.test_scaling import drain
 from tests.placement.test_service import Cluster, cluster, placement, sources, until, where
 
 __all__ = ["cluster", "sources"]
@@ -259,6 +260,48 @@ async def test_no_search_is_made_where_instances_are_pipelines(
         await until_problem(cluster, "instances of n are pipelines (TIDEWAY_PIPELINE_PARALLEL)")
         value = telemetry.registry.get_sample_value
         await until(lambda: value("tideway_placement_verdicts_total", {"cause": "pipelines"}) == 1)
+
+
+async def test_what_an_operator_does_during_a_search_is_not_undone_by_what_it_finds(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    plan, may_end = APART, asyncio.Event()
+
+    async def search(problem: Problem) -> Proposal:
+        await may_end.wait()
+        return await finds(plan)(problem)
+
+    async def carried_out(number: int) -> None:
+        may_end.set()
+        await ask(cluster, "apply")
+        assert (await ended(cluster, number)).stage == "carried_out"
+        await served(cluster, node, {group.instance_id: set(group.models) for group in plan.groups})
+
+    async def begin() -> None:
+        may_end.clear()
+        await ask(cluster, "apply")
+
+    async def refused() -> None:
+        before = cluster.plans[-1]
+        may_end.set()
+        await until_problem(cluster, "models, nodes or drained instances changed")
+        assert cluster.plans[-1] == before
+
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=search):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await carried_out(1)
+        plan = Plan((Group("n", (0,), ("a", "b")),))
+        await begin()
+        await cluster.remove("b")
+        await cluster.add(ModelSpec("b", sources["c"]))
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        await refused()
+        await carried_out(2)
+        plan = APART
+        await begin()
+        await drain(cluster, "n-1")
+        await refused()
 
 
 async def ask_until_kept(cluster: Cluster) -> ReplacementState:
