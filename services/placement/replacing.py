@@ -18,6 +18,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
+from services.placement.fleet import serving
 from services.placement.inputs import Inputs
 from services.placement.live_problem import ProblemError, live_problem, measured_prediction
 from services.placement.metrics import PlacementMetrics
@@ -343,7 +344,9 @@ class Replacing:
     async def _begin_change(self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool) -> None:
         plan, now = self._plans.current, self._monitor.now()
         number = 1 if plan.change is None else plan.change.number + 1
-        change = carry_out.begin(number, reason, plan.instances, target, now)
+        ready = serving(entry.value for entry in (await self._registry.entries()).values())
+        planned = {(spec.name, place.instance_id) for place in plan.instances for spec in place.models}
+        change = carry_out.begin(number, reason, plan.instances, target, now, planned - ready)
         # With room for what is told of its steps: it could neither go on nor back otherwise.
         size = len(msgspec.msgpack.encode(msgspec.structs.replace(plan, change=change)))
         if size > LARGEST_CHANGE * self._bus.max_payload_bytes:
@@ -384,7 +387,9 @@ class Replacing:
             states = {model.name: model.state for model in info.models}
             held[info.instance_id] = Held(info.group.num_ranks, states, info.state == "draining")
             failed = [
-                f"could not load {model.name!r}: {model.error}" for model in info.models if model.state == "failed"
+                f"could not load {model.name!r}: {model.error}"
+                for model in info.models
+                if model.state == "failed" and f"{model.name} on {info.instance_id}" not in change.unready
             ]
             if failed:
                 problems[info.instance_id] = "; ".join(failed)
@@ -392,7 +397,8 @@ class Replacing:
         for node in registered:
             for text in filter(None, node.problem.split("; ")):
                 instance_id, _, reason = text.partition(" ")
-                problems.setdefault(instance_id, reason)
+                if not reason.startswith("could not load"):  # which the instance says itself
+                    problems.setdefault(instance_id, reason)
         nodes = {place.node_id for place in (*change.before, *change.target)}
         return View(
             held=held,

@@ -351,6 +351,8 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     was_chosen: bool = False
     trace: str = ""
     """W3C trace parent of its span; empty: it is not traced."""
+    unready: list[str] = []
+    """`model on instance`: that did not serve when the change began, which leaves it as it is: it may fail."""
 
     @property
     def is_over(self) -> bool:

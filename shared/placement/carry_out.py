@@ -77,11 +77,26 @@ Progress = tuple[PlanChange, list[InstancePlan]]
 
 
 def begin(
-    number: int, reason: str, before: Sequence[InstancePlan], target: Sequence[InstancePlan], now_s: float
+    number: int,
+    reason: str,
+    before: Sequence[InstancePlan],
+    target: Sequence[InstancePlan],
+    now_s: float,
+    unready: Collection[tuple[str, str]] = (),
 ) -> PlanChange:
+    """`unready`: (model, instance id) pairs that do not serve now. Where the change leaves one as it is, and it cannot be
+    loaded, that is no fault of the change, which does not wait for it."""
+    had = {place.instance_id: place for place in before}
     return PlanChange(
         number=number, reason=reason, stage="fetch", begun_s=now_s, stage_s=now_s, step_s=now_s,
         before=_sorted(before), target=_sorted(target),
+        unready=[
+            f"{spec.name} on {want.instance_id}"
+            for want in target
+            if (have := had.get(want.instance_id)) is not None and _is_same_process(have, want)
+            for spec in want.models
+            if spec in have.models and (spec.name, want.instance_id) in unready
+        ],
     )  # fmt: skip
 
 
@@ -182,7 +197,7 @@ def _failure(
             return "instance", f"{place.instance_id} {problem}"
     is_waiting = change.stage == "change" or not _is_reached(change, running, view)
     if is_waiting and now_s - change.step_s >= settings.step_s:
-        late = [place.instance_id for place in running if not _serves(place, view)]
+        late = [place.instance_id for place in running if not _serves(change, place, view)]
         left = sorted(_going(change, running, view))
         return "timeout", f"{', '.join(late + left) or 'a step'} took more than {settings.step_s:.0f} s"
     return "", ""
@@ -213,11 +228,15 @@ def _step(
     return change, after
 
 
-def _serves(place: InstancePlan, view: View) -> bool:
+def _serves(change: PlanChange, place: InstancePlan, view: View) -> bool:
     held = view.held.get(place.instance_id)
     if held is None or held.is_draining or held.num_ranks != place.group.num_ranks:
         return False
-    return dict(held.models) == {spec.name: "ready" for spec in place.models}
+    states = {
+        name: "ready" if state == "failed" and f"{name} on {place.instance_id}" in change.unready else state
+        for name, state in held.models.items()
+    }
+    return states == dict.fromkeys(_names(place), "ready")
 
 
 def _going(change: PlanChange, running: Iterable[InstancePlan], view: View) -> set[str]:
@@ -227,7 +246,7 @@ def _going(change: PlanChange, running: Iterable[InstancePlan], view: View) -> s
 
 
 def _is_reached(change: PlanChange, running: Sequence[InstancePlan], view: View) -> bool:
-    return all(_serves(place, view) for place in running) and not _going(change, running, view)
+    return all(_serves(change, place, view) for place in running) and not _going(change, running, view)
 
 
 # -------------------------------------------------------------------------------------------------------- steps

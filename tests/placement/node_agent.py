@@ -77,6 +77,11 @@ class ScriptedNode:
         """Ready ones, by instance."""
         return {i: {n for n, s in one.models.items() if s == "ready"} for i, one in self._instances.items()}
 
+    @property
+    def failed(self) -> set[str]:
+        """Instances with a model that could not be loaded."""
+        return {i for i, one in self._instances.items() if "failed" in one.models.values()}
+
     def _on_plan(self, _: str, plan: PlacementPlan | None) -> None:
         if plan is not None:
             self._plan = plan

@@ -342,6 +342,30 @@ async def test_a_model_that_cannot_be_loaded_rolls_back_with_its_reason(
     await until(lambda: value("tideway_placement_roll_backs_total", {"cause": "instance"}) == 1)
 
 
+async def test_a_model_that_had_failed_before_holds_no_change_up(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    plans: list[Plan] = []
+
+    async def search(problem: Problem) -> Proposal:
+        return await finds(plans[0])(problem)
+
+    node.failing = {"c"}
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=search):
+        await served(cluster, node, EVERYWHERE)
+        await cluster.add(ModelSpec("c", sources["c"], replicas=1))
+        await until(lambda: node.failed)
+        (failed,) = node.failed
+        here = int(failed.removeprefix("n-"))
+        plans.append(Plan(tuple(sorted([Group("n", (here,), ("a", "c")), Group("n", (1 - here,), ("b",))]))))
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        change = await ended(cluster)
+        assert (change.stage, change.failure, change.unready) == ("carried_out", "", [f"c on {failed}"])
+        await until(lambda: node.models == {failed: {"a"}, f"n-{1 - here}": {"b"}})
+        assert not node.ever_missing
+
+
 async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], node: ScriptedNode,
     monkeypatch: pytest.MonkeyPatch,

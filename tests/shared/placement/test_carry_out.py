@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -189,10 +189,20 @@ class Run:
 
 
 def carried_out(
-    before: list[InstancePlan], target: list[InstancePlan], *, failures: float = 0.0, seed: int = 0, check: bool = True
+    before: list[InstancePlan],
+    target: list[InstancePlan],
+    *,
+    failures: float = 0.0,
+    seed: int = 0,
+    check: bool = True,
+    failed: Collection[tuple[str, str]] = (),
 ) -> Run:
+    """`failed`: (model, instance) pairs that are so from the beginning."""
     world = World(random.Random(seed), failures, shown(before), list(before))
-    change, instances = begin(1, "why", before, target, 0.0), list(before)
+    for name, instance_id in failed:
+        held = world.held[instance_id]
+        world.held[instance_id] = held._replace(models={**held.models, name: "failed"})
+    change, instances = begin(1, "why", before, target, 0.0, failed), list(before)
     run = Run(change, instances)
     both = {s.name for p in before for s in p.models} & {s.name for p in target for s in p.models}
     for now_s in range(3000):
@@ -268,6 +278,18 @@ def test_a_model_that_cannot_be_loaded_rolls_all_back() -> None:
     run = carried_out(before, [place("n-0", "ac"), place("n-1", "b")], failures=1.0, check=False)
     assert run.change.stage == "rolled_back" and run.change.failure
     assert names(run.instances) == {"n-0": "a", "n-1": "b"}
+
+
+def test_a_model_that_had_failed_before_holds_no_change_up_that_leaves_it_where_it_is() -> None:
+    before, failed = [place("n-0", "ab"), place("n-1", "a")], {("b", "n-0")}
+    run = carried_out(before, [place("n-0", "abc"), place("n-1", "c")], failed=failed)
+    assert run.change.stage == "carried_out", run.change
+    run = carried_out(before, [place("n-0", "ab"), place("n-1", "ac")], failed=failed, failures=1.0)
+    assert run.change.stage == "rolled_back" and "could not load c" in run.change.failure
+    assert "roll-back took" not in run.change.failure
+    # It is to be loaded there: by an instance that is made anew, or from elsewhere.
+    for target in (place("n-0", "ab", pool=2), msgspec.structs.replace(before[0], models=[ModelSpec("b", "/other")])):
+        assert begin(1, "", before, [target], 0.0, failed).unready == []
 
 
 @st.composite
