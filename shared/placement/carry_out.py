@@ -126,8 +126,7 @@ def advance(
         case "change" | "settle":
             cause, failure = _failure(change, running, view, now_s, settings)
             if cause:
-                change = abandon(change, cause, failure, now_s)
-                return _step(change, running, change.before, view, now_s, fits)
+                return advance(abandon(change, cause, failure, now_s), running, view, now_s, fits, settings)
             if change.stage == "change":
                 return _step(change, running, change.target, view, now_s, fits)
             if not _is_reached(change, running, view):
@@ -137,8 +136,7 @@ def advance(
                 change = _replace(change, stage="carried_out", stage_s=now_s)
             return change, list(running)
         case "roll_back":
-            gone = set(view.gone_nodes)
-            before = [place for place in change.before if place.node_id not in gone]
+            before = _way_back(change, running, view, fits)
             if now_s - change.step_s >= settings.step_s:
                 failure = f"{change.failure}; its roll-back took more than {settings.step_s:.0f} s for a step"
                 return _replace(change, stage="rolled_back", stage_s=now_s, failure=failure), before
@@ -247,6 +245,24 @@ def _going(change: PlanChange, running: Iterable[InstancePlan], view: View) -> s
 
 def _is_reached(change: PlanChange, running: Sequence[InstancePlan], view: View) -> bool:
     return all(_serves(change, place, view) for place in running) and not _going(change, running, view)
+
+
+def _way_back(change: PlanChange, running: Sequence[InstancePlan], view: View, fits: Fits) -> list[InstancePlan]:
+    """What a roll-back goes to: what was before, without nodes that are gone. A model that only these had stays where it has
+    come to be, as far as that leaves the rest its devices and memory."""
+    goal = {place.instance_id: place for place in change.before if place.node_id not in view.gone_nodes}
+    taken = set().union(*(instance_devices(i, place.group.num_ranks) for i, place in goal.items()))
+    left = {spec.name for place in goal.values() for spec in place.models}
+    homeless = {spec.name for place in change.before for spec in place.models} - left
+    for place in running:
+        stays, was = _without(place, _names(place) - homeless), goal.get(place.instance_id)
+        if place.node_id in view.gone_nodes or not stays.models:
+            continue
+        if was is None and not taken & instance_devices(place.instance_id, place.group.num_ranks):
+            goal[place.instance_id] = stays
+        elif was is not None and _is_same_process(place, was) and fits(was, [*was.models, *stays.models]):
+            goal[place.instance_id] = _with(was, stays.models)
+    return list(goal.values())
 
 
 # -------------------------------------------------------------------------------------------------------- steps
