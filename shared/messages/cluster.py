@@ -302,6 +302,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sources of the plan's `fetch` that are ready to be loaded here."""
     fetch_problems: dict[str, str] = {}
     """Of those, the ones that cannot be had, with the reason."""
+    device_name: str = ""
+    """Of its GPUs, as step times are stored under it; empty: it has none, several kinds, or does not say."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
