@@ -48,6 +48,8 @@ class ScriptedNode:
     groups: tuple[DeviceGroup, ...] = ()
     failing: set[str] = field(default_factory=set)
     """Models that cannot be loaded."""
+    is_loading: bool = True
+    """Else no model becomes ready."""
     is_fetching: bool = True
     """Else weights do not come."""
     fetch_problems: dict[str, str] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class ScriptedNode:
         if instance.state == "draining":
             instance.state = "gone"
         for name, state in list(instance.models.items()):
-            if state == "loading":
+            if state == "loading" and self.is_loading:
                 instance.models[name] = "failed" if name in self.failing else "ready"
                 instance.state = "ready"
             elif state == "unloading":

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from services.placement import active as active_module
+from services.placement import fleet as fleet_module
 from services.placement import replacing as replacing_module
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
@@ -364,6 +365,35 @@ async def test_a_model_that_had_failed_before_holds_no_change_up(
         assert (change.stage, change.failure, change.unready) == ("carried_out", "", [f"c on {failed}"])
         await until(lambda: node.models == {failed: {"a"}, f"n-{1 - here}": {"b"}})
         assert not node.ever_missing
+
+
+async def test_a_node_that_is_lost_takes_no_model_with_it_that_has_come_elsewhere(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fleet_module, "GRACE_S", 0.3)
+    plans = [Plan((Group("m", (0,), ("b",)), Group("n", (0,), ("a",))))]
+    plans.append(Plan((Group("m", (0,), ("a",)), Group("n", (0,), ("b",)))))
+
+    async def search(problem: Problem) -> Proposal:
+        return await finds(plans.pop(0))(problem)
+
+    other = ScriptedNode(cluster.bus, "m")
+    await other.start()
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=search):
+        await until(lambda: node.models | other.models == EVERYWHERE | {"m-0": {"a", "b"}, "m-1": {"a", "b"}})
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        assert (await ended(cluster)).stage == "carried_out"
+        other.is_loading = False
+        await ask(cluster, "apply")
+        await until(lambda: node.models == {"n-0": {"a", "b"}})
+        seen = len(cluster.plans)
+        await other.stop()
+        change = await ended(cluster, 2)
+        assert (change.stage, change.cause, change.failure) == ("rolled_back", "node_gone", "m is gone")
+        await served(cluster, node, {"n-0": {"a", "b"}})
+        assert all(where(plan)["n-0"] == {"a", "b"} for plan in cluster.plans[seen:])
 
 
 async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(
