@@ -262,7 +262,7 @@ def _way_back(change: PlanChange, running: Sequence[InstancePlan], view: View, f
             goal[place.instance_id] = stays
         elif was is not None and _is_same_process(place, was) and fits(was, [*was.models, *stays.models]):
             goal[place.instance_id] = _with(was, stays.models)
-    return list(goal.values())
+    return _sorted(goal.values())
 
 
 # -------------------------------------------------------------------------------------------------------- steps
