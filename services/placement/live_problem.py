@@ -1,8 +1,9 @@
 """The problem that a search is given, from what placement knows of the live cluster. Pure.
 
-Step times are those that instances measured (COST_MODELS). Of a group size that was not measured they are the hardware
-profile's, scaled by how much a measured one of the model differs from it. Devices that were drained, and those behind them
-on their node, are left out; while an instance is planned there, nothing is searched for.
+Step times are those that instances measured (COST_MODELS), on GPUs of the node's kind where it tells that. Of a group size
+that was not measured they are the hardware profile's, scaled by how much a measured one of the model differs from it.
+Devices that were drained, and those behind them on their node, are left out; while an instance is planned there, nothing
+is searched for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from services.placement.fleet import node_of, num_ranks
+from services.placement.fleet import node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel, DeviceFacts
 from shared.checkpoint import CheckpointShape, cost_key, run_dtype
 from shared.cost_model import CostModel
@@ -25,7 +26,12 @@ from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Pre
 
 
 class ProblemError(Exception):
-    """There is nothing to search with; the message says why."""
+    """There is nothing to search with, or what was found is not carried out; the message says why."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        """`cause`: that is counted among those of verdicts; empty: none is."""
+        super().__init__(message)
+        self.cause = cause
 
 
 def live_problem(
@@ -45,6 +51,9 @@ def live_problem(
 ) -> Problem:
     """`places`: of the plan that runs. `stored`: of COST_MODELS. `gpu`: name of a hardware profile. `evidence`: see
     `Problem`. Raises `ProblemError`."""
+    if staged := [node.node_id for node in nodes if num_stages(node, num_ranks(node)) > 1]:
+        told = "are pipelines (TIDEWAY_PIPELINE_PARALLEL), whose step times a search does not know"
+        raise ProblemError(f"instances of {', '.join(staged)} {told}", "pipelines")
     if unread := [model.spec.name for model in models if model.shape is None]:
         raise ProblemError(f"the checkpoint of {', '.join(unread)} is not known")
     if not traffic.num_requests:
@@ -108,18 +117,19 @@ def measured_prediction(traffic: Mapping[str, ModelTraffic]) -> Prediction:
 
 
 def _hardware(node: NodeInfo, gpu: str, measured: Sequence[StoredCostModel]) -> Hardware:
-    """The newest cost model that was measured on a known kind of GPU tells which the cluster has; an A100 is assumed where
-    none does."""
+    """By the name of the node's GPUs. Where it tells none, the newest cost model that was measured on a known kind of GPU
+    says which the cluster has. An unknown kind is taken to be like an A100."""
     if not node.device.startswith("cuda"):
         return CPU
-    if gpu:
-        return HARDWARE[gpu]
-    for entry in reversed(measured):
-        words = re.split(r"[^A-Za-z0-9]+", entry.key)
-        for hardware in HARDWARE.values():
-            if hardware.device == "cuda" and hardware.name.partition("-")[0] in words:
-                return hardware
-    return A100_80G
+    names = [node.device_name] if node.device_name else [entry.key for entry in reversed(measured)]
+    profile = HARDWARE[gpu] if gpu else next(filter(None, map(_profile, names)), A100_80G)
+    return msgspec.structs.replace(profile, name=node.device_name or profile.name)
+
+
+def _profile(name: str) -> Hardware | None:
+    words = re.split(r"[^A-Za-z0-9]+", name)
+    gpus = (hardware for hardware in HARDWARE.values() if hardware.device == "cuda")
+    return next((hardware for hardware in gpus if hardware.name.partition("-")[0] in words), None)
 
 
 def _node_facts(node: NodeInfo, hardware: Hardware, draining: Collection[str]) -> NodeFacts:
@@ -153,7 +163,7 @@ def _model_facts(
         block_size = facts.block_size(shape.head_dim, dtype)
         kind = msgspec.structs.replace(kind, block_size=block_size, step_tokens=facts.step_tokens)
         hardware[kind.name] = kind
-        known = _measured(cost_key(shape, dtype, block_size), measured)
+        known = _measured(cost_key(shape, dtype, block_size), node.device_name, measured)
         reckoned = cost_models(kind, spec.name, shape, dtype=dtype, ranks=ranks)
         factors = [_decode_s(known[p]) / _decode_s(reckoned[p]) for p in sorted(known) if p in reckoned]
         factor = factors[0] if factors else 1.0
@@ -168,12 +178,13 @@ def _model_facts(
     return msgspec.structs.replace(made, costs=costs)
 
 
-def _measured(prefix: str, measured: Sequence[StoredCostModel]) -> dict[int, CostModel]:
-    """By number of ranks; of several the newest."""
+def _measured(prefix: str, device: str, measured: Sequence[StoredCostModel]) -> dict[int, CostModel]:
+    """By number of ranks; of several the newest. `device`: its name; empty: of any."""
     found: dict[int, CostModel] = {}
     for entry in measured:
-        ranks = entry.key.rpartition("/tp")[2]
-        if entry.key.startswith(prefix + "/") and ranks.isdecimal():
+        measured_on, _, ranks = entry.key.rpartition("/tp")
+        model, _, name = measured_on.partition("/")
+        if model == prefix and device in ("", name.removesuffix("-deterministic")) and ranks.isdecimal():
             try:
                 found[int(ranks)] = msgspec.json.decode(entry.cost_model, type=CostModel)
             except msgspec.MsgspecError:

@@ -18,6 +18,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
+from services.placement.fleet import serving
 from services.placement.inputs import Inputs
 from services.placement.live_problem import ProblemError, live_problem, measured_prediction
 from services.placement.metrics import PlacementMetrics
@@ -39,9 +40,9 @@ from shared.messages.requests import ErrorCode
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
-from shared.placement.plan import Prediction, group_of, plan_of
+from shared.placement.plan import Prediction
 from shared.placement.problem import Problem, Proposal
-from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict
+from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, losers
 from shared.placement.stretches import evidence_s
 from shared.settings import PlacementSettings, SettingsError
 from shared.tasks import TaskSet
@@ -183,7 +184,7 @@ class Replacing:
         """Call it with the lock that `tick` is called with."""
         try:
             await self._do(query)
-        except ProblemError as error:
+        except (ProblemError, DoesNotFit) as error:
             raise refuse(str(error), "action", ErrorCode.CONFLICT) from None
         return self.state()
 
@@ -249,14 +250,13 @@ class Replacing:
         self._tasks.start(self._search(why, is_applied))
 
     async def _search(self, why: str, is_applied: bool) -> None:
-        began_s, outcome, predicted = self._monitor.now(), "failed", None
+        began_s, outcome, cause, predicted = self._monitor.now(), "failed", "", None
         logger.info("searching for a placement: %s", why)
         try:
             with self._tracer.start_as_current_span("placement.search", attributes={"tideway.reason": why}):
                 proposal, verdict = await self._found(why)
             self._proposal, predicted = proposal, proposal.incumbent
-            outcome = "better" if verdict.is_worth else "kept"
-            self._metrics.verdicts.labels(verdict.cause).inc()
+            outcome, cause = "better" if verdict.is_worth else "kept", verdict.cause
             logger.info("a search over %d requests took %.1f s: %s", proposal.num_requests, proposal.search_s,
                         verdict.reason)  # fmt: skip
             if is_applied or (verdict.is_worth and self._settings.replacement == "auto"):
@@ -264,6 +264,8 @@ class Replacing:
                     await self._apply(proposal)
         except (ProblemError, DoesNotFit, BusError) as error:
             self._problem = str(error)
+            if isinstance(error, ProblemError):
+                cause = error.cause or cause
             logger.info("no placement was found: %s", error)
         except Exception as error:
             self._problem = f"the search failed: {error!r}"
@@ -273,6 +275,8 @@ class Replacing:
             if self.change is None:
                 self._core.settled(self._monitor.now(), predicted)
             self._metrics.searches.labels(outcome).inc()
+            if cause:
+                self._metrics.verdicts.labels(cause).inc()
             self._metrics.search_seconds.observe(self._monitor.now() - began_s)
 
     async def _found(self, why: str) -> tuple[PlanProposal, Verdict]:
@@ -305,13 +309,20 @@ class Replacing:
     # ---------------------------------------------------------------------------------------------- carrying out
 
     async def _apply(self, proposal: PlanProposal) -> None:
-        """Raises `ProblemError` where the plan is another than it was made for."""
-        plan = self._plans.current
-        if self.change is not None or plan_of(map(group_of, plan.instances)) != proposal.before:
-            self._core.ask("the plan changed while a better one was searched for")
-            raise ProblemError("the plan changed while a better one was searched for")
-        if proposal.plan == proposal.before:
+        """Raises `ProblemError`, or `DoesNotFit`, where the plan is another than it was made for, or leaves models out."""
+        plan, inputs = self._plans.current, self._inputs()
+        is_same = plan.version == proposal.version
+        if is_same and proposal.plan == proposal.before:
             return
+        if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in inputs.models}):
+            raise ProblemError(f"{', '.join(fewer)} would be on no group", "places_fewer")
+        # What is drained shows in the version alone, what an adapter takes in the choice alone.
+        if not is_same or proposal.target != await asyncio.to_thread(
+            chosen, inputs.models, inputs.nodes, plan, proposal.plan.groups
+        ):
+            changed = "models, nodes or drained instances changed while a better plan was searched for"
+            self._core.ask(changed)
+            raise ProblemError(changed, "plan_changed")
         reason = f"{proposal.why}: {proposal.verdict}"
         await self._begin_change(reason, proposal.target, is_chosen=True)
 
@@ -333,7 +344,9 @@ class Replacing:
     async def _begin_change(self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool) -> None:
         plan, now = self._plans.current, self._monitor.now()
         number = 1 if plan.change is None else plan.change.number + 1
-        change = carry_out.begin(number, reason, plan.instances, target, now)
+        ready = serving(entry.value for entry in (await self._registry.entries()).values())
+        planned = {(spec.name, place.instance_id) for place in plan.instances for spec in place.models}
+        change = carry_out.begin(number, reason, plan.instances, target, now, planned - ready)
         # With room for what is told of its steps: it could neither go on nor back otherwise.
         size = len(msgspec.msgpack.encode(msgspec.structs.replace(plan, change=change)))
         if size > LARGEST_CHANGE * self._bus.max_payload_bytes:
@@ -374,7 +387,9 @@ class Replacing:
             states = {model.name: model.state for model in info.models}
             held[info.instance_id] = Held(info.group.num_ranks, states, info.state == "draining")
             failed = [
-                f"could not load {model.name!r}: {model.error}" for model in info.models if model.state == "failed"
+                f"could not load {model.name!r}: {model.error}"
+                for model in info.models
+                if model.state == "failed" and f"{model.name} on {info.instance_id}" not in change.unready
             ]
             if failed:
                 problems[info.instance_id] = "; ".join(failed)
@@ -382,7 +397,8 @@ class Replacing:
         for node in registered:
             for text in filter(None, node.problem.split("; ")):
                 instance_id, _, reason = text.partition(" ")
-                problems.setdefault(instance_id, reason)
+                if not reason.startswith("could not load"):  # which the instance says itself
+                    problems.setdefault(instance_id, reason)
         nodes = {place.node_id for place in (*change.before, *change.target)}
         return View(
             held=held,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,6 +49,8 @@ class Machine:
     """How many there may ever be: memory and cores are divided over so many. 0: `num_instances`."""
     attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
     """Of the back ends, fastest first."""
+    device_name: str = ""
+    """Of the GPUs; empty: there are none, or of several kinds."""
 
     @property
     def most_instances(self) -> int:
@@ -77,7 +80,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         raise SettingsError(f"TIDEWAY_TENSOR_PARALLEL={settings.tensor_parallel}: expected a power of two")
     if settings.max_node_instances < 0:
         raise SettingsError(f"TIDEWAY_MAX_NODE_INSTANCES={settings.max_node_instances}: expected 0 or more")
-    gpus = {} if settings.device == "cpu" else _free_gpu_memory(environment, root)
+    gpus = {} if settings.device == "cpu" else _gpus(environment, root)
     if gpus and not _torch_has_cuda():
         if settings.device == "cuda":
             raise SettingsError("TIDEWAY_DEVICE=cuda, but the installed torch is built without CUDA")
@@ -92,12 +95,12 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
                 f"{len(gpus)} GPUs cannot be divided so"
             )
         # The smallest share of all, as the plan divides memory evenly.
-        free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
-        names = list(gpus)
+        free = int(min(gpu.free_bytes for gpu in gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
+        names, kinds = list(gpus), {gpu.name for gpu in gpus.values()}
         return Machine(
             "cuda", len(gpus) // size, settings.memory_bytes or free, settings.num_threads or 1,
             tuple(DeviceGroup(tuple(names[k : k + size]), num_stages) for k in range(0, len(names), size)),
-            attention=_gpu_attention(environment),
+            attention=_gpu_attention(environment), device_name=kinds.pop() if len(kinds) == 1 else "",
         )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
@@ -156,11 +159,17 @@ def _control_groups(root: Path, controller: str) -> list[Path]:
     return found
 
 
-def _free_gpu_memory(environment: Mapping[str, str], root: Path) -> dict[str, int]:
-    """GPU (as CUDA_VISIBLE_DEVICES names it) -> free bytes, in order; only those that CUDA_VISIBLE_DEVICES allows."""
+class Gpu(NamedTuple):
+    free_bytes: int
+    name: str
+    """As CUDA has it too."""
+
+
+def _gpus(environment: Mapping[str, str], root: Path) -> dict[str, Gpu]:
+    """As CUDA_VISIBLE_DEVICES names them, in order; only those that it allows."""
     if not list((root / "dev").glob("nvidia[0-9]*")):
         return {}
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,name", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(
             command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
@@ -171,20 +180,20 @@ def _free_gpu_memory(environment: Mapping[str, str], root: Path) -> dict[str, in
     return parse_gpus(output, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
-def parse_gpus(output: str, visible: str | None) -> dict[str, int]:
-    """`output`: lines of "index, uuid, free MiB" (nvidia-smi). `visible`: CUDA_VISIBLE_DEVICES, None where not set: a
+def parse_gpus(output: str, visible: str | None) -> dict[str, Gpu]:
+    """`output`: lines of "index, uuid, free MiB, name" (nvidia-smi). `visible`: CUDA_VISIBLE_DEVICES, None where not set: a
     list of indices or of beginnings of UUIDs, of which the first unknown one ends the list, as CUDA has it."""
     gpus = []
     for line in output.strip().splitlines():
-        index, uuid, mebibytes = (field.strip() for field in line.split(","))
+        index, uuid, mebibytes, kind = (field.strip() for field in line.split(","))
         if mebibytes.isdigit():
-            gpus.append((index, uuid, int(mebibytes) << 20))
+            gpus.append((index, uuid, Gpu(int(mebibytes) << 20, kind)))
     if visible is None:
         # By UUID, because CUDA may count in another order.
-        return {uuid: free for _, uuid, free in gpus}
-    chosen: dict[str, int] = {}
+        return {uuid: gpu for _, uuid, gpu in gpus}
+    chosen: dict[str, Gpu] = {}
     for name in (part.strip() for part in visible.split(",")):
-        matches = [free for index, uuid, free in gpus if name and (index == name or uuid.startswith(name))]
+        matches = [gpu for index, uuid, gpu in gpus if name and (index == name or uuid.startswith(name))]
         if len(matches) != 1:
             break
         chosen[name] = matches[0]

@@ -130,6 +130,7 @@ class NodeAgent:
             groups=machine.groups,
             devices=machine.devices,
             step_tokens=step_tokens,
+            device_name=machine.device_name,
         )
         self._fetching = Fetching(self._show_fetched)
         self._has_seen_plan = False

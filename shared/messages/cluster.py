@@ -302,6 +302,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sources of the plan's `fetch` that are ready to be loaded here."""
     fetch_problems: dict[str, str] = {}
     """Of those, the ones that cannot be had, with the reason."""
+    device_name: str = ""
+    """Of its GPUs, as step times are stored under it; empty: it has none, several kinds, or does not say."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
@@ -351,6 +353,8 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     was_chosen: bool = False
     trace: str = ""
     """W3C trace parent of its span; empty: it is not traced."""
+    unready: list[str] = []
+    """`model on instance`: that did not serve when the change began, which leaves it as it is: it may fail."""
 
     @property
     def is_over(self) -> bool:

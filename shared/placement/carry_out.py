@@ -77,11 +77,26 @@ Progress = tuple[PlanChange, list[InstancePlan]]
 
 
 def begin(
-    number: int, reason: str, before: Sequence[InstancePlan], target: Sequence[InstancePlan], now_s: float
+    number: int,
+    reason: str,
+    before: Sequence[InstancePlan],
+    target: Sequence[InstancePlan],
+    now_s: float,
+    unready: Collection[tuple[str, str]] = (),
 ) -> PlanChange:
+    """`unready`: (model, instance id) pairs that do not serve now. Where the change leaves one as it is, and it cannot be
+    loaded, that is no fault of the change, which does not wait for it."""
+    had = {place.instance_id: place for place in before}
     return PlanChange(
         number=number, reason=reason, stage="fetch", begun_s=now_s, stage_s=now_s, step_s=now_s,
         before=_sorted(before), target=_sorted(target),
+        unready=[
+            f"{spec.name} on {want.instance_id}"
+            for want in target
+            if (have := had.get(want.instance_id)) is not None and _is_same_process(have, want)
+            for spec in want.models
+            if spec in have.models and (spec.name, want.instance_id) in unready
+        ],
     )  # fmt: skip
 
 
@@ -111,8 +126,7 @@ def advance(
         case "change" | "settle":
             cause, failure = _failure(change, running, view, now_s, settings)
             if cause:
-                change = abandon(change, cause, failure, now_s)
-                return _step(change, running, change.before, view, now_s, fits)
+                return advance(abandon(change, cause, failure, now_s), running, view, now_s, fits, settings)
             if change.stage == "change":
                 return _step(change, running, change.target, view, now_s, fits)
             if not _is_reached(change, running, view):
@@ -122,8 +136,7 @@ def advance(
                 change = _replace(change, stage="carried_out", stage_s=now_s)
             return change, list(running)
         case "roll_back":
-            gone = set(view.gone_nodes)
-            before = [place for place in change.before if place.node_id not in gone]
+            before = _way_back(change, running, view, fits)
             if now_s - change.step_s >= settings.step_s:
                 failure = f"{change.failure}; its roll-back took more than {settings.step_s:.0f} s for a step"
                 return _replace(change, stage="rolled_back", stage_s=now_s, failure=failure), before
@@ -182,7 +195,7 @@ def _failure(
             return "instance", f"{place.instance_id} {problem}"
     is_waiting = change.stage == "change" or not _is_reached(change, running, view)
     if is_waiting and now_s - change.step_s >= settings.step_s:
-        late = [place.instance_id for place in running if not _serves(place, view)]
+        late = [place.instance_id for place in running if not _serves(change, place, view)]
         left = sorted(_going(change, running, view))
         return "timeout", f"{', '.join(late + left) or 'a step'} took more than {settings.step_s:.0f} s"
     return "", ""
@@ -213,11 +226,15 @@ def _step(
     return change, after
 
 
-def _serves(place: InstancePlan, view: View) -> bool:
+def _serves(change: PlanChange, place: InstancePlan, view: View) -> bool:
     held = view.held.get(place.instance_id)
     if held is None or held.is_draining or held.num_ranks != place.group.num_ranks:
         return False
-    return dict(held.models) == {spec.name: "ready" for spec in place.models}
+    states = {
+        name: "ready" if state == "failed" and f"{name} on {place.instance_id}" in change.unready else state
+        for name, state in held.models.items()
+    }
+    return states == dict.fromkeys(_names(place), "ready")
 
 
 def _going(change: PlanChange, running: Iterable[InstancePlan], view: View) -> set[str]:
@@ -227,7 +244,25 @@ def _going(change: PlanChange, running: Iterable[InstancePlan], view: View) -> s
 
 
 def _is_reached(change: PlanChange, running: Sequence[InstancePlan], view: View) -> bool:
-    return all(_serves(place, view) for place in running) and not _going(change, running, view)
+    return all(_serves(change, place, view) for place in running) and not _going(change, running, view)
+
+
+def _way_back(change: PlanChange, running: Sequence[InstancePlan], view: View, fits: Fits) -> list[InstancePlan]:
+    """What a roll-back goes to: what was before, without nodes that are gone. A model that only these had stays where it has
+    come to be, as far as that leaves the rest its devices and memory."""
+    goal = {place.instance_id: place for place in change.before if place.node_id not in view.gone_nodes}
+    taken = set().union(*(instance_devices(i, place.group.num_ranks) for i, place in goal.items()))
+    left = {spec.name for place in goal.values() for spec in place.models}
+    homeless = {spec.name for place in change.before for spec in place.models} - left
+    for place in running:
+        stays, was = _without(place, _names(place) - homeless), goal.get(place.instance_id)
+        if place.node_id in view.gone_nodes or not stays.models:
+            continue
+        if was is None and not taken & instance_devices(place.instance_id, place.group.num_ranks):
+            goal[place.instance_id] = stays
+        elif was is not None and _is_same_process(place, was) and fits(was, [*was.models, *stays.models]):
+            goal[place.instance_id] = _with(was, stays.models)
+    return _sorted(goal.values())
 
 
 # -------------------------------------------------------------------------------------------------------- steps

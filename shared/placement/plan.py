@@ -36,6 +36,10 @@ class Plan(msgspec.Struct, frozen=True):
     groups: tuple[Group, ...]
     """Ascending; no device twice, none without a model."""
 
+    @property
+    def models(self) -> set[str]:
+        return {name for group in self.groups for name in group.models}
+
 
 def group_of(place: InstancePlan) -> Group:
     devices = instance_devices(place.instance_id, place.group.num_ranks)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.placement.plan import ATTAINMENT_GRAIN, Horizon, ModelPrediction, Prediction, Proposal, Trial
+from shared.placement.plan import ATTAINMENT_GRAIN, Horizon, ModelPrediction, Plan, Prediction, Proposal, Trial
 from shared.placement.problem import Problem
 from shared.placement.rehearsal import change_s
 from shared.placement.stretches import evidence_s
@@ -165,6 +165,11 @@ def loss(predicted: Prediction, measured: Prediction, settings: ReplacementSetti
     return f"attainment fell to {real:.1%}, {expected:.1%} was predicted"
 
 
+def losers(before: Plan, after: Plan, known: Collection[str]) -> list[str]:
+    """Models, of those that are known still, that are on no group any more."""
+    return sorted((before.models - after.models).intersection(known))
+
+
 def judge(
     proposal: Proposal,
     problem: Problem,
@@ -180,15 +185,13 @@ def judge(
         return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")
     if problem.incumbent is None or not problem.incumbent.groups:
         return Verdict(is_worth=True, cause="none_runs", reason="no plan runs yet")
+    if fewer := losers(problem.incumbent, proposal.plan, {model.name for model in problem.models}):
+        return Verdict(is_worth=False, cause="places_fewer", reason=f"{', '.join(fewer)} would be on no group")
     if proposal.incumbent is None:
         told = "the plan that runs breaks a limit of models or devices of a group"
         return Verdict(is_worth=True, cause="limit_broken", reason=told)
-    placed = {name for group in problem.incumbent.groups for name in group.models}
-    now_placed = {name for group in proposal.plan.groups for name in group.models}
-    if more := sorted(now_placed - placed):
+    if more := sorted(proposal.plan.models - problem.incumbent.models):
         return Verdict(is_worth=True, cause="places_more", reason=f"{', '.join(more)} would be placed")
-    if fewer := sorted((placed - now_placed) & {model.name for model in problem.models}):
-        return Verdict(is_worth=False, cause="places_fewer", reason=f"{', '.join(fewer)} would be on no group")
     trial = proposal.trial or _untried(proposal, problem, interval_s)
     if not trial.horizons:
         told = f"the change takes {trial.change_s:.0f} s, and not so much of the traffic is known"

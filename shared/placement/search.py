@@ -375,7 +375,7 @@ class Searcher:
     def allocated(self, num_ranks: int, limit: int) -> Allocation:
         """Of groups of so many devices, with so many models each at most (0: as many as fit)."""
         slots = self.cut(num_ranks)
-        if limit and limit * len(slots) < sum(self.needed.values()):
+        if limit * len(slots) < sum(self.needed.values()) and limit not in (0, self.problem.max_models_per_group):
             return []
         first: list[str] = []
         for _ in range(3):
@@ -662,13 +662,18 @@ class Searcher:
                 )
                 found[name] = why_not([model], node, num_ranks)
             elif counts[name] < self.needed[name]:
-                what = (
-                    "no group has"
-                    if not counts[name]
-                    else f"{counts[name]} of {self.needed[name]} groups; no other has"
-                )
-                found[name] = f"{what} memory for {name!r} beside the other models"
+                who = "no group" if not counts[name] else f"{counts[name]} of {self.needed[name]} groups; no other"
+                limit = self.problem.max_models_per_group
+                if any(self._has_memory(group, name) for group in plan.groups if len(group.models) == limit):
+                    found[name] = f"{who} may hold {name!r} beside the other models (max_models_per_group: {limit})"
+                else:
+                    found[name] = f"{who} has memory for {name!r} beside the other models"
         return found
+
+    def _has_memory(self, group: Group, name: str) -> bool:
+        """For one more model."""
+        models = [self.models[other] for other in (*group.models, name)]
+        return name not in group.models and not why_not(models, self.nodes[group.node_id], group.num_ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice

@@ -3,12 +3,14 @@ the way. A third model is added to the loaded cluster meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import httpx
+import pytest
 
 from tests.e2e.otlp_collector import CollectedSpan, OtlpCollector
-from tests.e2e.stack import Stack
+from tests.e2e.stack import START_TIMEOUT_S, Stack
 from tests.e2e.streams import Stream, run_streams
 from tests.stalls import whatever_the_machine_does
 
@@ -77,3 +79,56 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
         stack.wait_until(lambda number=number: of_replacement(collector, number), f"the trace of replacement {number}")
         names = {span.name for span in of_replacement(collector, number)}
         assert names >= {"replacement.fetch", "replacement.change", "replacement.settle", "node.apply_plan"}, names
+
+
+async def test_a_new_model_makes_another_placement_by_itself(checkpoints: Mapping[str, str]) -> None:
+    """It is one more than an instance may have. Streams run until all is as it is to be."""
+    models = ["llama", "opt"]
+    environment = {"TIDEWAY_REPLACEMENT": "auto", "TIDEWAY_MAX_MODELS_PER_GROUP": "2", "TIDEWAY_PROFILE": "off"}
+    with Stack(checkpoints, environment=environment) as stack:
+        stack.wait_ready()
+
+        def change() -> dict:
+            return httpx.get(f"{stack.url}/admin/plan", timeout=20).json()["change"] or {}
+
+        def add_third() -> None:
+            third = {"name": "third", "source": checkpoints["llama"]}
+            assert httpx.post(f"{stack.url}/admin/models", json=third, timeout=20).status_code == 200
+
+        expected = await run_streams(stack.url, models, NUM_STREAMS, MAX_TOKENS)
+        assert not change()
+        add_third()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while change().get("stage") != "carried_out":
+                assert_same(await run_streams(stack.url, models, NUM_STREAMS, MAX_TOKENS), expected)
+        assert change()["reason"].startswith("model third was added: ")
+        held = serving(stack).values()
+        assert max(map(len, held)) == 2 and set().union(*held) == {*models, "third"}
+
+
+@pytest.mark.long
+async def test_streams_are_whole_where_a_node_dies_in_the_middle_of_a_replacement(
+    checkpoints: Mapping[str, str],
+) -> None:
+    models = ["llama", "opt"]
+    environment = {"TIDEWAY_MAX_MODELS_PER_GROUP": "1", "TIDEWAY_PROFILE": "off"}
+    with Stack(checkpoints, num_workers=2, num_instances=1, environment=environment, step_s=0.02) as stack:
+        stack.wait_ready()
+
+        def change() -> dict:
+            return httpx.get(f"{stack.url}/admin/plan", timeout=20).json()["change"] or {}
+
+        def apply_and_kill() -> None:
+            body = {"action": "apply"}
+            assert httpx.post(f"{stack.url}/admin/plan", json=body, timeout=20).status_code == 200
+            stack.wait_until(lambda: change().get("stage") in ("change", "settle"), "the middle of a replacement")
+            stack.kill("worker-1")
+
+        expected = await run_streams(stack.url, models, NUM_STREAMS, MAX_TOKENS)
+        streams = await run_streams(
+            stack.url, models, NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 5, disturb=apply_and_kill
+        )
+        assert_same(streams, expected)
+        stack.wait_until(lambda: change().get("stage") == "rolled_back", "the roll-back")
+        assert change()["failure"] == "worker-1 is gone"
+        stack.wait_until(lambda: serving(stack) == {"worker-0-0": set(models)}, "all models on the node that is left")

@@ -12,7 +12,7 @@ from services.worker.node_state import Ask, Kill, NodeState, Start, Terminate
 from shared.bus.interface import Bus, KeyValue
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import INSTANCES, NODES, PLANS
-from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, NodeInfo, PlacementPlan
+from shared.messages.cluster import DeviceGroup, InstanceInfo, InstancePlan, LoadedModel, NodeInfo, PlacementPlan
 
 GIB = 1 << 30
 TURN_S = 0.05
@@ -45,8 +45,11 @@ class ScriptedNode:
     node_id: str
     num_devices: int = 2
     memory_bytes: int = 4 * GIB
+    groups: tuple[DeviceGroup, ...] = ()
     failing: set[str] = field(default_factory=set)
     """Models that cannot be loaded."""
+    is_loading: bool = True
+    """Else no model becomes ready."""
     is_fetching: bool = True
     """Else weights do not come."""
     fetch_problems: dict[str, str] = field(default_factory=dict)
@@ -75,6 +78,11 @@ class ScriptedNode:
     def models(self) -> dict[str, set[str]]:
         """Ready ones, by instance."""
         return {i: {n for n, s in one.models.items() if s == "ready"} for i, one in self._instances.items()}
+
+    @property
+    def failed(self) -> set[str]:
+        """Instances with a model that could not be loaded."""
+        return {i for i, one in self._instances.items() if "failed" in one.models.values()}
 
     def _on_plan(self, _: str, plan: PlacementPlan | None) -> None:
         if plan is not None:
@@ -111,7 +119,7 @@ class ScriptedNode:
         if instance.state == "draining":
             instance.state = "gone"
         for name, state in list(instance.models.items()):
-            if state == "loading":
+            if state == "loading" and self.is_loading:
                 instance.models[name] = "failed" if name in self.failing else "ready"
                 instance.state = "ready"
             elif state == "unloading":
@@ -137,7 +145,7 @@ class ScriptedNode:
         info = NodeInfo(
             node_id=self.node_id, hostname="host", num_instances=self.num_devices, memory_bytes=self.memory_bytes,
             plan_version=self._state.plan_version, problem="; ".join(self._state.problems()),
-            devices=("cpu",) * self.num_devices,
+            devices=("cpu",) * self.num_devices, groups=self.groups,
             fetched=tuple(s for s in wanted if s not in self.fetch_problems) if self.is_fetching else (),
             fetch_problems={s: text for s, text in self.fetch_problems.items() if s in wanted},
         )  # fmt: skip

@@ -22,9 +22,11 @@ from services.placement.planning import (
     plan,
     wasted,
 )
-from shared.checkpoint import ITEMSIZES, CheckpointShape
+from shared.checkpoint import ITEMSIZES, CheckpointShape, cost_key
+from shared.cost_model import CostModel
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
+from shared.placement.hardware import A100_80G, L4, cost_model
 from shared.placement.memory import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES
 from shared.placement.plan import Group
 from shared.placement.problem import Problem, traffic
@@ -586,3 +588,25 @@ def test_a_search_sees_the_devices_up_to_one_that_is_drained_and_none_is_made_wh
 def test_a_gpu_is_known_by_the_name_that_it_was_measured_under(device: str, kind: str) -> None:
     found = problem_of(PlacementPlan(1, []), keys=(f"Llama_32-layers/{device}/tp1",), device="cuda")
     assert found.nodes[0].kind == kind
+
+
+def test_each_node_has_the_step_times_of_its_own_gpus() -> None:
+    nodes = [
+        msgspec.structs.replace(node(name, device="cuda"), device_name=f"NVIDIA {name}")
+        for name in ("H100", "L4", "L40S")
+    ]
+    (key,) = {cost_key(shape(), "bfloat16", DeviceFacts.of(each).block_size(64, "bfloat16")) for each in nodes}
+    measured = CostModel(fixed_s=7.0, prefill_token_s=1e-3, prefill_attention_s=0, decode_s=1e-3, decode_context_s=0)
+    of_model = ConfiguredModel(ModelSpec("one", "/models/one", dtype="bfloat16"), shape())
+    found = live_problem(
+        [of_model], nodes, [], (),
+        [StoredCostModel(f"{key}/NVIDIA H100-deterministic/tp1", msgspec.json.encode(measured), 0.0)],
+        traffic([(0.0, "one", 10, 10, True)], 10.0), {}, slo_scale=5.0, max_models_per_group=0, max_ranks=1,
+    )  # fmt: skip
+    kinds = [each.kind for each in found.nodes]
+    assert kinds == ["NVIDIA H100", "NVIDIA L4", "NVIDIA L40S"]
+    on_h100, on_l4, on_l40s = (found.models[0].costs[kind, 1] for kind in kinds)
+    assert on_h100 == measured
+    # Of others by their profiles; of a kind that has none, by that of an A100.
+    for cost, hardware in ((on_l4, L4), (on_l40s, A100_80G)):
+        assert cost.fixed_s == pytest.approx(cost_model(hardware, shape(), dtype="bfloat16").fixed_s)

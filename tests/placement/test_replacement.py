@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from services.placement import active as active_module
+from services.placement import fleet as fleet_module
 from services.placement import replacing as replacing_module
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
 from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS, REPLACEMENT
-from shared.messages.cluster import ModelSpec, PlanChange
+from shared.messages.cluster import DeviceGroup, ModelSpec, PlanChange
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from shared.placement.carry_out import CarryOutSettings
@@ -23,6 +24,7 @@ from shared.placement.replacement import Replacement
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.placement.node_agent import ScriptedNode
+from tests.placement.test_scaling import drain
 from tests.placement.test_service import Cluster, cluster, placement, sources, until, where
 
 __all__ = ["cluster", "sources"]
@@ -233,6 +235,76 @@ async def test_devices_become_one_group_and_an_interruption_is_told(
         assert cluster.plans[-1].change is not None and cluster.plans[-1].change.number == 1
 
 
+async def test_a_plan_that_leaves_models_out_is_not_carried_out(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, search=finds(Plan((Group("n", (0,), ("a",)),)))):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        await until_problem(cluster, "b would be on no group")
+        with pytest.raises(ServiceError, match="b would be on no group"):
+            await ask(cluster, "apply")
+        assert cluster.plans[-1].change is None and not node.ever_missing
+
+
+async def test_no_search_is_made_where_instances_are_pipelines(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    node.num_devices, node.groups = 1, (DeviceGroup(("cpu", "cpu"), 2),)
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    async with placement(nats_settings, {"a": sources["a"]}, search=finds(APART), telemetry=telemetry):
+        await served(cluster, node, {"n-0": {"a"}})
+        await tell_requests(cluster)
+        await ask(cluster, "search")
+        await until_problem(cluster, "instances of n are pipelines (TIDEWAY_PIPELINE_PARALLEL)")
+        value = telemetry.registry.get_sample_value
+        await until(lambda: value("tideway_placement_verdicts_total", {"cause": "pipelines"}) == 1)
+
+
+async def test_what_an_operator_does_during_a_search_is_not_undone_by_what_it_finds(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    plan, may_end = APART, asyncio.Event()
+
+    async def search(problem: Problem) -> Proposal:
+        await may_end.wait()
+        return await finds(plan)(problem)
+
+    async def carried_out(number: int) -> None:
+        may_end.set()
+        await ask(cluster, "apply")
+        assert (await ended(cluster, number)).stage == "carried_out"
+        await served(cluster, node, {group.instance_id: set(group.models) for group in plan.groups})
+
+    async def begin() -> None:
+        may_end.clear()
+        await ask(cluster, "apply")
+
+    async def refused() -> None:
+        before = cluster.plans[-1]
+        may_end.set()
+        await until_problem(cluster, "models, nodes or drained instances changed")
+        assert cluster.plans[-1] == before
+
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=search):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await carried_out(1)
+        plan = Plan((Group("n", (0,), ("a", "b")),))
+        await begin()
+        await cluster.remove("b")
+        await cluster.add(ModelSpec("b", sources["c"]))
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        await refused()
+        await carried_out(2)
+        plan = APART
+        await begin()
+        await drain(cluster, "n-1")
+        await refused()
+
+
 async def ask_until_kept(cluster: Cluster) -> ReplacementState:
     for _ in range(100):
         state = await show(cluster)
@@ -269,6 +341,59 @@ async def test_a_model_that_cannot_be_loaded_rolls_back_with_its_reason(
         value = telemetry.registry.get_sample_value
         # It is counted after the change has been published.
     await until(lambda: value("tideway_placement_roll_backs_total", {"cause": "instance"}) == 1)
+
+
+async def test_a_model_that_had_failed_before_holds_no_change_up(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    plans: list[Plan] = []
+
+    async def search(problem: Problem) -> Proposal:
+        return await finds(plans[0])(problem)
+
+    node.failing = {"c"}
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=search):
+        await served(cluster, node, EVERYWHERE)
+        await cluster.add(ModelSpec("c", sources["c"], replicas=1))
+        await until(lambda: node.failed)
+        (failed,) = node.failed
+        here = int(failed.removeprefix("n-"))
+        plans.append(Plan(tuple(sorted([Group("n", (here,), ("a", "c")), Group("n", (1 - here,), ("b",))]))))
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        change = await ended(cluster)
+        assert (change.stage, change.failure, change.unready) == ("carried_out", "", [f"c on {failed}"])
+        await until(lambda: node.models == {failed: {"a"}, f"n-{1 - here}": {"b"}})
+        assert not node.ever_missing
+
+
+async def test_a_node_that_is_lost_takes_no_model_with_it_that_has_come_elsewhere(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fleet_module, "GRACE_S", 0.3)
+    plans = [Plan((Group("m", (0,), ("b",)), Group("n", (0,), ("a",))))]
+    plans.append(Plan((Group("m", (0,), ("a",)), Group("n", (0,), ("b",)))))
+
+    async def search(problem: Problem) -> Proposal:
+        return await finds(plans.pop(0))(problem)
+
+    other = ScriptedNode(cluster.bus, "m")
+    await other.start()
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=search):
+        await until(lambda: node.models | other.models == EVERYWHERE | {"m-0": {"a", "b"}, "m-1": {"a", "b"}})
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        assert (await ended(cluster)).stage == "carried_out"
+        other.is_loading = False
+        await ask(cluster, "apply")
+        await until(lambda: node.models == {"n-0": {"a", "b"}})
+        seen = len(cluster.plans)
+        await other.stop()
+        change = await ended(cluster, 2)
+        assert (change.stage, change.cause, change.failure) == ("rolled_back", "node_gone", "m is gone")
+        await served(cluster, node, {"n-0": {"a", "b"}})
+        assert all(where(plan)["n-0"] == {"a", "b"} for plan in cluster.plans[seen:])
 
 
 async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(

@@ -13,13 +13,13 @@ import torch
 from services.worker import machine
 from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA, flash
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.machine import Machine, free_memory_bytes, num_cores, parse_gpus, survey
+from services.worker.machine import Gpu, Machine, free_memory_bytes, num_cores, parse_gpus, survey
 from shared.messages.cluster import AttentionFacts, DeviceGroup
 from shared.settings import SettingsError, WorkerSettings
 
 GIB = 1 << 30
 FLASH_2 = msgspec.json.encode([flash(2, 256, 256), TORCH_CUDA]).decode()
-SMI = "0, GPU-aa11, 143000\n1, GPU-bb22, 1000\n2, GPU-bb33, [N/A]\n"
+SMI = "0, GPU-aa11, 143000, NVIDIA H200\n1, GPU-bb22, 1000, NVIDIA H200\n2, GPU-bb33, [N/A], NVIDIA L4\n"
 CPUS = (DeviceGroup(("cpu",)),) * 3
 
 
@@ -92,10 +92,10 @@ def test_cores_follow_the_quota(root: Path) -> None:
 
 
 def test_gpus_and_their_free_memory() -> None:
-    mib = 1 << 20
-    assert parse_gpus(SMI, None) == {"GPU-aa11": 143000 * mib, "GPU-bb22": 1000 * mib}
-    assert parse_gpus(SMI, "1,0") == {"1": 1000 * mib, "0": 143000 * mib}
-    assert parse_gpus(SMI, "GPU-bb2,7,0") == {"GPU-bb2": 1000 * mib}, "an unknown one ends the list"
+    first, second = Gpu(143000 << 20, "NVIDIA H200"), Gpu(1000 << 20, "NVIDIA H200")
+    assert parse_gpus(SMI, None) == {"GPU-aa11": first, "GPU-bb22": second}
+    assert parse_gpus(SMI, "1,0") == {"1": second, "0": first}
+    assert parse_gpus(SMI, "GPU-bb2,7,0") == {"GPU-bb2": second}, "an unknown one ends the list"
     assert parse_gpus(SMI, "") == {}
 
 
@@ -150,8 +150,11 @@ def test_one_instance_a_gpu(with_gpus: Path) -> None:
         (DeviceGroup(("GPU-aa11",)), DeviceGroup(("GPU-bb22",))),
     )
     assert found.memory_bytes == 2 * int(1000 * (1 << 20) * machine.GPU_MEMORY_SHARE)
+    assert found.device_name == "NVIDIA H200"
     assert survey(WorkerSettings(device="cpu"), {}, with_gpus).device == "cpu"
     assert survey(WorkerSettings(), {"CUDA_VISIBLE_DEVICES": ""}, with_gpus).device == "cpu"
+    write(with_gpus, {"bin/nvidia-smi": f"#!/bin/sh\ncat <<END\n{SMI.replace('H200', 'L4', 1)}END\n"})
+    assert survey(WorkerSettings(), {}, with_gpus).device_name == "", "they are of two kinds"
 
 
 def test_devices_are_grouped(with_gpus: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,6 +24,8 @@ from shared.placement.carry_out import (
 )
 
 SETTINGS = CarryOutSettings(fetch_s=100, step_s=50, settle_s=3)
+GRACE_S = 10
+"""After which a node is known to be lost."""
 ROOM = 3
 """Models that a device has memory for."""
 
@@ -47,6 +49,15 @@ def shown(places: Sequence[InstancePlan], **states: str) -> dict[str, Held]:
 
 def names(instances: Sequence[InstancePlan]) -> dict[str, str]:
     return {p.instance_id: "".join(spec.name for spec in p.models) for p in instances}
+
+
+def only_on(nodes: Collection[str], places: Sequence[InstancePlan]) -> set[str]:
+    """Models that are on no other nodes."""
+    all_names, others = (
+        {spec.name for p in some for spec in p.models}
+        for some in (places, [p for p in places if p.node_id not in nodes])
+    )
+    return all_names - others
 
 
 def at(stage: str, before: list[InstancePlan], target: list[InstancePlan]) -> PlanChange:
@@ -87,6 +98,11 @@ FETCHED = View(shown(BEFORE), fetched={("n", "/models/b")})
         ("roll_back", BEFORE, View(shown(TARGET)), 1, "roll_back", {"n-0": "a", "n-1": "b"}, ""),
         ("roll_back", BEFORE, View(shown(BEFORE)), 1, "rolled_back", {"n-0": "a", "n-1": "b"}, ""),
         ("roll_back", TARGET, View({}), 50, "rolled_back", {"n-0": "a", "n-1": "b"}, "roll-back took"),
+        ("change", TARGET, View(shown(TARGET), gone_nodes={"n"}), 1, "roll_back", {}, "n is gone"),
+        ("settle", TARGET, View(shown(TARGET), gone_nodes={"n"}), 1, "roll_back", {}, "n is gone"),
+        ("roll_back", TARGET, View(shown(TARGET), gone_nodes={"n"}), 1, "roll_back", {}, ""),
+        ("roll_back", [], View({}, gone_nodes={"n"}), 1, "rolled_back", {}, ""),
+        ("roll_back", TARGET, View({}, gone_nodes={"n"}), 50, "rolled_back", {}, "roll-back took"),
         ("carried_out", TARGET, View({}), 999, "carried_out", {"n-0": "ab", "n-1": "b"}, ""),
         ("rolled_back", BEFORE, View({}), 999, "rolled_back", {"n-0": "a", "n-1": "b"}, ""),
     ],
@@ -129,14 +145,22 @@ class World:
     held: dict[str, Held] = field(default_factory=dict)
     published: list[InstancePlan] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
+    lost: str = ""
+    """A node that is no more."""
+    gone: set[str] = field(default_factory=set)
+    """Nodes that are known to be lost."""
+
+    def lose(self, node: str) -> None:
+        self.lost = node
+        self.held = {i: held for i, held in self.held.items() if not i.startswith(f"{node}-")}
 
     def view(self) -> View:
         sources = {(p.node_id, spec.source) for p in self.published for spec in p.models}
         fetched = {(node, f"/models/{name}") for node in "nm" for name in "abcdefg"} | sources
-        return View(dict(self.held), fetched, {}, dict(self.problems))
+        return View(dict(self.held), fetched, {}, dict(self.problems), set(self.gone))
 
     def turn(self) -> None:
-        wanted = {p.instance_id: p for p in self.published}
+        wanted = {p.instance_id: p for p in self.published if p.node_id != self.lost}
         self.problems = {i: text for i, text in self.problems.items() if i in wanted}
         for instance_id in list(self.held):
             if self.fates.random() < 0.3:
@@ -186,18 +210,35 @@ class Run:
     instances: list[InstancePlan]
     unserved: set[str] = field(default_factory=set)
     """Models of both placements that were somewhere at the start, and that nobody served at some time."""
+    gone: set[str] = field(default_factory=set)
+    """Nodes that are known to be lost at its end."""
 
 
 def carried_out(
-    before: list[InstancePlan], target: list[InstancePlan], *, failures: float = 0.0, seed: int = 0, check: bool = True
+    before: list[InstancePlan],
+    target: list[InstancePlan],
+    *,
+    failures: float = 0.0,
+    seed: int = 0,
+    check: bool = True,
+    failed: Collection[tuple[str, str]] = (),
+    loss: tuple[str, int] = ("", 0),
 ) -> Run:
+    """`failed`: (model, instance) pairs that are so from the beginning. `loss`: a node, and the second when it vanishes."""
     world = World(random.Random(seed), failures, shown(before), list(before))
-    change, instances = begin(1, "why", before, target, 0.0), list(before)
+    for name, instance_id in failed:
+        held = world.held[instance_id]
+        world.held[instance_id] = held._replace(models={**held.models, name: "failed"})
+    change, instances = begin(1, "why", before, target, 0.0, failed), list(before)
     run = Run(change, instances)
     both = {s.name for p in before for s in p.models} & {s.name for p in target for s in p.models}
     for now_s in range(3000):
         # Also across a change of the leader: nothing but what is stored counts.
         change = msgspec.json.decode(msgspec.json.encode(change), type=PlanChange)
+        if now_s == loss[1]:
+            world.lose(loss[0])
+        if now_s == loss[1] + GRACE_S:
+            world.gone.add(loss[0])
         view = world.view()
         change, after = advance(change, instances, view, float(now_s), fits, SETTINGS)
         told, instances = instances, after
@@ -205,7 +246,9 @@ def carried_out(
         assert len(devices) == len(set(devices)) and all(p.models for p in instances)
         for name in both:
             serving = world.serving(name)
-            if check and name not in change.interrupted and change.stage != "rolled_back":
+            # Where only a lost node had it, there may be no room for it beside what was before.
+            is_kept = name not in change.interrupted and name not in only_on(world.gone, before)
+            if check and is_kept and change.stage != "rolled_back":
                 had, has = (
                     {p.instance_id for p in places if any(s.name == name for s in p.models)} & serving
                     for places in (told, instances)
@@ -217,7 +260,7 @@ def carried_out(
         if change.is_over:
             break
         world.turn()
-    run.change, run.instances = change, instances
+    run.change, run.instances, run.gone = change, instances, world.gone
     assert change.is_over, change
     return run
 
@@ -270,6 +313,38 @@ def test_a_model_that_cannot_be_loaded_rolls_all_back() -> None:
     assert names(run.instances) == {"n-0": "a", "n-1": "b"}
 
 
+def test_a_model_that_had_failed_before_holds_no_change_up_that_leaves_it_where_it_is() -> None:
+    before, failed = [place("n-0", "ab"), place("n-1", "a")], {("b", "n-0")}
+    run = carried_out(before, [place("n-0", "abc"), place("n-1", "c")], failed=failed)
+    assert run.change.stage == "carried_out", run.change
+    run = carried_out(before, [place("n-0", "ab"), place("n-1", "ac")], failed=failed, failures=1.0)
+    assert run.change.stage == "rolled_back" and "could not load c" in run.change.failure
+    assert "roll-back took" not in run.change.failure
+    # It is to be loaded there: by an instance that is made anew, or from elsewhere.
+    for target in (place("n-0", "ab", pool=2), msgspec.structs.replace(before[0], models=[ModelSpec("b", "/other")])):
+        assert begin(1, "", before, [target], 0.0, failed).unready == []
+
+
+@pytest.mark.parametrize(
+    ("left", "running", "rolled_back"),
+    [
+        ([place("n-1", "c")], [place("n-0", "ac"), place("n-1", "ac")], {"n-0": "a", "n-1": "ac"}),
+        # It has no room beside what was there, or on its devices.
+        ([place("n-1", "cde")], [place("n-1", "ac")], {"n-1": "cde"}),
+        ([place("n-1", "c")], [place("n-0", "ac", 2)], {"n-1": "c"}),
+    ],
+)
+def test_a_model_that_only_a_lost_node_had_stays_where_it_has_come_to_be(
+    left: list[InstancePlan], running: list[InstancePlan], rolled_back: dict[str, str]
+) -> None:
+    change = at("change", [place("m-0", "a"), *left], [place("m-0", "c"), *running])
+    held = shown(running)
+    for now_s in range(5):
+        change, running = advance(change, running, View(held, gone_nodes={"m"}), now_s, fits, SETTINGS)
+        held = shown(running)
+    assert (change.stage, change.cause, names(running)) == ("rolled_back", "node_gone", rolled_back)
+
+
 @st.composite
 def placements(draw: st.DrawFn) -> list[InstancePlan]:
     found = []
@@ -305,3 +380,22 @@ def test_with_failures_it_ends_carried_out_or_as_it_was(
     as_it_was = run.change.stage == "rolled_back"
     assert run.change.failure if as_it_was else run.change.stage == "carried_out"
     assert names(run.instances) == names(before if as_it_was else target)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    before=placements(), target=placements(), failures=st.sampled_from([0.0, 0.1]), seed=st.integers(0, 2**32),
+    loss_s=st.integers(1, 30),
+)  # fmt: skip
+def test_where_a_node_is_lost_it_ends_carried_out_or_as_it_was_without_that_node(
+    before: list[InstancePlan], target: list[InstancePlan], failures: float, seed: int, loss_s: int
+) -> None:
+    run = carried_out(before, target, failures=failures, seed=seed, loss=("m", loss_s))
+    if run.change.stage == "carried_out":
+        assert not run.gone or all(p.node_id == "n" for p in target)
+        assert names(run.instances) == names(target)
+    else:
+        lost = only_on(run.gone, before)
+        rest = {i: models for i, all_ in names(run.instances).items() if (models := "".join(sorted(set(all_) - lost)))}
+        assert rest == names([p for p in before if p.node_id not in run.gone])
+        assert run.change.failure and (failures or "roll-back took" not in run.change.failure)

@@ -238,6 +238,12 @@ def test_a_plan_that_places_more_is_worth_it_and_one_that_places_less_is_not() -
     assert not core.judge(proposal(Plan((ONE,)), (0, 9), (1, 1)), problem(both)).is_worth
     assert not core.judge(proposal(both, (0, 9), (1, 1)), problem(both)).is_worth
     assert core.judge(proposal(both, (0, 9), (1, 1)), problem()).is_worth
+    # Nor where the plan that runs breaks a limit, or another model would be placed.
+    broken = msgspec.structs.replace(proposal(Plan(()), (0, 9), (1, 1)), incumbent=None)
+    other = proposal(Plan((Group("n", (0,), ("b",)),)), (0, 9), (1, 1))
+    for fewer in (broken, other):
+        verdict = core.judge(fewer, problem(Plan((ONE,))))
+        assert (verdict.is_worth, verdict.cause) == (False, "places_fewer")
 
 
 def horizon(

@@ -176,6 +176,14 @@ def test_where_not_all_models_fit_beside_each_other_as_many_as_do_are_placed():
     assert found.unplaced[left] == f"no group has memory for {left!r} beside the other models"
 
 
+def test_where_the_limit_of_a_group_leaves_models_out_it_is_named():
+    models = [model("a", 0.5), model("b", 0.5), model("c", 0.5)]
+    found = search(problem(models, [node(num_devices=2)], [1.0, 2.0, 1.0], max_models_per_group=1))
+    assert len(counts_of(found.plan)) == 2
+    ((left, reason),) = found.unplaced.items()
+    assert reason == f"no group may hold {left!r} beside the other models (max_models_per_group: 1)"
+
+
 def test_a_copy_that_nobody_asks_for_stays_where_it_is():
     """To unload it takes no time, and nothing is gained by it."""
     nodes = [node(f"n{number}", 1) for number in range(4)]
