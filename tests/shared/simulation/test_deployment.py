@@ -14,6 +14,7 @@ from shared.placement.hardware import A800_80G, CPU, cost_model
 from shared.placement.memory import pool
 from shared.placement.problem import Group, Plan, Problem, traffic
 from shared.simulation.deployment import LIVE, BatchLines, Serving, predict, simulate
+from shared.simulation.fleet import Fleet
 from shared.simulation.metrics import Requests, measure, spread
 
 QUIET = Serving(noise=0.0, control_s=0.0)
@@ -73,6 +74,10 @@ def test_each_request_of_a_plan_is_measured() -> None:
     assert {name: one.num_requests for name, one in measured.models.items()} == dict.fromkeys(NAMES, 10)
     assert measured.total.latency_s.p99 >= measured.total.latency_s.p50 > 0
     assert set(measured.use) == {"node-0", "node-2"} and 0 < measured.use["node-0"] < 1
+    # node-0 has two devices, and one of the node's four is in no group.
+    assert measured.total.use == pytest.approx((2 * measured.use["node-0"] + measured.use["node-2"]) / 4)
+    assert measured.total.use == pytest.approx(sum(one.use for one in measured.models.values()))
+    assert all(one.use > 0 for one in measured.models.values())
 
 
 def test_the_same_seed_is_the_same_run() -> None:
@@ -83,7 +88,9 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def test_an_instance_has_the_pool_that_placement_reckons() -> None:
     given_ = problem(ROWS)
-    fleet = simulate(given_, SHARED).fleet
+    fleets: list[Fleet] = []
+    simulate(given_, SHARED, on_deployed=fleets.append)
+    (fleet,) = fleets
     device = fleet.instances["node-0"].device
     assert (device.merged_bytes, device.configuration.num_merged) == pool(given_.models, given_.nodes[0], 2)
     assert device.configuration.steps_in_flight == 2
