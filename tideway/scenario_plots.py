@@ -21,8 +21,11 @@ BARS: list[tuple[str, Callable[[Metrics], float]]] = [
     ("normalised latency", lambda one: one.normalised_latency),
     ("in SLO, %", lambda one: 100 * one.attainment),
     ("p99 latency, s", lambda one: one.latency_s.p99),
+    ("mean TTFT, s", lambda one: one.ttft_s.mean),
     ("p99 TTFT, s", lambda one: one.ttft_s.p99),
     ("mean TPOT, ms", lambda one: 1e3 * one.tpot_s.mean),
+    ("p99 TPOT, ms", lambda one: 1e3 * one.tpot_s.p99),
+    ("devices' time, %", lambda one: 100 * one.use),
 ]
 MAX_INSTANCES = 64
 """Of a setting, in a plot."""

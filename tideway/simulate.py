@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HEAD = [
     "model", "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "tokens/s",
-    "offline tokens/s",
+    "offline tokens/s", "use",
 ]  # fmt: skip
 
 
@@ -198,12 +198,12 @@ def show(result: Result, console: Console) -> None:
 
 def _row(name: str, one: Metrics) -> list[str]:
     if not one.num_requests:
-        return [name, "0", *["-"] * 9, "0", f"{one.offline_tokens_s:.0f}"]
+        return [name, "0", *["-"] * 9, "0", f"{one.offline_tokens_s:.0f}", f"{100 * one.use:.0f} %"]
     return [
         name, str(one.num_requests), f"{100 * one.attainment:.1f} %", f"{one.normalised_latency:.2f}",
         f"{one.latency_s.mean:.2f}", f"{one.latency_s.p50:.2f}", f"{one.latency_s.p99:.2f}", f"{one.ttft_s.mean:.3f}",
         f"{one.ttft_s.p99:.3f}", f"{1e3 * one.tpot_s.mean:.1f}", f"{1e3 * one.tpot_s.p99:.1f}", f"{one.tokens_s:.0f}",
-        f"{one.offline_tokens_s:.0f}",
+        f"{one.offline_tokens_s:.0f}", f"{100 * one.use:.0f} %",
     ]  # fmt: skip
 
 

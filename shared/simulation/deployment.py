@@ -96,6 +96,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Device(
             configuration=configuration, merged_bytes=merged_bytes, bandwidth_bytes_s=node.link_bytes_s,
             rate_share=InstanceSettings(device="cpu" if on_cpu else "cuda").copy_rate_share,
+            num_devices=group.num_ranks,
         )  # fmt: skip
 
 
@@ -210,7 +211,9 @@ def simulate(
     seconds = max(fleet.events.now, traffic.interval_s)
     requests = _requests(problem, fleet.gateway, numbers, num_sent, fleet.events.now)
     use = {name: fleet.busy_s[name] / seconds for name in sorted({*fleet.busy_s, *fleet.instances})}
-    measured = metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds)
+    device_s = seconds * sum(node.num_devices for node in problem.nodes)
+    model_use = {name: used_s / device_s for name, used_s in fleet.model_device_s.items()}
+    measured = metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds, model_use)
     return Outcome(requests, measured, fleet, is_over)
 
 

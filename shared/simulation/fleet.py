@@ -70,6 +70,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bytes_s: float = 8e9
     """Of the link to any other instance; migrations beside the decode use `rate_share` of it."""
     rate_share: float = 0.5
+    num_devices: int = 1
+    """That compute its steps together."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,9 +248,10 @@ class Instance:
 
     def _on_step(self, step: VirtualStep) -> None:
         self.num_steps += 1
-        self._fleet.busy_s[self.instance_id] += step.whole_s * (step.stop_share - step.done_share)
+        plan, took_s = step.plan, step.whole_s * (step.stop_share - step.done_share)
+        self._fleet.busy_s[self.instance_id] += took_s
+        self._fleet.model_device_s[plan.model] += took_s * self.device.num_devices
         self.on_step(step)
-        plan = step.plan
         stats = StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s)
         if self.migrations is not None and not step.is_suspended:
             self.migrations.on_step(stats)
@@ -420,6 +423,8 @@ class Fleet:
         """Carries out what the scheduler wants, and says which instances it released for that."""
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         """Of each instance, in steps that have ended or parts of them; also of instances that are gone."""
+        self.model_device_s: defaultdict[str, float] = defaultdict(float)
+        """Devices times seconds of each model's steps, likewise."""
         self._num_made = 0
         if tells_statistics:
             self.events.after(STATISTICS_S, self._tell_statistics)

@@ -66,6 +66,8 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """That ended."""
     offline_tokens_s: float = 0.0
     """Prompts and output of offline requests, a second."""
+    use: float = 0.0
+    """Share of the time of all devices in which they compute its steps."""
 
 
 class RunMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,15 +93,16 @@ def measure(
     slo_scale: Callable[[str], float],
     use: Mapping[str, float],
     seconds: float,
+    model_use: Mapping[str, float] = {},
 ) -> RunMetrics:
     """`execution_s`: mean execution time of each model; requests of a model without one (it fits nowhere) miss their SLO.
-    `slo_scale`: of a model. `seconds`: length of the run."""
+    `slo_scale`: of a model. `seconds`: length of the run. `model_use`: `Metrics.use`, by model."""
     alone_s = np.array([execution_s.get(name, np.nan) for name in requests.models])[requests.model]
     normalised = requests.latency_s / alone_s
     scales = np.array([slo_scale(name) for name in requests.models])[requests.model]
     meets = requests.is_done & (normalised <= scales)
 
-    def of(rows: np.ndarray) -> Metrics:
+    def of(rows: np.ndarray, use: float) -> Metrics:
         online, offline = rows & requests.is_online, rows & ~requests.is_online
         num = int(online.sum())
         seen = offline & ~np.isnan(requests.ttft_s)
@@ -116,11 +119,14 @@ def measure(
             tokens_s=float(requests.num_tokens[online].sum() / seconds),
             offline_requests=int((offline & requests.is_done).sum()),
             offline_tokens_s=float(offline_tokens / seconds),
+            use=use,
         )
 
     return RunMetrics(
-        total=of(np.ones(len(requests.model), np.bool_)),
-        models={name: of(requests.model == index) for index, name in enumerate(requests.models)},
+        total=of(np.ones(len(requests.model), np.bool_), sum(model_use.values())),
+        models={
+            name: of(requests.model == index, model_use.get(name, 0.0)) for index, name in enumerate(requests.models)
+        },
         use=dict(use),
         seconds=seconds,
     )

@@ -73,6 +73,10 @@ def test_each_request_of_a_plan_is_measured() -> None:
     assert {name: one.num_requests for name, one in measured.models.items()} == dict.fromkeys(NAMES, 10)
     assert measured.total.latency_s.p99 >= measured.total.latency_s.p50 > 0
     assert set(measured.use) == {"node-0", "node-2"} and 0 < measured.use["node-0"] < 1
+    # node-0 has two devices, and one of the node's four is in no group.
+    assert measured.total.use == pytest.approx((2 * measured.use["node-0"] + measured.use["node-2"]) / 4)
+    assert measured.total.use == pytest.approx(sum(one.use for one in measured.models.values()))
+    assert all(one.use > 0 for one in measured.models.values())
 
 
 def test_the_same_seed_is_the_same_run() -> None:
