@@ -37,6 +37,7 @@ from shared.placement.problem import (
 from shared.placement.replacement import ReplacementSettings
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.simulation.deployment import BatchLines, Serving
+from shared.simulation.multiplexed import SplitKv
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Phases, Poisson, Replay
 from tideway.bench.lengths import Lengths, Tokens
 from tideway.bench.options import parse_arrivals, parse_lengths
@@ -163,7 +164,7 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     models: Annotated[list[ModelSpec], Meta(min_length=1)]
     traffic: list[TrafficSpec] = []
     batches: list[BatchSpec] = []
-    placement: Literal["search", "dedicated", "alpaserve", "groups"] = "search"
+    placement: Literal["search", "dedicated", "alpaserve", "muxserve", "groups"] = "search"
     search_by: Literal["estimate", "simulation"] = "estimate"
     """What tells plans apart: the fast estimate alone, or the simulation of the best by it."""
     max_models_per_group: Annotated[int, Meta(ge=0)] = 0
@@ -171,6 +172,8 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     groups: list[GroupSpec] = []
     """For the placement "groups"."""
     serving: Serving = Serving()
+    split_kv: SplitKv = SplitKv()
+    """Of the placement "muxserve"."""
     replacement: ReplacementSpec | None = None
     """None: the placement stays."""
 
@@ -257,6 +260,8 @@ def parse(content: Mapping[str, Any]) -> Scenario:
         scenario = msgspec.structs.replace(scenario, placement="groups")
     if (scenario.placement == "groups") != bool(scenario.groups):
         raise ScenarioError('placement: "groups" needs [[groups]], and these need it')
+    if scenario.placement == "muxserve":
+        _refuse_beside_muxserve(scenario)
     names = [model.name for model in scenario.models]
     for what, used in (("models", names), ("traffic", [one.name for one in scenario.traffic])):
         if len(set(used)) < len(used):
@@ -269,6 +274,14 @@ def parse(content: Mapping[str, Any]) -> Scenario:
     if not scenario.traffic and not scenario.batches:
         raise ScenarioError("traffic: there is none, and no batches")
     return scenario
+
+
+def _refuse_beside_muxserve(scenario: Scenario) -> None:
+    if scenario.replacement is not None:
+        raise ScenarioError('replacement: the placement "muxserve" stays')
+    is_offline = any(one.request_class is RequestClass.OFFLINE for one in scenario.traffic) or scenario.batches
+    if is_offline and scenario.serving.offline:
+        raise ScenarioError('placement: "muxserve" has no offline requests; serving.offline = false leaves them out')
 
 
 def convert(content: Any, kind: type[T], at: str = "") -> T:

@@ -3,7 +3,7 @@ time."""
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,11 @@ HEAD = [
     "offline tokens/s", "use",
 ]  # fmt: skip
 
+LARGE_SEARCH = 512
+"""Models times devices, from which on a search takes seconds."""
+MANY_SIMULATED = 1000
+"""Requests, from which on the simulation of a search's plans takes some ten seconds."""
+
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Of the placement, or a search for one."""
@@ -58,7 +63,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Else some requests had not ended when the patience was."""
     search_s: float
     simulation_s: float
-    """Likewise; of this machine's CPU time."""
+    """Of this machine's CPU time, likewise."""
 
 
 def simulate(
@@ -98,8 +103,10 @@ def simulate(
 
 def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: None) -> tuple[Result, Outcome]:
     """Raises `ScenarioError`."""
-    from shared.simulation import deployment
-    from tideway.scenario import build
+    from shared.placement import baselines
+    from shared.placement.problem import Plan
+    from shared.simulation import deployment, multiplexed
+    from tideway.scenario import ScenarioError, build
 
     scenario, (problem, batches) = setting.scenario, build(setting)
     changing: list[FleetReplacement] = []
@@ -116,19 +123,36 @@ def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: N
                 )
             )
 
-    started_s = time.process_time()
-    plan, unplaced = place(setting, problem)
-    placed_s = time.process_time()
-    outcome = deployment.simulate(
-        problem, plan, scenario.serving, seed=scenario.seed, batches=batches, patience_s=scenario.patience_s,
-        on_progress=on_progress, on_deployed=replace,
-    )  # fmt: skip
+    started_s = _cpu_s()
+    try:
+        if scenario.placement == "muxserve":
+            units = baselines.muxserve(problem)
+            plan, unplaced = Plan(tuple(sorted(unit.group for unit in units))), dict[str, str]()
+            play = partial(
+                multiplexed.simulate, problem, units, scenario.split_kv, max_rows=scenario.serving.max_running
+            )
+        else:
+            plan, unplaced = place(setting, problem)
+            play = partial(
+                deployment.simulate, problem, plan, scenario.serving, seed=scenario.seed, batches=batches,
+                on_deployed=replace,
+            )  # fmt: skip
+        placed_s = _cpu_s()
+        outcome = play(patience_s=scenario.patience_s, on_progress=on_progress)
+    except baselines.NoPlacement as error:
+        raise ScenarioError(f"setting {setting.name!r}: placement: {error}") from None
     result = Result(
         name=setting.name, plan=changing[0].plan if changing else plan, metrics=outcome.metrics, unplaced=unplaced,
         changes=[change for one in changing for change in _changes(one)], is_over=outcome.is_over,
-        search_s=placed_s - started_s, simulation_s=time.process_time() - placed_s,
+        search_s=placed_s - started_s, simulation_s=_cpu_s() - placed_s,
     )  # fmt: skip
     return result, outcome
+
+
+def _cpu_s() -> float:
+    """Of this process and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def _changes(replacement: FleetReplacement) -> list[Change]:
@@ -138,16 +162,17 @@ def _changes(replacement: FleetReplacement) -> list[Change]:
 
 
 def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
-    """The plan, and the models that it leaves out, with the reason. Raises `ScenarioError`."""
+    """The plan, and the models that it leaves out, with the reason. Raises `ScenarioError`, `NoPlacement`."""
     from shared.simulation.deployment import predict
-    from tideway.scenario import ScenarioError, explicit_plan
+    from tideway.scenario import explicit_plan
 
     scenario = setting.scenario
     if scenario.placement == "search":
         from shared.placement import search
 
         faithful = partial(predict, serving=scenario.serving, seed=scenario.seed, patience_s=scenario.patience_s)
-        proposal = search.search(problem, evaluate=faithful if scenario.search_by == "simulation" else None)
+        evaluate = faithful if scenario.search_by == "simulation" else None
+        proposal = search.search(problem, evaluate=evaluate, num_processes=num_processes(problem, evaluate is not None))
         return proposal.plan, dict(proposal.unplaced)
     if scenario.placement == "groups":
         plan = explicit_plan(scenario, problem)
@@ -156,12 +181,16 @@ def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
         from shared.placement.estimator import estimate
 
         choose = baselines.dedicated if scenario.placement == "dedicated" else baselines.alpaserve
-        try:
-            plan = choose(problem, estimate)
-        except baselines.NoPlacement as error:
-            raise ScenarioError(f"setting {setting.name!r}: placement: {error}") from None
+        plan = choose(problem, estimate)
     placed = {name for group in plan.groups for name in group.models}
     return plan, {model.name: "no group has it" for model in problem.models if model.name not in placed}
+
+
+def num_processes(problem: Problem, is_simulated: bool) -> int:
+    """Of a search: a small one is over before other processes have imported what they need."""
+    size = len(problem.models) * sum(node.num_devices for node in problem.nodes)
+    is_large = size >= LARGE_SEARCH or (is_simulated and problem.traffic.num_requests >= MANY_SIMULATED)
+    return len(os.sched_getaffinity(0)) if is_large else 1
 
 
 # ------------------------------------------------------------------------------------------------------------ showing

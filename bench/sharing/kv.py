@@ -14,13 +14,16 @@ from itertools import combinations_with_replacement
 import msgspec
 
 from bench.reporting import table
-from bench.sharing.systems import A800, SPLIT_BLOCK
+from bench.sharing.systems import A800
 from shared.cost_model import StepShape
 from shared.engine.memory.slab import blocks_per_merged
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.memory import pool
 from shared.placement.problem import ModelFacts
+from shared.simulation.multiplexed import SplitKv
 
+SPLIT_BLOCK = SplitKv().block_size
+"""Tokens."""
 ENTRY_BYTES = 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 800, 200
 """Of a request."""

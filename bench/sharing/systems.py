@@ -16,17 +16,17 @@ from shared.placement.estimator import estimate
 from shared.placement.execution import alone_s, least_group
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
-from shared.placement.memory import pool
 from shared.placement.problem import ModelFacts, Plan, Problem, Traffic
 from shared.placement.replacement import ReplacementSettings
 from shared.placement.search import search
-from shared.simulation.deployment import Serving, deploy, models_of, node_of
+from shared.simulation import multiplexed
+from shared.simulation.deployment import Serving, deploy
 from shared.simulation.events import Events
 from shared.simulation.fleet import Fleet
 from shared.simulation.gateway import Job, Record
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.replacement import FleetReplacement
-from shared.simulation.spatial import SpatialGroup, SpatialModel, run
+from shared.simulation.spatial import run
 
 A800 = HARDWARE["A800-80G"]
 NODE_DEVICES = 8
@@ -34,11 +34,6 @@ SEED = 101
 SEARCH_S = 5.0
 """That a search takes, in virtual time."""
 WHOLE_TOKENS = 8192
-SPLIT_BLOCK = 16
-"""Tokens of a block of MuxServe's."""
-SPLIT_OVERHEAD = 1.02
-"""Of MuxServe's steps, for its split KV cache: block tables that are sent whole are 1 % (`python -m bench.sharing kv`), and
-as much again for reads of less locality (assumed: SeaLLM's figure 9 shows an overhead, the text has no number)."""
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +130,8 @@ def simulate(system: System, case: Case) -> Run:
     jobs = jobs_of(future, case.workload.max_tokens)
     if system.placement == "muxserve":
         units = baselines.muxserve(problem)
-        records, num_changes = _run_spatially(system, problem, units, jobs), 0
+        events, num_changes = Events(), 0
+        records = run(events, multiplexed.deploy(events, problem, units, overlaps=system.overlaps), jobs)
         placement = [_shown(*unit) for unit in units]
     else:
         plan = place(system, problem)
@@ -194,30 +190,6 @@ def _run_fleet(
         )  # fmt: skip
     records = fleet.run(jobs, patience_s=math.inf).records
     return records, 0 if replacement is None else len(replacement.changes)
-
-
-def _run_spatially(
-    system: System, problem: Problem, units: Sequence[baselines.Unit], jobs: Sequence[Job]
-) -> list[Record]:
-    events, groups, needs = Events(), dict[str, SpatialGroup](), baselines.needs_of(problem)
-    for unit in units:
-        node, size = node_of(problem, unit.group), unit.group.num_ranks
-        held = models_of(problem, unit.group)
-        geometry = pool(held, node, size)
-        models = [
-            SpatialModel(
-                name=model.name, cost_model=model.costs[node.kind, size], units=unit.units[model.name],
-                block_size=SPLIT_BLOCK, block_bytes=model.block_bytes * SPLIT_BLOCK // model.block_size,
-                max_model_len=model.max_model_len, demand=needs[model.name].rate_rps * model.block_bytes,
-            )
-            for model in held
-        ]  # fmt: skip
-        group = SpatialGroup(
-            events, models, geometry.merged_bytes * geometry.num_merged, overhead=SPLIT_OVERHEAD,
-            overlaps=system.overlaps,
-        )  # fmt: skip
-        groups |= dict.fromkeys(unit.group.models, group)
-    return run(events, groups, jobs)
 
 
 def _shown(group: baselines.Group, units: dict[str, baselines.Units] | None = None) -> str:

@@ -8,7 +8,7 @@ its devices, and the live engine with its defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -22,12 +22,13 @@ from shared.messages.requests import RequestClass
 from shared.placement.execution import execution_s, step_tokens
 from shared.placement.memory import pool
 from shared.placement.plan import is_cpu
-from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem
+from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Traffic
 from shared.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import metrics
 from shared.simulation.batches import Batches
+from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S, PATIENCE_S, Device, Fleet, Model
-from shared.simulation.gateway import Gateway, Job
+from shared.simulation.gateway import Job, Record
 from shared.simulation.migration import FleetMigrations
 
 NUM_TICKS = 100
@@ -119,7 +120,6 @@ class Outcome(NamedTuple):
     requests: metrics.Requests
     """Those of the traffic first, in its order; then lines of batches."""
     metrics: metrics.RunMetrics
-    fleet: Fleet
     is_over: bool
     """All online requests have ended; else the run's patience ended it."""
 
@@ -178,22 +178,11 @@ def simulate(
     traffic, numbers = problem.traffic, np.full(problem.traffic.num_requests, -1)
     left = _Left()
     longest = _longest(fleet)
-    placed = [longest.get(name, 0) for name in traffic.models]
-    columns = (traffic.model, traffic.arrival_s, traffic.prompt_tokens, traffic.output_tokens, traffic.is_online)
-    for row, (model, arrival_s, prompt, output, is_online) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        room = placed[model] - prompt
-        if output > room or not (is_online or serving.offline):
-            continue
-        job = Job(
-            arrival_s, prompt, output, model=traffic.models[model],
-            max_tokens=room if is_online and output < room else 0,
-            request_class=RequestClass.ONLINE if is_online else RequestClass.OFFLINE,
-        )  # fmt: skip
+    for row, job in zip(*jobs_of(traffic, longest, has_offline=serving.offline), strict=True):
+        is_online = job.request_class is RequestClass.ONLINE
         numbers[row] = fleet.gateway.expect(job, left.ended if is_online else None)
         left.num += is_online
-        fleet.events.at(arrival_s, fleet.gateway.send, int(numbers[row]))
+        fleet.events.at(job.at_s, fleet.gateway.send, int(numbers[row]))
     num_sent = len(fleet.gateway.jobs)
     if serving.offline:
         background = Batches(fleet)
@@ -204,17 +193,14 @@ def simulate(
                 if prompt + output <= longest.get(model, 0)
             ]
             background.begin_at(batch.at_s, f"batch-{index}", lines, window_s=batch.window_s)
-    for tick in range(1, NUM_TICKS + 1):
-        fleet.events.at(traffic.interval_s * tick / NUM_TICKS, on_progress, tick / NUM_TICKS)
+    tell_progress(fleet.events, traffic.interval_s, on_progress)
     limit_s = traffic.interval_s + patience_s
     is_over = fleet.events.run(lambda: not left.num and fleet.events.now >= traffic.interval_s, limit_s)
     seconds = max(fleet.events.now, traffic.interval_s)
-    requests = _requests(problem, fleet.gateway, numbers, num_sent, fleet.events.now)
-    use = {name: fleet.busy_s[name] / seconds for name in sorted({*fleet.busy_s, *fleet.instances})}
-    device_s = seconds * sum(node.num_devices for node in problem.nodes)
-    model_use = {name: used_s / device_s for name, used_s in fleet.model_device_s.items()}
-    measured = metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds, model_use)
-    return Outcome(requests, measured, fleet, is_over)
+    numbers = np.concatenate([numbers, np.arange(num_sent, len(fleet.gateway.jobs))])
+    requests = requests_of(problem, fleet.gateway.jobs, fleet.gateway.records, numbers, fleet.events.now)
+    busy_s = {name: fleet.busy_s[name] for name in sorted({*fleet.busy_s, *fleet.instances})}
+    return Outcome(requests, measured(problem, requests, busy_s, fleet.model_device_s, seconds), is_over)
 
 
 def predict(
@@ -222,6 +208,47 @@ def predict(
 ) -> Prediction:
     """The faithful simulation of a plan under the problem's traffic. Requests of a model without a group miss their SLO."""
     return metrics.prediction(simulate(problem, plan, serving, seed=seed, patience_s=patience_s).metrics)
+
+
+def jobs_of(traffic: Traffic, longest: Mapping[str, int], *, has_offline: bool) -> tuple[list[int], list[Job]]:
+    """Rows of the requests that can be sent, and they. `longest`: tokens of prompt and output that are taken, by model."""
+    rows, jobs = [], []
+    placed = [longest.get(name, 0) for name in traffic.models]
+    columns = (traffic.model, traffic.arrival_s, traffic.prompt_tokens, traffic.output_tokens, traffic.is_online)
+    for row, (model, arrival_s, prompt, output, is_online) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        room = placed[model] - prompt
+        if output > room or not (is_online or has_offline):
+            continue
+        rows.append(row)
+        jobs.append(
+            Job(
+                arrival_s, prompt, output, model=traffic.models[model],
+                max_tokens=room if is_online and output < room else 0,
+                request_class=RequestClass.ONLINE if is_online else RequestClass.OFFLINE,
+            )
+        )  # fmt: skip
+    return rows, jobs
+
+
+def tell_progress(events: Events, interval_s: float, on_progress: Callable[[float], None]) -> None:
+    for tick in range(1, NUM_TICKS + 1):
+        events.at(interval_s * tick / NUM_TICKS, on_progress, tick / NUM_TICKS)
+
+
+def measured(
+    problem: Problem,
+    requests: metrics.Requests,
+    busy_s: Mapping[str, float],
+    model_device_s: Mapping[str, float],
+    seconds: float,
+) -> metrics.RunMetrics:
+    """`busy_s`: of instances; `model_device_s`: devices times seconds, of models; `seconds`: of the run."""
+    device_s = seconds * sum(node.num_devices for node in problem.nodes)
+    use = {name: one_s / seconds for name, one_s in busy_s.items()}
+    model_use = {name: one_s / device_s for name, one_s in model_device_s.items()}
+    return metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds, model_use)
 
 
 class _Left:
@@ -243,18 +270,20 @@ def _longest(fleet: Fleet) -> dict[str, int]:
     return found
 
 
-def _requests(problem: Problem, gateway: Gateway, numbers: np.ndarray, num_sent: int, now: float) -> metrics.Requests:
+def requests_of(
+    problem: Problem, jobs: Sequence[Job], records: Sequence[Record], numbers: np.ndarray, now: float
+) -> metrics.Requests:
+    """`numbers`: in jobs and records, of each request of the traffic, -1: it was not sent; then those of other jobs."""
     traffic = problem.traffic
-    lines = gateway.jobs[num_sent:]
+    lines = [jobs[number] for number in numbers[traffic.num_requests :].tolist()]
     models = tuple(dict.fromkeys([*traffic.models, *(line.model for line in lines)]))
     index = {name: number for number, name in enumerate(models)}
-    numbers = np.concatenate([numbers, np.arange(num_sent, num_sent + len(lines))])
     times = np.full((len(numbers), 5), np.nan)
     times[:, 3:] = 0.0
     for row, number in enumerate(numbers.tolist()):
         if number < 0:
             continue
-        record = gateway.records[number]
+        record = records[number]
         is_done = record.ended_s >= 0 and not record.error
         times[row, 3:] = record.num_tokens, is_done
         if record.first_s >= 0:

@@ -100,6 +100,8 @@ class SpatialGroup:
         self.quotas = first_quotas(pool_bytes, {model.name: model.demand for model in models}, self._least)
         """Bytes of KV, by model."""
         self.used_bytes = dict.fromkeys(self.models, 0)
+        self.busy_s = dict.fromkeys(self.models, 0.0)
+        """In which jobs were under way, divided evenly over those of one moment."""
         self._waiting: dict[str, deque[_Sequence]] = {name: deque() for name in self.models}
         self._running: dict[str, list[_Sequence]] = {name: [] for name in self.models}
         """That have their prompt's KV, the oldest first."""
@@ -142,6 +144,7 @@ class SpatialGroup:
         passed_s, self._since_s = self._events.now - self._since_s, self._events.now
         for job in self._jobs:
             job.left_s -= passed_s * self._speed
+            self.busy_s[job.id.model] += passed_s / len(self._jobs)
 
     def _end(self, turn: int) -> None:
         if turn != self._turn:
@@ -242,6 +245,14 @@ class SpatialGroup:
 
 def run(events: Events, groups: Mapping[str, SpatialGroup], jobs: Sequence[Job]) -> list[Record]:
     """`groups`: by model. Until every request has ended."""
+    records = submit(groups, jobs)
+    if not events.run(lambda: not any(group.num_open for group in groups.values()), float("inf")):
+        raise RunFailed("requests have not ended, and nothing is left to happen")
+    return records
+
+
+def submit(groups: Mapping[str, SpatialGroup], jobs: Sequence[Job]) -> list[Record]:
+    """Each comes at its time. Returns what will be seen of them."""
     records = [
         Record(
             arrival_s=job.at_s, is_high=job.is_high, prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens,
@@ -251,6 +262,4 @@ def run(events: Events, groups: Mapping[str, SpatialGroup], jobs: Sequence[Job])
     ]  # fmt: skip
     for job, record in zip(jobs, records, strict=True):
         groups[job.model].submit_at(job, record)
-    if not events.run(lambda: not any(group.num_open for group in groups.values()), float("inf")):
-        raise RunFailed("requests have not ended, and nothing is left to happen")
     return records

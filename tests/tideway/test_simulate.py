@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from tests.tideway.readme import REPOSITORY, shell_lines
 from tideway.command import app
 from tideway.data_folder import OperatorError
+from tideway.scenario import build, read
+from tideway.simulate import MANY_SIMULATED, num_processes
 
 TWO_MODELS = REPOSITORY / "examples" / "simulate_two_models.toml"
 PNG = b"\x89PNG"
@@ -55,6 +58,7 @@ def test_placements_are_found(tmp_path: Path) -> None:
         ("checked", 'placement = "search"\nsearch_by = "simulation"'),
         ("dedicated", 'placement = "dedicated"'),
         ("alpaserve", 'placement = "alpaserve"'),
+        ("muxserve", 'placement = "muxserve"\nsplit_kv = { block_size = 32, overhead = 1.05 }'),
     ]
     plain = TWO_MODELS.read_text().split("[[batches]]")[0]
     file.write_text(plain + "".join(f'[[settings]]\nname = "{name}"\n{keys}\n' for name, keys in settings))
@@ -63,7 +67,15 @@ def test_placements_are_found(tmp_path: Path) -> None:
     for one in msgspec.json.decode(written.read_bytes()):
         placed = {name for group in one["plan"]["groups"] for name in group["models"]}
         assert placed == {"chat", "summaries"} and not one["unplaced"], one["name"]
-        assert one["metrics"]["total"]["num_unserved"] == 0
+        assert one["metrics"]["total"]["num_unserved"] == 0 and one["metrics"]["total"]["use"] > 0
+
+
+def test_a_search_that_takes_long_has_all_cores() -> None:
+    problem = build(read(TWO_MODELS)[0]).problem
+    assert problem.traffic.num_requests < MANY_SIMULATED
+    assert num_processes(problem, is_simulated=True) == 1
+    many = msgspec.structs.replace(problem, nodes=problem.nodes * 128)
+    assert num_processes(many, is_simulated=False) == len(os.sched_getaffinity(0))
 
 
 def test_another_placement_is_looked_for_while_it_serves(tmp_path: Path) -> None:

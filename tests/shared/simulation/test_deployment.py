@@ -14,6 +14,7 @@ from shared.placement.hardware import A800_80G, CPU, cost_model
 from shared.placement.memory import pool
 from shared.placement.problem import Group, Plan, Problem, traffic
 from shared.simulation.deployment import LIVE, BatchLines, Serving, predict, simulate
+from shared.simulation.fleet import Fleet
 from shared.simulation.metrics import Requests, measure, spread
 
 QUIET = Serving(noise=0.0, control_s=0.0)
@@ -87,7 +88,9 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def test_an_instance_has_the_pool_that_placement_reckons() -> None:
     given_ = problem(ROWS)
-    fleet = simulate(given_, SHARED).fleet
+    fleets: list[Fleet] = []
+    simulate(given_, SHARED, on_deployed=fleets.append)
+    (fleet,) = fleets
     device = fleet.instances["node-0"].device
     assert (device.merged_bytes, device.configuration.num_merged) == pool(given_.models, given_.nodes[0], 2)
     assert device.configuration.steps_in_flight == 2
