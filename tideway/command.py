@@ -370,7 +370,7 @@ def plan(
         if apply or rollback:
             plans.carry_out(client, "apply" if apply else "roll_back", wait_s=timeout, say=say)
         if as_json or not (apply or rollback):
-            plans.show_plan(client, TableConsole(), as_json=as_json)
+            plans.show_plan(client.shown_plan(), TableConsole(), as_json=as_json)
 
 
 @app.command()

@@ -65,7 +65,7 @@ def fit(table: Table, console: Console, least_wanted: Iterable[str]) -> Table:
             break
     note.max_width = None
     longest = max(Measurement.get(console, unbounded, cell).maximum for cell in (name.header, *name.cells))
-    name.width, name.overflow = max(LEAST_NAME_CELLS, longest - max(0, too_wide)), "fold"
+    name.width, name.overflow = max(min(longest, LEAST_NAME_CELLS), longest - max(0, too_wide)), "fold"
     return table
 
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import PlanChange
-from shared.placement.plan import Plan, Prediction, Trial
-from tideway.console import TableConsole, fit
+from shared.placement.plan import ModelPrediction, Plan, Prediction, Trial
+from tideway.console import fit
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, UnavailableError
 
@@ -28,9 +29,15 @@ STAGES = {
 }
 STAGES_WITH_STEPS = ("change", "roll_back")
 
+FIGURES: dict[str, Callable[[ModelPrediction], float]] = {
+    "P99 s": lambda one: one.p99_latency_s,
+    "TTFT s": lambda one: one.mean_ttft_s,
+    "TPOT ms": lambda one: 1e3 * one.mean_tpot_s,
+}
+"""Where there is room."""
 
-def show_plan(client: AdminClient, console: TableConsole, *, as_json: bool) -> None:
-    plan = client.shown_plan()
+
+def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     if as_json:
         console.print(msgspec.json.encode(plan).decode(), soft_wrap=True, markup=False)
         return
@@ -39,7 +46,8 @@ def show_plan(client: AdminClient, console: TableConsole, *, as_json: bool) -> N
     proposal = state.proposal
     is_current = proposal is not None and proposal.version == plan.version
     console.print(_places(plan, proposal if is_current else None))
-    console.print(fit(_models(state, proposal if is_current else None), console, ("requests",)))
+    models = _models(state, proposal if is_current else None)
+    console.print(fit(models, console, (*reversed(FIGURES), "requests")))
     for name, reason in plan.unplaced.items():
         console.print(f"{escape(name)} is on no instance: {escape(reason)}")
     if proposal is None:
@@ -175,7 +183,8 @@ def _places(plan: ShownPlan, proposal: PlanProposal | None) -> Table:
 
 def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
     """Attainment and normalised latency: measured in this interval, predicted for it, and by the last search under the
-    traffic that it saw, for the plan that ran and for the one it proposes."""
+    traffic that it saw, for the plan that ran and for the one it proposes. Then the `FIGURES` predicted of these two, or for
+    this interval."""
     found = {
         "measured": state.measured,
         "predicted": state.predicted,
@@ -185,12 +194,14 @@ def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model")
     table.add_column("requests", justify="right")
-    for kind in found:
-        table.add_column(kind, justify="right")
+    for header in (*found, *FIGURES):
+        table.add_column(header, justify="right")
+    plans = [found["as now"], found["proposed"]] if proposal is not None else [state.predicted]
     names = sorted({name for prediction in found.values() if prediction is not None for name in prediction.models})
     for name in names:
         num = state.measured.models[name].num_requests if state.measured and name in state.measured.models else 0
-        table.add_row(escape(name), str(num), *(_cell(prediction, name) for prediction in found.values()))
+        figures = [_figure(plans, name, value) for value in FIGURES.values()]
+        table.add_row(escape(name), str(num), *(_cell(prediction, name) for prediction in found.values()), *figures)
     return table
 
 
@@ -222,6 +233,12 @@ def _cell(prediction: Prediction | None, name: str) -> str:
     if model is None or not model.num_requests:
         return "-"
     return f"{model.attainment:.1%} {model.normalised_latency:.2f}x"
+
+
+def _figure(plans: Iterable[Prediction | None], name: str, value: Callable[[ModelPrediction], float]) -> str:
+    models = [plan.models.get(name) if plan is not None else None for plan in plans]
+    told = [f"{value(model):.3g}" if model is not None and model.num_requests else "-" for model in models]
+    return " -> ".join(told) if set(told) != {"-"} else "-"
 
 
 def _line(plan: Plan) -> str:

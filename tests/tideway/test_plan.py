@@ -1,12 +1,117 @@
-"""What `tideway plan --apply` says of a replacement that it looks at now and then."""
+"""What `tideway plan` shows of plans and proposals, and what `--apply` says of a replacement that it looks at now and
+then."""
 
 from __future__ import annotations
 
+import time
+from io import StringIO
+
 import msgspec
 import pytest
+from rich.console import Console
 
-from shared.messages.cluster import PlanChange
-from tideway.plan import lines_of
+from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
+from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Rejected, Trial
+from tideway.plan import lines_of, show_plan
+
+
+def predicted(attainment: float, p99_s: float) -> Prediction:
+    """Of 40 requests of chat, and none of code."""
+    chat = ModelPrediction(
+        num_requests=40, attainment=attainment, normalised_latency=1.5, mean_latency_s=p99_s / 3, p99_latency_s=p99_s,
+        mean_ttft_s=p99_s / 100, p99_ttft_s=p99_s / 10, mean_tpot_s=p99_s / 1000,
+    )  # fmt: skip
+    code = ModelPrediction(
+        num_requests=0, attainment=1.0, normalised_latency=0.0, mean_latency_s=0.0, p99_latency_s=0.0
+    )
+    return Prediction(attainment=attainment, normalised_latency=1.5, models={"chat": chat, "code": code})
+
+
+def place(instance_id: str, *names: str, num_ranks: int = 1) -> InstancePlan:
+    models = [ModelSpec(name, f"/models/{name}") for name in names]
+    return InstancePlan(instance_id, "node", models, 1 << 30, 1 << 25, DeviceGroup(("",) * num_ranks))
+
+
+BOTH, APART, WIDE = (
+    Plan(groups)
+    for groups in (
+        (Group("node", (0,), ("chat", "code")),),
+        (Group("node", (0,), ("chat",)), Group("node", (1,), ("code",))),
+        (Group("node", (0, 1), ("chat", "code")),),
+    )
+)
+TRIAL = Trial(
+    change_s=42.0, lost_device_s=30.0, moved_bytes=2_500_000_000, interrupted=["code"], busier_gain=0.034,
+    horizons=[
+        Horizon(
+            seconds=600.0, num_requests=40, stay_attainment=0.8, change_attainment=0.9, free_attainment=0.95,
+            attainment_error=0.01, stay_latency=3.0, change_latency=2.0, free_latency=1.75, latency_error=0.1,
+        )
+    ],
+)  # fmt: skip
+PROPOSAL = PlanProposal(
+    found_s=0.0, why="asked", version=3, is_worth=True, verdict="more is attained", cause="pays", plan=APART,
+    prediction=predicted(0.95, 10.0), before=BOTH, incumbent=predicted(0.8, 20.0), unplaced={"huge": "memory"},
+    rejected=[Rejected(WIDE, predicted(0.7, 30.0), "attains less"), Rejected(BOTH, None, "it runs [already]")],
+    search_s=1.0, interval_s=600.0, num_requests=40, target=[place("node-0", "chat"), place("node-1", "code")],
+    trial=TRIAL,
+)  # fmt: skip
+
+
+def shown(proposal: PlanProposal | None, version: int = 3, width: int = 160) -> list[str]:
+    """Lines, with single spaces."""
+    state = ReplacementState(
+        mode="advise", interval_s=600.0, since_s=time.time(), measured=predicted(0.75, 25.0),
+        predicted=predicted(0.9, 15.0), proposal=proposal,
+    )  # fmt: skip
+    console = Console(file=StringIO(), width=width, highlight=False)
+    plan = ShownPlan(version, [place("node-0", "chat", "code")], unplaced={"huge": "memory"}, replacement=state)
+    show_plan(plan, console, as_json=False)
+    assert isinstance(console.file, StringIO)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_was_rejected() -> None:
+    lines = shown(PROPOSAL)
+    assert "node-0 1 chat, code chat" in lines and "node-1 1 - code" in lines
+    assert "model requests measured predicted as now proposed P99 s TTFT s TPOT ms" in lines
+    attained = "chat 40 75.0% 1.50x 90.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
+    assert f"{attained} 20 -> 10 0.2 -> 0.1 20 -> 10" in lines
+    assert "code 0 - - - - - - -" in lines
+    assert "Proposed, worth a change (pays): more is attained." in lines
+    title = " ".join(lines).partition("The change takes 42 s")[2]
+    assert "30 s of devices" in title and "2.5 GB" in title and "+3.4%" in title and "code would wait" in title
+    assert "600 s 40 80.0% 3.00x 90.0% 2.00x 95.0% 1.75x" in lines
+    assert "rejected: node-0 x2: chat+code: attains less" in lines
+    assert "rejected: node-0: chat+code: it runs [already]" in lines
+    assert "huge is on no instance: memory" in lines and "huge fits nowhere: memory" in lines
+
+
+def test_figures_give_way_where_there_is_no_room() -> None:
+    attained = "chat 40 75.0% 1.50x 90.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
+    for width, figures in ((80, " 20 -> 10"), (70, "")):
+        lines = shown(PROPOSAL, width=width)
+        assert f"model requests measured predicted as now proposed{' P99 s' if figures else ''}" in lines
+        assert f"{attained}{figures}" in lines
+
+
+@pytest.mark.parametrize(
+    ("proposal", "said"),
+    [(None, "No search has found a plan yet"), (PROPOSAL, "The last proposal was for another plan")],
+    ids=["none", "old"],
+)
+def test_without_a_proposal_figures_are_those_of_the_interval(proposal: PlanProposal | None, said: str) -> None:
+    lines = shown(proposal, version=4)
+    assert any(line.startswith(said) for line in lines)
+    assert "chat 40 75.0% 1.50x 90.0% 1.50x - - 15 0.15 15" in lines
+
+
+def test_what_is_not_worth_a_change_says_so() -> None:
+    kept = msgspec.structs.replace(PROPOSAL, is_worth=False, cause="chance", plan=BOTH, verdict="it may be chance")
+    lines = shown(kept)
+    assert "Proposed, not worth a change (chance): it may be chance." in lines
+    assert not any(line.startswith("The change takes") for line in lines), "there is nothing to change to"
 
 
 def told(*seen: tuple[str, list[str]]) -> list[str]:
