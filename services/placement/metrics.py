@@ -23,7 +23,9 @@ _TRAFFIC: dict[str, tuple[str, Callable[[ModelSummary], float | None]]] = {
         lambda one: one.num_finished * one.output_tokens.mean / one.interval_s,
     ),
     "model_mean_prompt_tokens": ("Mean prompt tokens of a request", lambda one: one.prompt_tokens.mean),
+    "model_std_prompt_tokens": ("Standard deviation of prompt tokens", lambda one: one.prompt_tokens.std),
     "model_mean_output_tokens": ("Mean output tokens of a finished request", lambda one: one.output_tokens.mean),
+    "model_std_output_tokens": ("Standard deviation of output tokens", lambda one: one.output_tokens.std),
     "model_mean_execution_seconds": (
         "Mean seconds that a finished request takes alone on its instance",
         lambda one: one.execution_s.mean,

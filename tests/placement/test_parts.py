@@ -9,17 +9,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import GRACE_S, NodePresence
 from services.placement.live_problem import measured_prediction
+from services.placement.metrics import PlacementMetrics
 from services.placement.requests import check_length, check_quantization, check_spec
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
 from shared.messages.requests import ErrorCode
-from shared.messages.traffic import ModelSummary, ModelTraffic
+from shared.messages.traffic import MeanStd, ModelSummary, ModelTraffic
 
 SHAPE = CheckpointShape(
     architecture="LlamaForCausalLM",
@@ -233,3 +235,18 @@ def test_what_is_measured_is_of_requests_that_nobody_serves_too() -> None:
     )
     assert {name: model.num_requests for name, model in found.models.items()} == {"a": 30, "b": 10, "c": 0}
     assert (found.attainment, found.normalised_latency) == (0.25, 4.0)
+
+
+def test_lengths_are_shown_with_mean_and_deviation_until_their_model_is_gone() -> None:
+    registry = CollectorRegistry()
+    metrics = PlacementMetrics(registry)
+    online = ModelSummary(interval_s=60.0, prompt_tokens=MeanStd(900.0, 250.0), output_tokens=MeanStd(80.0, 40.0))
+    metrics.show_traffic(ModelTraffic(model="a", online=online, offline=ModelSummary(interval_s=60.0)))
+
+    def shown(name: str) -> float | None:
+        return registry.get_sample_value(f"tideway_placement_model_{name}", {"model": "a", "class": "online"})
+
+    names = ("mean_prompt_tokens", "std_prompt_tokens", "mean_output_tokens", "std_output_tokens")
+    assert [shown(name) for name in names] == [900.0, 250.0, 80.0, 40.0]
+    metrics.forget("a")
+    assert shown("std_prompt_tokens") is None
