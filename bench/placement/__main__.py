@@ -1,7 +1,7 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
 ranks plans as the faithful simulation does (`rank`), and a day of several models' traffic with plans that follow it (`day`).
 
-python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR] [--load X]
+python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR] [--load X] [--window 10:00-11:30]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.placement import day, experiments
+from bench.placement import day, experiments, window
 from bench.reporting import judged, machine, save_figure, table_of, write
 
 
@@ -32,17 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=list(day.INTERVALS_S),
         help="of the day; adaptive and none are always there",
     )
+    parser.add_argument(
+        "--window",
+        type=window.window,
+        help="hours of the day, such as 10:00-11:30: simulated faithfully, instead of all of it",
+    )
     options = parser.parse_args(arguments)
+    names = list(dict.fromkeys(["adaptive", "none", *options.intervals]))
+
+    def play(seed: int) -> experiments.Table:
+        asked = day.Asked(seed, options.load, options.day)
+        if options.window is not None:
+            return window.serve_all(asked, options.window, names, options.processes)
+        return day.day(asked, options.processes, names, options.rows)
+
     known: dict[str, Callable[[int], experiments.Table]] = {
         "speed": experiments.speed,
         "optimum": experiments.optimum,
         "rank": experiments.rank,
-        "day": lambda seed: day.day(
-            day.Asked(seed, options.load, options.day),
-            options.processes,
-            list(dict.fromkeys(["adaptive", "none", *options.intervals])),
-            options.rows,
-        ),
+        "day": play,
     }
     for name in options.experiments:
         began_s = time.monotonic()

@@ -26,6 +26,7 @@ from shared.placement.places import blocks, fits, places, with_new_models
 from shared.placement.plan import group_of
 from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
+from shared.placement.stretches import between
 from shared.simulation import metrics
 from shared.simulation.deployment import LIVE, Serving, group_models
 from shared.simulation.fleet import Device, Fleet, Model
@@ -68,9 +69,11 @@ class FleetReplacement:
         search_s: float = 10.0,
         fetch_bytes_s: float = math.inf,
         predicted: Prediction | None = None,
+        past: Traffic | None = None,
     ) -> None:
         """`problem`: nodes, models and SLOs; its traffic is not used. Where it has no execution times, each search reckons
-        them from its own traffic. `predicted`: of the plan that is deployed."""
+        them from its own traffic. `predicted`: of the plan that is deployed. `past`: traffic that ended when the run began,
+        for searches to go by."""
         self.core = Replacement(settings or ReplacementSettings(), fleet.events.now)
         self.core.settled(fleet.events.now, predicted)
         self.searches: list[Search] = []
@@ -80,6 +83,7 @@ class FleetReplacement:
         """That serves, or did before the change that is under way."""
         self._fleet, self._problem, self._search, self._serving = fleet, problem, search, serving
         self._carry_out, self._search_s, self._fetch_bytes_s = carry_out or CarryOutSettings(), search_s, fetch_bytes_s
+        self._past = past or traffic([], 0.0, [])
         self._models = {model.name: model for model in problem.models}
         self._nodes = {node.node_id: node for node in problem.nodes}
         self._alone_s = dict(problem.execution_s)
@@ -242,12 +246,17 @@ class FleetReplacement:
     def _traffic(self, since_s: float, until_s: float) -> Traffic:
         """An answer that has not ended is taken to be as long as the model's were on average, or as it is by now."""
         jobs, records, numbers = self._fleet.gateway.jobs, self._fleet.gateway.records, self._window(since_s, until_s)
-        since_s = max(since_s, 0.0)
+        since_s = max(since_s, -self._past.interval_s)
+        past = between(self._past, since_s + self._past.interval_s, self._past.interval_s)
         lengths: dict[str, list[int]] = {}
         for number in numbers:
             if records[number].ended_s >= 0:
                 lengths.setdefault(jobs[number].model, []).append(records[number].num_tokens)
-        rows = []
+        columns = (past.arrival_s, past.model, past.prompt_tokens, past.output_tokens, past.is_online)
+        rows = [
+            (at_s, past.models[model], prompt, output, is_online)
+            for at_s, model, prompt, output, is_online in zip(*(one.tolist() for one in columns), strict=True)
+        ]
         for number in numbers:
             job, record = jobs[number], records[number]
             ended = lengths.get(job.model)

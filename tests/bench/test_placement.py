@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+
 import msgspec
 import numpy as np
+import pytest
 
-from bench.placement.day import INTERVALS_S, Asked, Played, Way, play, rates, settings, timeline
+from bench.placement.day import INTERVALS_S, MODELS, Asked, Played, Way, play, rates, settings, timeline
 from bench.placement.experiments import every_plan
 from bench.placement.problems import draw, draw_models
+from bench.placement.window import Window, serve, window
 from shared.placement.estimator import Estimator
 from shared.placement.plan import plan_of
 from shared.placement.problem import Group
@@ -64,3 +68,24 @@ def test_a_row_that_was_kept_is_not_made_again(tmp_path):
     made = Played({"interval": "none"}, 0.9, 1.5, [(0.0, plan_of([Group("n", (0,), ("a",))]))], [0.9, 0.8])
     (tmp_path / "day3-seed2-4-none.json").write_bytes(msgspec.json.encode(made))
     assert play("none", Asked(2, 4.0, 3), tmp_path) == made
+
+
+def test_a_window_of_a_day_is_told_in_hours():
+    assert window("10:00-11:30") == window("10-11.5") == Window(10.0, 11.5)
+    for text in ("10", "10-9", "23-25", "ten-11"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            window(text)
+
+
+def test_every_request_of_a_window_is_served_step_by_step(tmp_path):
+    rows = [f"{name},{600 * number},1" for name in MODELS for number in range(144)]
+    (tmp_path / "servegen_model_rates.csv").write_text("\n".join(["model,window_start_s,rate_rps", *rows]))
+    lengths = "num_prefill_tokens,num_decode_tokens\n" + "".join(f"{200 + n},{20 + n}\n" for n in range(20))
+    for _, name in MODELS.values():
+        (tmp_path / name).write_text(lengths)
+    asked = Asked(load=0.03, folder=tmp_path)
+    served = serve("10 minutes", asked, Window(10.0, 10.25))
+    assert served.row["requests"] > 50 and served.row["without an answer"] == 0
+    # One interval of ten minutes ended, and of so light a load nothing has to change.
+    assert (served.row["searches"], served.changes) == (1, [])
+    assert served.attainment == 1.0 and served.course == [1.0, 1.0]

@@ -118,6 +118,26 @@ def test_a_plan_that_fails_is_seen_though_slos_are_longer_than_looks() -> None:
     assert sum(one.models[name].num_requests for one in measured for name in (A, B)) == len(records)
 
 
+def test_searches_go_by_what_came_before_the_run_too() -> None:
+    given, asked = problem(A, B), list[Problem]()
+
+    def search(one: Problem) -> Proposal:
+        asked.append(one)
+        return by_share(one)
+
+    fleet = LIVE.fleet(1)
+    deploy(fleet, given, MOSTLY_A)
+    past = traffic([(number + 0.5, A, 600, 60, True) for number in range(100)], 100.0, (A, B))
+    FleetReplacement(fleet, given, MOSTLY_A, search, settings=SETTINGS, past=past)
+    fleet.run(jobs(1, 20, 0, 2.0))
+    window, evidence = asked[0].traffic, asked[0].evidence
+    assert evidence is not None
+    # The interval's 12 s are of the run; the longest horizon goes back to where the past begins.
+    assert window.interval_s == 12.0 and evidence.interval_s == 112.0
+    assert evidence.num_requests == window.num_requests + 100
+    assert evidence.arrival_s[:2].tolist() == [0.5, 1.5]
+
+
 def test_a_new_model_is_placed_at_once_where_there_is_room() -> None:
     given = problem(A, B)
     fleet = LIVE.fleet(1)
