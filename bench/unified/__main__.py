@@ -4,6 +4,7 @@ the traffic, against the same with each part switched off (docs/benchmarks.md).
     python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101] [--turn 150] [--no-batches]
     python -m bench.unified live [--seconds 30] [--rate 4]
     python -m bench.unified small [--seeds 101,102]
+    python -m bench.unified WHERE --only 'all parts' 'round robin' 'fixed partitions'
 
 Simulated: 32 A800, about 6 minutes of one core. Live: three small models on this machine, about 9 minutes. Small: these in
 virtual time, with short and long steps (small.py), about 2 minutes a seed.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from bench.reporting import machine, save_figure, write
-from bench.unified.variants import VARIANTS, WHOLE, Row, Variant, markdown, of_seeds
+from bench.unified.variants import BASELINES, VARIANTS, WHOLE, Row, Variant, markdown, of_seeds
 from shared.placement.hardware import HARDWARE
 
 if TYPE_CHECKING:
@@ -129,12 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="of live runs: steps take what they would on such a device")  # fmt: skip
     parser.add_argument("--no-batches", action="store_true", help="of simulated runs: in no variant")
     parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so, also of others' parts"
+    )
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
     options = parser.parse_args(arguments)
-    variants = [one for one in VARIANTS if not options.only or one.name.startswith(tuple(options.only))]
+    known = (*VARIANTS, *BASELINES)
+    variants = [one for one in known if one.name.startswith(tuple(options.only))] if options.only else VARIANTS
     if not variants:
-        parser.error(f"--only {' '.join(options.only)}: variants are {', '.join(one.name for one in VARIANTS)}")
+        parser.error(f"--only {' '.join(options.only)}: variants are {', '.join(one.name for one in known)}")
     began_s = time.monotonic()
     rows = {"simulated": simulated, "live": live, "small": small}[options.where](variants, options)
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")

@@ -99,6 +99,7 @@ def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
         "TIDEWAY_CO_SERVING": variant.co_serving,
         "TIDEWAY_INTERRUPTION": variant.interruption,
         "TIDEWAY_MIGRATION": variant.migration,
+        "TIDEWAY_LEAST_SHARE": str(variant.least_share),
         "TIDEWAY_REPLACEMENT": "auto" if variant.is_adaptive else "off",
         "TIDEWAY_REPLACEMENT_INTERVAL_S": str(REPLACEMENT_S),
         "TIDEWAY_REPLACEMENT_LEAST_S": str(REPLACEMENT_S),

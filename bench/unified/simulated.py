@@ -49,7 +49,7 @@ def simulate(job: tuple[Variant, int, float, float, float]) -> Row:
 def serving(variant: Variant) -> Serving:
     return Serving(
         order_policy=variant.order_policy, migration=variant.migration, co_serving=variant.co_serving,
-        interruption=variant.interruption,
+        interruption=variant.interruption, least_share=variant.least_share,
     )  # fmt: skip
 
 

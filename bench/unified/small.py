@@ -70,7 +70,7 @@ def simulate(job: tuple[Variant, Case, int]) -> Row:
     slowness, run_s = case.slowness, case.run_s * case.slowness
     how = Serving(
         order_policy=variant.order_policy, migration=variant.migration, co_serving=variant.co_serving,
-        interruption=variant.interruption,
+        interruption=variant.interruption, least_share=variant.least_share,
     )  # fmt: skip
     fleet = how.fleet(seed)
     fleet.gateway.is_strict = False
@@ -119,7 +119,7 @@ def _add_instances(fleet: Fleet, variant: Variant, case: Case, costs: dict[str, 
     configuration = Configuration(
         num_merged=256, num_rows=256, ordering=variant.order_policy, token_budget=case.token_budget, steps_in_flight=1,
         co_serving=variant.co_serving, interruption=variant.interruption, num_host_merged=256, ttft_s=1.5 * longer,
-        tpot_s=0.11 * longer,
+        tpot_s=0.11 * longer, least_share=variant.least_share,
     )  # fmt: skip
     for number, own in enumerate(MODELS):
         models = [

@@ -30,6 +30,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     order_policy: str = "doubling_budget"
     is_adaptive: bool = True
     """The placement follows the traffic."""
+    least_share: float = 0.25
+    """Of the KV pool, that is divided evenly over an instance's models; 1: fixed partitions."""
 
 
 WHOLE = Variant(name="all parts")
@@ -47,6 +49,11 @@ VARIANTS = (
         co_serving="priority_only", interruption="off",
     ),
 )  # fmt: skip
+BASELINES = (
+    Variant(name="round robin", order_policy="round_robin"),
+    Variant(name="fixed partitions of KV", least_share=1.0),
+)
+"""Parts of others in the place of one, as settings (docs/design/policies.md); only where they are asked for."""
 
 
 class Online(msgspec.Struct, frozen=True):

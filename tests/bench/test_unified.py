@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.unified.small import CASES, simulate
-from bench.unified.variants import VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, row
+from bench.unified.variants import BASELINES, VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, row
 
 
 def test_each_variant_but_the_last_lacks_one_part() -> None:
@@ -18,8 +18,10 @@ def test_each_variant_but_the_last_lacks_one_part() -> None:
     # Dedicated instances have nothing to place anew.
     assert differ[1] == {"shares", "is_adaptive"}
     assert all(len(one) == 1 for one in differ[2:-1])
-    assert differ[-1] == set(parts) - {"harvests"}, "batches are there, and nothing protects the others from them"
-    assert len({one.name for one in VARIANTS}) == len(VARIANTS)
+    # Batches are there, and nothing protects the others from them.
+    assert differ[-1] == set(parts) - {"harvests", "least_share"}
+    assert len({one.name for one in (*VARIANTS, *BASELINES)}) == len(VARIANTS) + len(BASELINES)
+    assert all(sum(getattr(one, name) != getattr(WHOLE, name) for name in parts) == 1 for one in BASELINES)
 
 
 def test_who_gets_no_answer_misses_the_objective_and_counts_in_no_mean() -> None:
