@@ -72,6 +72,7 @@ def test_a_row_that_was_kept_is_not_made_again(tmp_path):
 
 def test_a_window_of_a_day_is_told_in_hours():
     assert window("10:00-11:30") == window("10-11.5") == Window(10.0, 11.5)
+    assert str(Window(9.75, 11.5)) == "09:45-11:30"
     for text in ("10", "10-9", "23-25", "ten-11"):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             window(text)
