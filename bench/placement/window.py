@@ -21,10 +21,7 @@ from bench.placement.day import BIN_S, DAY_S, NUM_DEVICES, SEARCH_S, Asked, begu
 from bench.placement.experiments import Table
 from bench.reporting import Target
 from shared.placement.estimator import Estimator
-<<<<<<< HEAD
-=======
 from shared.placement.problem import Problem
->>>>>>> simulate-views
 from shared.placement.search import search
 from shared.placement.stretches import between
 from shared.simulation.deployment import simulate
@@ -42,11 +39,7 @@ class Window(NamedTuple):
     until_h: float
 
     def __str__(self) -> str:
-<<<<<<< HEAD
-        return f"{self.since_h:g}-{self.until_h:g}"
-=======
         return "-".join(f"{round(60 * hour) // 60:02}:{round(60 * hour) % 60:02}" for hour in self)
->>>>>>> simulate-views
 
 
 def window(text: str) -> Window:
@@ -74,11 +67,6 @@ class Served(NamedTuple):
     """Hours at which another plan served."""
 
 
-<<<<<<< HEAD
-def serve(name: str, asked: Asked, asked_window: Window) -> Served:
-    """`name`: of the intervals."""
-    problem, first = begun(asked)
-=======
 def _bounded(problem: Problem) -> Problem:
     """No model allows more tokens than its longest request has: users ask for as many as it allows, and those who ask for
     more than the groups of the next plan can hold are refused."""
@@ -93,7 +81,6 @@ def serve(name: str, asked: Asked, asked_window: Window) -> Served:
     """`name`: of the intervals."""
     problem, first = begun(asked)
     problem = _bounded(problem)
->>>>>>> simulate-views
     since_s, until_s = (3600 * hour for hour in asked_window)
     past = between(problem.traffic, 0.0, since_s)
     problem = msgspec.structs.replace(problem, traffic=between(problem.traffic, since_s, until_s))
@@ -159,11 +146,7 @@ def serve_all(asked: Asked, asked_window: Window, names: Sequence[str], num_proc
         f"latency {estimated.normalised_latency:.2f}."
     )
     return Table(
-<<<<<<< HEAD
-        name=f"day-{asked.number_of_day}-seed{asked.seed}-hours-{asked_window}",
-=======
         name=f"day-{asked.number_of_day}-seed{asked.seed}-{asked_window}".replace(":", ""),
->>>>>>> simulate-views
         rows=[one.row for one in served.values()], targets=targets, notes=notes,
         series={name: {"attainment": one.course, "changes": one.changes} for name, one in served.items()},
     )  # fmt: skip
