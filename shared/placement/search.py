@@ -468,9 +468,9 @@ class Searcher:
         outcomes = self._outcomes(self.estimator, tried)
         best = _distinct(Found(self.key(slots, each), slots) for slots, each in zip(tried, outcomes, strict=True))
         polished, known = list(best), set[int]()
-        left = self.effort.num_pairs // 8
+        num_pairs = self.effort.num_pairs // self.effort.num_polished
         for start in best[: self.effort.num_polished]:
-            polished += self._moved(start.slots, self.estimator, POLISH_PATIENCE, left, known)
+            polished += self._moved(start.slots, self.estimator, POLISH_PATIENCE, num_pairs, known)
         return polished
 
     def _outcomes(self, estimator: Estimator, plans: Iterable[Slots]) -> list[Outcome]:
