@@ -244,7 +244,7 @@ async def make_prompts(
             echo_text = text_or_ids
         elif options.echo:
             echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
-        prompts.append(Prompt(ids, sampling, echo_text, shows_output))
+        prompts.append(Prompt(ids, sampling, echo_text, shows_output, requested is None and default is None))
     return prompts
 
 

@@ -142,6 +142,7 @@ class Call:
             tpot_objective_s=tpot_ms / 1000,
             prompt_lookup=-1 if message.prompt_lookup is None else message.prompt_lookup,
             is_mirror=self._is_mirror,
+            is_open_ended=prompts[0].is_open_ended,
             adapter=None if adapter is None else adapter.adapter,
         )
         self.generation = Generation(

@@ -54,6 +54,8 @@ class Prompt:
     """Put before the output."""
     shows_output: bool = True
     """Else the request ends with its first token, which is not shown."""
+    is_open_ended: bool = False
+    """See `GenerationRequest`."""
 
 
 class Choice:

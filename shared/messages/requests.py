@@ -179,6 +179,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """Of `model`; None: it is computed with the model's own weights."""
     is_mirror: bool = False
     """A copy of another, whose answer nobody sees: in no statistics."""
+    is_open_ended: bool = False
+    """Its client named no `max_tokens`: those of `sampling` are what fits, and fewer where less does."""
 
     @property
     def public_model(self) -> str:

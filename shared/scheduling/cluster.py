@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.policies.dispatch import ReportedFreeness
@@ -42,10 +44,15 @@ class ServedModel(NamedTuple):
             return 0.0
         return merged_demand(num_tokens, self.block_size, self.blocks_per_merged)
 
+    @property
+    def max_tokens(self) -> float:
+        """To which a sequence can grow in an empty pool; infinite where nothing is known."""
+        pool_tokens = self.num_merged * self.tokens_per_merged
+        return min(self.max_model_len or math.inf, pool_tokens or math.inf)
+
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence can grow to `num_tokens` in an empty pool."""
-        is_short = not self.max_model_len or num_tokens <= self.max_model_len
-        return is_short and (not self.num_merged or self.demand_merged(num_tokens) <= self.num_merged)
+        return num_tokens <= self.max_tokens
 
 
 class Liveness(StrEnum):
@@ -101,6 +108,8 @@ class InstanceState:
     """When it was last heard of: a report, its registration, or the end of an outage of the bus."""
     ready: dict[str, ServedModel] = field(default_factory=dict)
     """Models that take requests here."""
+    coming: dict[str, ServedModel] = field(default_factory=dict)
+    """Models that are being loaded."""
     liveness: Liveness = Liveness.ALIVE
     report: LoadReport | None = None
     _load: Load | None = None
@@ -156,6 +165,7 @@ class InstanceState:
         self.is_ready = info.state == "ready"
         self.is_reachable = info.kv_address != ""
         self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
+        self.coming = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "loading"}
         self.names = frozenset(self.ready)
         self.leaving = frozenset(m.name for m in info.models if self.is_draining or m.state == "unloading")
 
@@ -165,7 +175,7 @@ class InstanceState:
 
     def leave(self) -> None:
         """It serves nothing any more."""
-        self.ready = {}
+        self.ready, self.coming = {}, {}
         self.names = self.leaving = frozenset()
 
     def rebalancing_view(self) -> InstanceView | None:
@@ -222,6 +232,8 @@ class ClusterView:
         self._silence: Timers[str] = Timers()
         self._served: dict[str, Counter[ServedModel]] = {}
         """For each model, in how many ways it is served and by how many instances each."""
+        self._coming: dict[str, Counter[ServedModel]] = {}
+        """Likewise, of those that are loading it."""
 
     def __iter__(self) -> Iterator[tuple[str, InstanceState]]:
         return iter(self._instances.items())
@@ -239,6 +251,10 @@ class ClusterView:
     def num_serving(self, model: str) -> int:
         """Instances that serve the model."""
         return self._served[model].total() if model in self._served else 0
+
+    def ways(self, model: str) -> tuple[frozenset[ServedModel], frozenset[ServedModel]]:
+        """In which the model is served, and in which it will be by those that are loading it."""
+        return frozenset(self._served.get(model, ())), frozenset(self._coming.get(model, ()))
 
     def next_silence(self) -> float | None:
         return self._silence.next()
@@ -272,20 +288,22 @@ class ClusterView:
         self._silence.discard(instance_id)
 
     def _count_served(self, state: InstanceState, change: int) -> None:
-        for model, served in state.ready.items():
-            counter = self._served.setdefault(model, Counter())
-            counter[served] += change
-            if counter[served] <= 0:
-                del counter[served]
-            if not counter:
-                del self._served[model]
+        for models, counters in (state.ready, self._served), (state.coming, self._coming):
+            for model, served in models.items():
+                counter = counters.setdefault(model, Counter())
+                counter[served] += change
+                if counter[served] <= 0:
+                    del counter[served]
+                if not counter:
+                    del counters[model]
 
     def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
-        """Why no instance that serves the request's model could ever run it, or None if one could or nobody serves it."""
-        served = self._served.get(request.model)
+        """Why no instance that serves the request's model could ever run it, or None if one could, or one that is loading
+        the model, or nobody serves it."""
+        served, coming = self.ways(request.model)
         num_prompt = len(request.prompt) // 4
         num_tokens = num_prompt + request.sampling.max_tokens
-        if not served or any(way.fits(num_tokens) for way in served):
+        if not served or any(way.fits(num_tokens) for way in served | coming):
             return None
         asked = f"{num_prompt} prompt tokens and up to {request.sampling.max_tokens} output tokens"
         longest = max(way.max_model_len for way in served)
@@ -296,6 +314,15 @@ class ClusterView:
             limit = f"the largest KV pool that serves {request.model!r} holds {pool_tokens} tokens"
         param = "prompt" if num_prompt >= (longest or num_tokens) else "max_tokens"
         return ErrorInfo(ErrorCode.TOO_LONG, f"{asked} were asked for; {limit}", param)
+
+    def cut(self, request: GenerationRequest) -> GenerationRequest | None:
+        """A request that has a `refusal` with as many `max_tokens` as fit; None: not one token more than it has fits."""
+        longest = max(way.max_tokens for way in self._served[request.model])
+        max_tokens = int(longest) - len(request.prompt) // 4
+        if max_tokens <= len(request.prior) // 4:
+            return None
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+        return msgspec.structs.replace(request, sampling=sampling)
 
     # ------------------------------------------------------------------------------------- reports and silence
 

@@ -75,7 +75,7 @@ class SchedulerCore:
         )
         self.rescheduler = Rescheduler(settings, self.cluster)
         self.scaler = Scaler(settings)
-        self.life = life = RequestLifecycle(self.dispatcher, self.say)
+        self.life = life = RequestLifecycle(self.dispatcher, self.cluster, self.say)
         self.migrations = MigrationBook(self)
         self.inquiries = Inquiries(self)
         self.intake = Intake(self, term)
@@ -172,6 +172,8 @@ class SchedulerCore:
             match kind:
                 case "deadline":
                     self.life.on_deadline(name, now)
+                case "unfit":
+                    self.life.on_unfit(name, now)
                 case "ledger":
                     self.delivery.expire(name)
                 case "backoff":

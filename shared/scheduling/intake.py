@@ -37,13 +37,17 @@ class Intake:
             # The gateway may have raised it to what it had been raised to here, and hears no lower one from now on.
             known.gateway_epoch = max(known.gateway_epoch, request.epoch)
             return None
-        if refused := self._core.cluster.refusal(request):
-            return refused
+        # What ran before counts as let in: the bound is not for it, and what serves its model may be about to change.
+        is_new = request.epoch == 0
+        if is_new and (refused := self._core.cluster.refusal(request)):
+            shorter = self._core.cluster.cut(request) if request.is_open_ended else None
+            if shorter is None:
+                return refused
+            request = shorter
         if request.model in self._core.life.removed_models:
             return removed_error(request.model)
-        # The bound is for new work. What ran before already counts as let in.
         is_online = request.request_class != RequestClass.OFFLINE
-        if request.epoch == 0 and (refused := self._core.queue.refusal(is_online, now)):
+        if is_new and (refused := self._core.queue.refusal(is_online, now)):
             self._core.life.recorder.refused(request, now)
             return refused
         tracked = TrackedRequest.submitted(request, self._core.life.next_number(), len(self._core.queue), now)
@@ -58,7 +62,7 @@ class Intake:
             tracked.epoch = next_placement(request.epoch)
         if self._core.inquiries.unheard:
             tracked.epoch += self._term * TERM_EPOCHS
-        if request.epoch == 0 and not request.is_mirror:
+        if is_new and not request.is_mirror:
             self._core.life.statistics.count_arrival(request.public_model, is_online)
             self._core.life.recorder.arrived(request, now)
             if not is_online:

@@ -21,6 +21,7 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.scheduling.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry, Waits
+from shared.scheduling.cluster import ClusterView
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.request_rows import RequestRecorder
 from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
@@ -30,12 +31,21 @@ from shared.scheduling.timers import Timers
 ASSIGNMENT_GRACE_S = 10.0
 """Past a request's deadline, when its instance must have ended it."""
 
+UNFIT_GRACE_S = 10.0
+"""For a request in the queue that has become too long for all that serve its model: while instances restart for another
+placement, one that is large enough may not have registered yet."""
+
 Timer = tuple[str, str]
-"""(deadline | ledger | confirm, id of a request) or (backoff, id of an instance)"""
+"""(deadline | unfit | ledger | confirm, id of a request) or (backoff, id of an instance)"""
 
 
 class RequestLifecycle:
-    def __init__(self, dispatcher: Dispatcher, say: Callable[[Action], None]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        cluster: ClusterView,
+        say: Callable[[Action], None],
+    ) -> None:
         self.requests = RequestTable()
         self.timers: Timers[Timer] = Timers()
         self.statistics = StatisticsCounter()
@@ -43,6 +53,7 @@ class RequestLifecycle:
         self.removed_models: set[str] = set()
         """Nobody will serve them again."""
         self._dispatcher = dispatcher
+        self._cluster = cluster
         self._say = say
         self._num_known = 0
         self._entered: list[TrackedRequest] = []
@@ -65,6 +76,40 @@ class RequestLifecycle:
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s)
         self._dispatcher.enqueue(tracked, now)
         self._entered.append(tracked)
+        self._watch_fit(tracked, now)
+
+    def look_through(self, model: str, now: float) -> None:
+        """What serves the model is another."""
+        for tracked in self._dispatcher.queue.of_model(model):
+            self._watch_fit(tracked, now)
+
+    def _watch_fit(self, tracked: TrackedRequest, now: float) -> None:
+        assert tracked.request is not None
+        timer = ("unfit", tracked.request_id)
+        if self._cluster.refusal(tracked.request) is None:
+            self.timers.discard(timer)
+        elif timer not in self.timers:
+            self.timers.set(timer, now + UNFIT_GRACE_S)
+
+    def on_unfit(self, request_id: str, now: float) -> None:
+        """Its grace is over. What has begun, or takes as many tokens as fit, gets those that fit now."""
+        tracked = self.requests.get(request_id)
+        if tracked is None or tracked.state != RequestState.QUEUED:
+            return
+        request = tracked.request
+        assert request is not None
+        refused = self._cluster.refusal(request)
+        if refused is None:
+            return
+        shorter = self._cluster.cut(request) if request.prior or request.is_open_ended else None
+        if shorter is not None:
+            self._dispatcher.queue.remove(tracked)
+            tracked.request = shorter
+            self.enqueue(tracked, now)
+        elif request.prior:
+            self.end(tracked, FinishReason.LENGTH, None, now)
+        else:
+            self.end(tracked, FinishReason.ERROR, refused, now)
 
     def tell_who_waits(self, now: float) -> None:
         """Of those that entered the queue since the last call, those that are still there."""
@@ -149,7 +194,7 @@ class RequestLifecycle:
         self.requests.move(tracked, RequestState.QUEUED, "", now)
         self.enqueue(tracked, now)
 
-    def end(self, tracked: TrackedRequest, reason: FinishReason, error: ErrorInfo, now: float) -> None:
+    def end(self, tracked: TrackedRequest, reason: FinishReason, error: ErrorInfo | None, now: float) -> None:
         """Ends a request here and tells its gateway."""
         assert tracked.request is not None
         offset = len(tracked.request.prior) // 4
@@ -212,8 +257,8 @@ class RequestLifecycle:
     def forget(self, tracked: TrackedRequest) -> None:
         """It must have left the queue."""
         self.leave_ledger(tracked.request_id, tracked.instance_id)
-        self.timers.discard(("deadline", tracked.request_id))
-        self.timers.discard(("confirm", tracked.request_id))
+        for kind in ("deadline", "unfit", "confirm"):
+            self.timers.discard((kind, tracked.request_id))
         self.requests.remove(tracked)
 
     def leave_ledger(self, request_id: str, instance_id: str) -> None:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from shared.messages.cluster import InstanceExited, InstanceInfo
 from shared.scheduling.actions import InstanceLost, ProbeSilence
-from shared.scheduling.cluster import Liveness
+from shared.scheduling.cluster import InstanceState, Liveness, ServedModel
 from shared.scheduling.requests import RequestState
 
 if TYPE_CHECKING:
     from shared.scheduling.core import SchedulerCore
+
+Ways = dict[str, tuple[frozenset[ServedModel], frozenset[ServedModel]]]
+"""By model: see `ClusterView.ways`."""
 
 
 class Membership:
@@ -20,6 +23,7 @@ class Membership:
     def on_registry(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
         state = self._core.cluster.get(instance_id)
         before = list(state.ready) if state else []
+        ways = self._ways(state, info)
         if state is not None and (info is None or info.incarnation != state.info.incarnation):
             how = "vanished" if info is None else "restarted"
             is_empty = not self._core.life.requests.on_instance(instance_id)
@@ -30,15 +34,17 @@ class Membership:
             self._core.cluster.remove(instance_id)
         self._core.dispatcher.touch(instance_id, before)
         self._core.rescheduler.on_registry(instance_id, self._core.cluster.get(instance_id), now)
+        self._look_through(ways, now)
 
     def on_exited(self, exited: InstanceExited, now: float) -> None:
         state = self._core.cluster.get(exited.instance_id)
         if state is None or state.info.incarnation != exited.incarnation or state.liveness == Liveness.EXITED:
             return
-        before = list(state.ready)
+        before, ways = list(state.ready), self._ways(state, None)
         self._lose(exited.instance_id, "drained" if state.is_draining and exited.exit_code == 0 else "exited", now)
         self._core.cluster.mark_exited(exited.instance_id)
         self._core.dispatcher.touch(exited.instance_id, before)
+        self._look_through(ways, now)
 
     def look_for_silence(self, now: float) -> None:
         if silent := self._core.cluster.fall_silent(now):
@@ -56,6 +62,19 @@ class Membership:
         for instance_id, state in self._core.cluster:
             state.num_refusals, state.is_backing_off = 0, False
             self._core.dispatcher.touch(instance_id)
+
+    def _ways(self, state: InstanceState | None, info: InstanceInfo | None) -> Ways:
+        """How the models of the instance, and of its new entry, are served until now."""
+        models = {model.name for model in info.models} if info is not None else set()
+        if state is not None:
+            models |= state.ready.keys() | state.coming.keys()
+        return {model: self._core.cluster.ways(model) for model in models}
+
+    def _look_through(self, before: Ways, now: float) -> None:
+        """What waits for a model that is served in other ways by now may have become too long, or fit again."""
+        for model, ways in before.items():
+            if self._core.cluster.ways(model) != ways:
+                self._core.life.look_through(model, now)
 
     def _lose(self, instance_id: str, reason: str, now: float) -> None:
         """Nothing on the instance will be finished. Requests that it had accepted go back to their gateways, which know

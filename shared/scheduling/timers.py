@@ -17,6 +17,9 @@ class Timers(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._serial = 0
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._at
+
     def set(self, key: K, at: float) -> None:
         """Sets or moves the key's deadline."""
         self._at[key] = at

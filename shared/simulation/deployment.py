@@ -225,7 +225,7 @@ def jobs_of(traffic: Traffic, longest: Mapping[str, int], *, has_offline: bool) 
         jobs.append(
             Job(
                 arrival_s, prompt, output, model=traffic.models[model],
-                max_tokens=room if is_online and output < room else 0,
+                max_tokens=room if is_online and output < room else 0, is_open_ended=is_online and output < room,
                 request_class=RequestClass.ONLINE if is_online else RequestClass.OFFLINE,
             )
         )  # fmt: skip

@@ -47,6 +47,8 @@ class Job(msgspec.Struct, frozen=True):
     max_tokens: int = 0
     """That it asks for, and more than it gets: the length of its answer is nobody's knowledge, it ends with a token. 0: it
     asks for what it gets."""
+    is_open_ended: bool = False
+    """It asks for what fits, which `max_tokens` is: see `GenerationRequest`."""
     request_class: RequestClass = RequestClass.ONLINE
     texts: tuple[tuple[int, int], ...] = ()
     """(text, tokens of it) that the prompt begins with; what is left of it is the request's own. Prompts that begin alike
@@ -151,7 +153,7 @@ class Gateway:
             GenerationRequest(
                 request_id=str(number), gateway_id=NAME, model=job.model, prompt=b"", sampling=sampling,
                 request_class=job.request_class, timeout_s=job.timeout_s,
-                priority=Priority.HIGH if is_high else Priority.NORMAL,
+                priority=Priority.HIGH if is_high else Priority.NORMAL, is_open_ended=job.is_open_ended,
             )
         )  # fmt: skip
         self._streams.append(StreamState(str(number), sampling))
@@ -253,7 +255,10 @@ class Gateway:
             if self.is_strict:
                 raise RunFailed(f"request {number} ended with {record.error}")
         elif record.num_tokens != job.output_tokens:
-            raise RunFailed(f"request {number} ended with {record.num_tokens} of {job.output_tokens} tokens")
+            record.error = f"{reason}: {record.num_tokens} of {job.output_tokens} tokens"
+            # Where what serves it has less room than it had when it came, it may be cut.
+            if self.is_strict or reason is not FinishReason.LENGTH:
+                raise RunFailed(f"request {number} ended with {record.error}")
         record.ended_s = self._now()
         self.num_left -= 1
         if (then := self._then.pop(number, None)) is not None:

@@ -201,11 +201,14 @@ async def test_length_limit(stack: Stack) -> None:
     assert choice["text"] == stack.tokenizer.decode(tokens[:3])
     await stack.post("/v1/completions", prompt="x")
     assert stack.peer.submitted[-1].sampling.max_tokens == 16
+    assert not stack.peer.submitted[-1].is_open_ended
     await stack.post("/v1/chat/completions", messages=HI)
     request = stack.peer.submitted[-1]
     assert request.sampling.max_tokens == 256 - len(request.prompt) // 4
+    assert request.is_open_ended, "the client named no limit"
     await stack.post("/v1/chat/completions", messages=HI, max_tokens=5, max_completion_tokens=6)
     assert stack.peer.submitted[-1].sampling.max_tokens == 6
+    assert not stack.peer.submitted[-1].is_open_ended
 
 
 async def test_chat_logprobs(stack: Stack) -> None:

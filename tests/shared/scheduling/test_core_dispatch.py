@@ -7,13 +7,15 @@ import math
 import msgspec
 import pytest
 
-from shared.messages.cluster import FinishedStats
+from shared.messages.cluster import FinishedStats, InstanceExited
 from shared.messages.requests import Adapter, ErrorCode, FinishReason, RequestClass
 from shared.scheduling.actions import (
     Dispatch,
     SendEntry,
 )
-from shared.scheduling.calls import OnRegistry
+from shared.scheduling.calls import OnDispatched, OnExited, OnRegistry
+from shared.scheduling.lifecycle import UNFIT_GRACE_S
+from shared.scheduling.queue import Lane
 from shared.scheduling.recovery import LEDGER_EXPIRY_S
 from shared.scheduling.requests import RequestState
 from tests.shared.scheduling.driver import Driver
@@ -275,6 +277,109 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     driver.up("b", max_model_len=1024, num_merged=80)
     assert driver.submit(make_request("u", num_prompt=500, max_tokens=100)) is None
     assert driver.dispatches() == {"u": "b"}
+
+
+def ends(driver: Driver) -> dict[str, ErrorCode]:
+    return {sent.entry.request_id: sent.entry.error.code for sent in driver.take(SendEntry) if sent.entry.error}
+
+
+def test_what_waits_and_has_become_too_long_for_all_that_serve_its_model_is_refused_after_a_grace() -> None:
+    driver = Driver()
+    driver.up("large", state="draining", num_merged=80)
+    driver.submit(make_request("long", num_prompt=500, max_tokens=100, timeout_s=600.0))
+    driver.submit(make_request("short", timeout_s=600.0))
+    driver.up("small", num_merged=8)
+    assert driver.dispatches() == {"short": "small"}
+    driver.pass_time(2 * UNFIT_GRACE_S)
+    assert ends(driver) == {}, "one that serves its model could hold it"
+    driver.core.apply(OnRegistry("large", None), driver.now)
+    driver.report("small")
+    driver.pass_time(UNFIT_GRACE_S - 0.1)
+    assert ends(driver) == {}
+    driver.pass_time(0.2)
+    (sent,) = driver.take(SendEntry)
+    assert sent.entry.request_id == "long" and sent.entry.finish_reason == FinishReason.ERROR
+    assert sent.entry.error is not None and sent.entry.error.code == ErrorCode.TOO_LONG
+    assert "512" in sent.entry.error.message and driver.state("long") is None
+
+
+def test_a_request_that_is_too_long_waits_for_an_instance_that_is_loading_its_model() -> None:
+    driver = Driver()
+    driver.up("small", num_merged=8)
+    driver.up("large", num_merged=80, model_state="loading", state="starting")
+    assert driver.submit(make_request("long", num_prompt=500, max_tokens=100, timeout_s=600.0)) is None
+    assert driver.submit(make_request("longer", num_prompt=2000)) is not None, "the other's limits are known too"
+    driver.pass_time(10 * UNFIT_GRACE_S)
+    assert ends(driver) == {} and driver.dispatches() == {}
+    driver.up("large", num_merged=80)
+    assert driver.dispatches() == {"long": "large"}
+
+
+def test_a_load_that_fails_leaves_nobody_waiting_for_it() -> None:
+    driver = Driver()
+    driver.up("small", num_merged=8)
+    driver.up("large", num_merged=80, model_state="loading", heard=False)
+    driver.submit(make_request("long", num_prompt=500, max_tokens=100, timeout_s=600.0))
+    driver.up("large", num_merged=80, model_state="failed", heard=False)
+    driver.pass_time(UNFIT_GRACE_S)
+    assert ends(driver) == {"long": ErrorCode.TOO_LONG}
+
+
+def test_an_answer_without_a_limit_of_its_own_gets_what_fits() -> None:
+    driver = Driver()
+    driver.up("large", num_merged=80)
+    open_ended = msgspec.structs.replace(
+        make_request("chat", num_prompt=500, max_tokens=524, timeout_s=600.0), is_open_ended=True
+    )
+    driver.submit(open_ended)
+    driver.core.apply(OnRegistry("large", None), driver.now)
+    driver.up("small", num_merged=8)
+    assert driver.submit(msgspec.structs.replace(open_ended, request_id="next")) is None
+    (sent,) = driver.take(Dispatch)
+    assert (sent.request.request_id, sent.request.sampling.max_tokens) == ("next", 12)
+    driver.core.apply(OnDispatched.to(sent, None), driver.now)
+    driver.report("small", ended=["next"])
+    refused = driver.submit(
+        msgspec.structs.replace(make_request("full", num_prompt=512, max_tokens=12), is_open_ended=True)
+    )
+    assert refused is not None and refused.code == ErrorCode.TOO_LONG
+    driver.pass_time(UNFIT_GRACE_S + 0.1)
+    driver.report("small")
+    (sent,) = driver.take(Dispatch)
+    assert (sent.request.request_id, sent.request.sampling.max_tokens) == ("chat", 12)
+    assert driver.core.queue.num_tokens(Lane("m", True)) == 0
+
+
+def test_an_answer_that_has_begun_goes_on_to_where_it_fits() -> None:
+    driver = Driver()
+    driver.up("small", num_merged=8)
+    begun = make_request("begun", num_prompt=500, max_tokens=100, timeout_s=600.0, epoch=64, num_prior=11)
+    driver.submit(begun)
+    driver.submit(make_request("full", num_prompt=500, max_tokens=100, timeout_s=600.0, epoch=64, num_prior=12))
+    driver.pass_time(UNFIT_GRACE_S + 0.1)
+    driver.report("small")
+    (sent,) = driver.take(Dispatch)
+    assert (sent.request.request_id, sent.request.sampling.max_tokens) == ("begun", 12)
+    (end,) = driver.take(SendEntry)
+    assert (end.entry.request_id, end.entry.offset) == ("full", 12)
+    assert (end.entry.finish_reason, end.entry.error) == (FinishReason.LENGTH, None)
+
+
+def test_what_ran_before_is_let_in_while_its_instance_restarts() -> None:
+    driver = Driver()
+    driver.up("small", num_merged=8)
+    lost = make_request("lost", num_prompt=500, max_tokens=100, timeout_s=600.0, epoch=64, num_prior=4)
+    assert driver.submit(lost) is None
+    driver.pass_time(UNFIT_GRACE_S / 2)
+    driver.up("large", num_merged=80)
+    assert driver.dispatches() == {"lost": "large"}
+    driver.pass_time(UNFIT_GRACE_S)
+    assert ends(driver) == {}
+    assert driver.submit(msgspec.structs.replace(lost, request_id="again")) is None
+    driver.core.apply(OnExited(InstanceExited("large", "1", "large", 1)), driver.now)
+    driver.pass_time(UNFIT_GRACE_S)
+    driver.report("small")
+    assert driver.dispatches() == {"again": "small"}, "it may not come back"
 
 
 def test_a_full_queue_refuses_with_an_estimate_but_lets_back_in_what_ran_before() -> None:
