@@ -1,7 +1,8 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
-ranks plans as the faithful simulation does (`rank`), and a day of several models' traffic with plans that follow it (`day`).
+ranks plans as the faithful simulation does (`rank`), a day of several models' traffic with plans that follow it (`day`), and
+a window of it on one plan in the order of different policies (`orders`).
 
-python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR] [--load X] [--window 10:00-11:30]
+python -m bench.placement {speed,optimum,rank,day,orders} ... [--seed N] [--output DIR] [--load X] [--window 10:00-11:30]
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.placement import day, experiments, window
+from bench.placement import day, experiments, orders, window
 from bench.reporting import judged, machine, save_figure, table_of, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
-    parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day"))
+    parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day", "orders"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
     parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--window",
         type=window.window,
-        help="hours of the day, such as 10:00-11:30: simulated faithfully, instead of all of it",
+        help="hours of the day, such as 10:00-11:30: simulated faithfully, instead of all of it; orders: 10:00-10:45",
     )
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(["adaptive", "none", *options.intervals]))
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "optimum": experiments.optimum,
         "rank": experiments.rank,
         "day": play,
+        "orders": lambda seed: orders.compare(
+            day.Asked(seed, options.load, options.day), options.window or orders.WINDOW, options.processes
+        ),
     }
     for name in options.experiments:
         began_s = time.monotonic()

@@ -21,7 +21,7 @@ from bench.placement.day import BIN_S, DAY_S, NUM_DEVICES, SEARCH_S, Asked, begu
 from bench.placement.experiments import Table
 from bench.reporting import Target
 from shared.placement.estimator import Estimator
-from shared.placement.problem import Problem
+from shared.placement.problem import Problem, Proposal, Traffic
 from shared.placement.search import search
 from shared.placement.stretches import between
 from shared.simulation.deployment import simulate
@@ -77,13 +77,18 @@ def _bounded(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, models=models)
 
 
-def serve(name: str, asked: Asked, asked_window: Window) -> Served:
-    """`name`: of the intervals."""
+def cut(asked: Asked, asked_window: Window) -> tuple[Problem, Traffic, Proposal]:
+    """The window, the day before it, and the plan of the day's first hour."""
     problem, first = begun(asked)
     problem = _bounded(problem)
     since_s, until_s = (3600 * hour for hour in asked_window)
     past = between(problem.traffic, 0.0, since_s)
-    problem = msgspec.structs.replace(problem, traffic=between(problem.traffic, since_s, until_s))
+    return msgspec.structs.replace(problem, traffic=between(problem.traffic, since_s, until_s)), past, first
+
+
+def serve(name: str, asked: Asked, asked_window: Window) -> Served:
+    """`name`: of the intervals."""
+    problem, past, first = cut(asked, asked_window)
     changing: list[FleetReplacement] = []
 
     def replace(fleet: Fleet) -> None:
@@ -113,7 +118,7 @@ def serve(name: str, asked: Asked, asked_window: Window) -> Served:
     alone_s = np.array([problem.execution_s[model] for model in requests.models])[requests.model]
     meets = requests.is_done & (requests.latency_s <= problem.slo_scale * alone_s)
     part = (requests.arrival_s / SHOWN_S).astype(np.int64)
-    num_parts = math.ceil((until_s - since_s) / SHOWN_S)
+    num_parts = math.ceil(problem.traffic.interval_s / SHOWN_S)
     with np.errstate(invalid="ignore"):
         course = np.bincount(part, meets, num_parts) / np.bincount(part, minlength=num_parts)
     return Served(row, total.attainment, total.normalised_latency, course.tolist(), changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -198,27 +198,3 @@ class ModelQueue:
                     prefill += count
                     attention += count * (start + count / 2)
         return StepShape(prefill, attention, decodes, context)
-
-
-class Candidate:
-    """A model with runnable sequences of one rank, as the ordering policy sees it."""
-
-    __slots__ = ("priority_class", "queue")
-
-    def __init__(self, queue: ModelQueue, priority_class: PriorityClass) -> None:
-        self.queue = queue
-        self.priority_class = priority_class
-
-    @property
-    def name(self) -> str:
-        return self.queue.name
-
-    @property
-    def last_planned_step(self) -> int:
-        return self.queue.last_planned_step
-
-    def runnable(self) -> Iterable[Sequence]:
-        return self.queue.runnable(self.priority_class)
-
-    def streams(self, now: float) -> tuple[float, float]:
-        return self.queue.streams(now)

@@ -13,9 +13,10 @@ from typing import cast
 
 from shared.cost_model import StepShape
 from shared.engine.batch import Batch, PlannedStep
+from shared.engine.candidate import Candidate
 from shared.engine.drafting import Drafting
 from shared.engine.memory.allocator import Allocator
-from shared.engine.model_queue import ONLINE_CLASSES, Candidate, ModelQueue, Objectives
+from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.sequence import PriorityClass, Sequence, State
 from shared.messages.timeline import EventKind
@@ -147,14 +148,16 @@ class Planner:
         """The models that could lead the step: those with work of the rank, and beside high priority those whose normal
         streams have stood still for as long as they may."""
         found = [
-            Candidate(queue, priority_class)
+            Candidate(self._memory, queue, priority_class)
             for queue in self._queues.values()
             if queue.has_work(priority_class) and (self._prefetch or not queue.restoring)
         ]
         if found and priority_class == PriorityClass.ONLINE_HIGH:
             others = [queue for queue in self._queues.values() if all(queue is not one.queue for one in found)]
             found += [
-                Candidate(queue, PriorityClass.ONLINE_NORMAL) for queue in others if self._is_urgent(queue, begins_s)
+                Candidate(self._memory, queue, PriorityClass.ONLINE_NORMAL)
+                for queue in others
+                if self._is_urgent(queue, begins_s)
             ]
         return found
 

@@ -7,7 +7,7 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     a(m)     1 - exp(-n)                              how likely the model has something to decode
     s(m)     a F + (D + C c) n                        a decode step of it; F, D, C: fixed, per sequence, per token of context
     met      (1 - exp(-sum(n)))^(groups of the model - 1)         of n and s a request meets such a share: it goes elsewhere
-    turns    x(m) ~ (n / L^2)^1.25, at least 1/20 of the largest          as doubling budgets share them (doubling_budget.py)
+    turns    x(m) ~ n / L^2 + n^2 / (16 M L), at least 1/20 of the largest; M: mean L of all n      (doubling_budget.py)
     cycle    F + (D + C c)(1 + n) + what the others take between two turns, at most as long as a stream may be silent
     prefill  a share phi of the time, first come first served, up to chunk / (chunk + sum(s))
     rate     (1 - phi) / cycle                        tokens of each of its sequences
@@ -32,7 +32,7 @@ from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.memory import pool, why_not
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem
 from shared.placement.rehearsal import Episode
-from shared.policies.doubling_budget import LEAST_GAIN_SHARE
+from shared.policies.doubling_budget import BATCH, LEAST_GAIN_SHARE, LEAST_TIME_S
 from shared.policies.silence import MAX_SILENCE_S, PLANNED_SHARE
 from shared.policies.turns import LEAST_SHARE
 
@@ -107,8 +107,11 @@ class _Cost(NamedTuple):
     """Mean of its square."""
     steps_s: float
     """Fixed costs of a prompt's steps that hold no decodes."""
-    silent_weight: float
-    """x(m) = (silent_weight * n)^1.25."""
+    mean_s: float
+    """A request's, alone."""
+    gain: float
+    batch_gain: float
+    """x(m) = gain * n + batch_gain * n^2 / M."""
     num_output: float
     kv_bytes: float
     """Of a sequence that is decoding."""
@@ -394,7 +397,9 @@ class Estimator:
             prefill_s=float(np.mean(beside)) if len(prompt) else 0.0,
             prefill_square=float(np.mean(alone * alone)) if len(prompt) else 0.0,
             steps_s=float(np.mean(fixed)) if len(prompt) else 0.0,
-            silent_weight=1.0 / max(1e-12, LEAST_GAIN_SHARE * 1.5 * (mean_s + std_s) * mean_s),
+            mean_s=mean_s,
+            gain=1.0 / max(1e-12, LEAST_GAIN_SHARE * 1.5 * (mean_s + std_s) * mean_s),
+            batch_gain=1.0 / (BATCH * max(mean_s, LEAST_TIME_S)),
             num_output=max(lengths.mean_output - 1.0, 1e-3),
             kv_bytes=model.block_bytes / model.block_size * held_tokens,
             model=float(number),
@@ -490,8 +495,8 @@ class Estimator:
                 marginal += cost.over_s * np.maximum(0.0, n - cost.knee)
             step = active * cost.fixed_s + marginal
             total = np.add.reduce(step, 1, keepdims=True)
-            weight = cost.silent_weight * n
-            turn = weight * np.sqrt(np.sqrt(weight)) + least
+            inverse_s = np.add.reduce(n, 1, keepdims=True) / (np.add.reduce(n * cost.mean_s, 1, keepdims=True) + 1e-12)
+            turn = n * (cost.gain + cost.batch_gain * inverse_s * n) + least
             turn = np.maximum(turn, LEAST_SHARE * np.maximum.reduce(turn, 1, keepdims=True))
             others = (np.add.reduce(turn * step, 1, keepdims=True) - turn * step) / turn
             cycle = (

@@ -7,7 +7,10 @@ normalised latency, and mended for requests that run longer than expected; and t
     Q <= 0     the k-th time: Q = 2^k * (L + D)
     starving   not run for longer than theta = max(1 s, 5 L): before all others of its model, the longest waiting first
 
-    weight     of a model: sum(1 / (max(Q, half of what Q was set to) * L)) ^ 1.25 over its requests
+    weight     of a model with n requests: (sum(1 / max(Q, half of what Q was set to)) + n^2 / (16 M)) * (1 / L + H S / n)
+    M          mean L of all runnable requests
+    S          share of the KV pool that the model's requests use
+    H          30 * sum(1 / L) over those that wait while one lacks room in the pool
     turn       a step. Models have turns in proportion to their weights (turns.py)
     due        before all this, the model whose streams are due the earliest, where one must run soon (silence.py); where
                that is always so, a model without streams is due MAX_SILENCE_S after its last turn
@@ -21,8 +24,16 @@ one sequence as for many: whoever waits shares the steps of those who come later
 less than one request after another on a device would. So 1 / O, the gain by the c-mu rule of the paper's theorem 2, says how
 often a model has a turn, and doubling makes turns rarer, not longer. Turns are steps and not time, because the long ones are
 prompts, which nobody can share: those are better done at once. A request counts as if at least half of its budget were left,
-because one whose budget is nearly used up is not for that reason near its end. The exponent lets short requests through a
-little more than their gain alone: chosen on pairs of real and of SeaLLM's lengths, where 1 and 1.5 are within 2 %.
+because one whose budget is nearly used up is not for that reason near its end.
+
+By gain alone a device near its limit is wasted: a model of short requests has so many turns that few of its requests are
+there at once, and its steps serve few. So the batch that a turn serves counts too, as in Tassiulas and Ephremides'
+MaxWeight (backlog times rate of service; 1992), which no load that can be served overwhelms: the term in n^2 equals the
+gain at 16 requests. And where memory is short, all who wait for it pay for what others hold: H S / n is that price, of a
+request, beside what its own latency costs. Turns by memory held lead to batches of n ~ sqrt(load / memory of a request), a
+model's load being its share of the device's time times n, and that is how memory is divided for the most tokens. The
+constants were chosen on real lengths, five models on eight L4s and pairs on one device. A larger batch term costs pairs in
+which prompts of thousands of tokens are most of the work, which gain nothing by a batch.
 
 The paper batches one phase of one model; a step with chunked prefill may hold both phases. `mixes_phases` chooses, the
 planner obeys: budgets and order are the same in both modes.
@@ -45,9 +56,12 @@ LEAST_TIME_S = 1e-6
 LEAST_GAIN_SHARE = 0.5
 """Of a budget as it was set: a request counts in its model's weight as if at least this were left."""
 
+BATCH = 16.0
+"""Requests of a model at which their batch counts as much as their gain one by one."""
 
-FAVOUR = 1.25
-"""Exponent of the weights."""
+SHORT = 30.0
+"""Requests that are taken to wait for room in the pool for each that does here: few wait here, the others in the scheduler's
+queue."""
 
 
 class _Service(NamedTuple):
@@ -143,7 +157,7 @@ class DoublingBudget(OrderingPolicy):
         """See the module's docstring; O(n)."""
         if not self.bounds_silence:
             return model_of_first(self, candidates, now)
-        self._weights = {model.name: self._weight(model) for model in candidates}
+        self._weights = self._weights_of(candidates)
         self._picked_s = now
         streams = {model.name: model.streams(now) for model in candidates}
         if room_s(streams.values()) < URGENT_S:
@@ -163,13 +177,24 @@ class DoublingBudget(OrderingPolicy):
             self._last_turn_s[model.name] = self._picked_s
             self._turns.take(model.name, self._weights)
 
-    def _weight(self, model: ModelView) -> float:
-        service = self._services.get(model.name, self._default)
-        gain = 0.0
-        for sequence in model.runnable():
-            budget: _Budget = sequence.order_state
-            gain += 1 / max(budget.left_s, math.ldexp(LEAST_GAIN_SHARE * service.budget_s, budget.num_exhausted))
-        return math.pow(gain / service.mean_s, FAVOUR)
+    def _weights_of(self, candidates: list[ModelView]) -> dict[str, float]:
+        views, total_s, total, pool_cost = [], 0.0, 0, 0.0
+        for model in candidates:
+            service = self._services.get(model.name, self._default)
+            gain, num = 0.0, 0
+            for sequence in model.runnable():
+                budget: _Budget = sequence.order_state
+                gain += 1 / max(budget.left_s, math.ldexp(LEAST_GAIN_SHARE * service.budget_s, budget.num_exhausted))
+                num += 1
+            views.append((model, gain, num, service.mean_s))
+            total_s += num * service.mean_s
+            total += num
+            pool_cost += SHORT * model.num_short / service.mean_s
+        batch_s = BATCH * total_s / total if total else 1.0
+        return {
+            model.name: (gain + num * num / batch_s) * (1 / mean_s + pool_cost * model.pool_share / max(1, num))
+            for model, gain, num, mean_s in views
+        }
 
     def budgets(self, sequences: Iterable[SequenceView]) -> tuple[float, float]:
         left = [sequence.order_state.left_s for sequence in sequences]

@@ -53,6 +53,14 @@ class ModelView(Protocol):
     def last_planned_step(self) -> int:
         """Id of the last step planned for the model; -1 before the first."""
 
+    @property
+    def pool_share(self) -> float:
+        """Of the KV pool, that its sequences use."""
+
+    @property
+    def num_short(self) -> int:
+        """Its runnable sequences that wait while one of some model lacks room in the pool."""
+
     def runnable(self) -> Iterable[SequenceView]:
         """Its runnable sequences of that class; O(n)."""
 

@@ -35,6 +35,9 @@ class Head(NamedTuple):
     first: TrackedRequest
     last_planned_step: int
     """Number of the last pick of the model."""
+    pool_share: float = 0.0
+    num_short: int = 0
+    """Nothing in the queue is in a pool, or next to be."""
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from bench.placement.day import INTERVALS_S, MODELS, Asked, Played, Way, play, rates, settings, timeline
 from bench.placement.experiments import every_plan
+from bench.placement.orders import compare
 from bench.placement.problems import draw, draw_models
 from bench.placement.window import Window, serve, window
 from shared.placement.estimator import Estimator
@@ -78,14 +79,26 @@ def test_a_window_of_a_day_is_told_in_hours():
             window(text)
 
 
-def test_every_request_of_a_window_is_served_step_by_step(tmp_path):
+@pytest.fixture
+def light(tmp_path):
+    """A day of little traffic."""
     rows = [f"{name},{600 * number},1" for name in MODELS for number in range(144)]
     (tmp_path / "servegen_model_rates.csv").write_text("\n".join(["model,window_start_s,rate_rps", *rows]))
     lengths = "num_prefill_tokens,num_decode_tokens\n" + "".join(f"{200 + n},{20 + n}\n" for n in range(20))
     for _, name in MODELS.values():
         (tmp_path / name).write_text(lengths)
-    asked = Asked(load=0.03, folder=tmp_path)
-    served = serve("10 minutes", asked, Window(10.0, 10.25))
+    return Asked(load=0.03, folder=tmp_path)
+
+
+def test_a_window_in_several_orders(light):
+    table = compare(light, Window(10.0, 10.05), 1, ["doubling_budget", "fcfs"])
+    assert [row["order"] for row in table.rows] == ["doubling_budget", "fcfs"]
+    assert all(row["attainment"] == "1.0000" and row["requests"] > 5 for row in table.rows)
+    assert [target.value for target in table.targets[:2]] == pytest.approx([1.0, 1.0], rel=0.1)
+
+
+def test_every_request_of_a_window_is_served_step_by_step(light):
+    served = serve("10 minutes", light, Window(10.0, 10.25))
     assert served.row["requests"] > 50 and served.row["without an answer"] == 0
     # One interval of ten minutes ended, and of so light a load nothing has to change.
     assert (served.row["searches"], served.changes) == (1, [])

@@ -19,6 +19,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
+from shared.policies.baselines import RoundRobin
 from shared.policies.catalogue import ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
@@ -294,6 +295,33 @@ def test_a_head_that_lacks_room_is_not_overtaken_by_another_model():
         if any(isinstance(e, Ended) and e.request.request_id == "large" for e in engine.effects()):
             break
     assert step < 60
+
+
+class Watching(RoundRobin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, tuple[float, int]] = {}
+
+    def pick_model(self, candidates, now):
+        self.seen = {model.name: (model.pool_share, model.num_short) for model in candidates}
+        return super().pick_model(candidates, now)
+
+
+def test_the_order_policy_sees_who_holds_memory_and_who_waits_for_it():
+    """Merged blocks hold two blocks of model a, or one of b; blocks have 4 tokens."""
+    policy, executor = Watching(), FakeExecutor(SHAPES)
+    engine = Engine(12, 8, policy, FixedTokenBudget(100), least_share=0.0)
+    for shape in SHAPES:
+        engine.apply(AddModel(shape), 0.0)
+    for name, num_prompt in (("a", 22), ("b", 14)):
+        engine.apply(Submit(request(name, [1] * num_prompt, 9, model=name)), 0.0)
+    for step in range(3):
+        engine.apply(OnStep(executor.execute(engine.plan(float(step)))), float(step))
+    assert policy.seen == {"a": (6 / 24, 0), "b": (4 / 12, 0)}
+    engine.apply(Submit(request("b2", [1] * 30, 9, model="b")), 3.0)
+    for step in range(3, 6):
+        engine.apply(OnStep(executor.execute(engine.plan(float(step)))), float(step))
+    assert policy.seen["a"] == (6 / 24, 0) and policy.seen["b"][1] == 1
 
 
 def test_a_failed_step_sends_its_sequences_anew():

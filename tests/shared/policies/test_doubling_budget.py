@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.messages.cluster import ExecutionStatistics
-from shared.policies.doubling_budget import FAVOUR, DoublingBudget
+from shared.policies.doubling_budget import BATCH, SHORT, DoublingBudget
 from shared.policies.ordering import ModelView
 from shared.policies.silence import URGENT_S
 from tests.shared.policies.views import FakeModel, FakeSequence
@@ -106,9 +106,11 @@ def turns(policy: DoublingBudget, models: list[ModelView], num: int) -> Counter[
     return taken
 
 
-def share_of(gain: float, other: float) -> float:
-    """Of the turns, with so much gain beside so much of the other model."""
-    return gain**FAVOUR / (gain**FAVOUR + other**FAVOUR)
+def share_of(one: tuple[float, int, float], other: tuple[float, int, float]) -> float:
+    """Of the turns that go to the first model; of each its gain, number of requests, and mean execution time in seconds."""
+    mean_s = (one[1] * one[2] + other[1] * other[2]) / (one[1] + other[1])
+    weights = [gain + num * num / (BATCH * mean_s * service_s) for gain, num, service_s in (one, other)]
+    return weights[0] / sum(weights)
 
 
 def test_models_have_turns_in_proportion_to_what_they_gain() -> None:
@@ -116,9 +118,9 @@ def test_models_have_turns_in_proportion_to_what_they_gain() -> None:
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences = [arrive(policy, 0, "a")]
     b.sequences = [arrive(policy, number, "b") for number in range(1, 3)]
-    assert turns(policy, [b, a], 300)["a"] == pytest.approx(300 * share_of(1, 2 / 4), abs=1), "1 / (1 * 1), 2 / (2 * 2)"
+    assert turns(policy, [b, a], 300)["a"] == pytest.approx(300 * share_of((1, 1, 1), (2 / 4, 2, 2)), abs=1)
     b.sequences += [arrive(policy, number, "b") for number in range(3, 13)]
-    assert turns(policy, [b, a], 300)["b"] == pytest.approx(300 * share_of(12 / 4, 1), abs=1)
+    assert turns(policy, [b, a], 300)["b"] == pytest.approx(300 * share_of((12 / 4, 12, 2), (1, 1, 1)), abs=1)
     assert turns(policy, [FakeModel("b"), a], 21)["b"] == 1, "nothing is runnable of it: the least share"
 
 
@@ -127,7 +129,7 @@ def test_a_budget_that_doubles_makes_turns_rarer() -> None:
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
     policy.charge([a.sequences[0]], [1.0], 0.0)
-    assert turns(policy, [a, b], 300)["b"] == pytest.approx(300 * share_of(1, 1 / 2), abs=1)
+    assert turns(policy, [a, b], 300)["b"] == pytest.approx(300 * share_of((1, 1, 1), (1 / 2, 1, 1)), abs=1)
 
 
 def test_a_nearly_used_budget_counts_as_half_of_what_it_was() -> None:
@@ -135,7 +137,17 @@ def test_a_nearly_used_budget_counts_as_half_of_what_it_was() -> None:
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
     policy.charge([b.sequences[0]], [0.99], 0.0)
-    assert turns(policy, [a, b], 300)["b"] == pytest.approx(300 * share_of(2, 1), abs=1)
+    assert turns(policy, [a, b], 300)["b"] == pytest.approx(300 * share_of((2, 1, 1), (1, 1, 1)), abs=1)
+
+
+def test_where_memory_is_short_those_who_hold_it_have_more_turns() -> None:
+    policy = policy_with({"a": 1.0, "b": 1.0})
+    a, b = FakeModel("a", pool_share=0.8), FakeModel("b", pool_share=0.1)
+    a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
+    assert turns(policy, [a, b], 300)["a"] == pytest.approx(150, abs=1), "nobody waits for it"
+    b.num_short = 1
+    costs = 1 + SHORT * 0.8, 1 + SHORT * 0.1
+    assert turns(policy, [a, b], 300)["a"] == pytest.approx(300 * costs[0] / sum(costs), abs=1)
 
 
 def test_streams_that_are_due_soon_go_first_by_due_time() -> None:

@@ -33,6 +33,8 @@ class FakeModel:
     due_s: float = inf
     """When its streams are due."""
     serving_s: float = 0.0
+    pool_share: float = 0.0
+    num_short: int = 0
 
     def runnable(self) -> Iterable[FakeSequence]:
         return self.sequences

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import Priority
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
-from shared.policies.doubling_budget import FAVOUR
+from shared.policies.doubling_budget import BATCH
 from shared.scheduling.calls import OnReport
 from shared.scheduling.queue import REFRESH_S, GlobalQueue, Lane
 from shared.scheduling.requests import TrackedRequest
@@ -150,7 +150,8 @@ def test_models_are_dispatched_in_proportion_to_their_gain() -> None:
             driver.submit(make_request(f"{model}{number}", model=model))
     driver.up("a", "m", "n")
     taken = [request_id[0] for request_id in driver.dispatches()]
-    share = 4**FAVOUR / (4**FAVOUR + 1)
+    own, batch_s = 1.0 + 1 / (BATCH * 1.5), 1 / 4 + 1 / (2 * BATCH * 1.5)
+    share = own / (own + batch_s)
     assert taken[:20].count("n") == pytest.approx(20 * share, abs=1), (
         "a request of n gains four times what one of m does"
     )
