@@ -40,7 +40,7 @@ def steps_by_depth(metrics_port: int) -> dict[str, float]:
     return counts
 
 
-@pytest.mark.parametrize(("division", "depth"), [("TENSOR", 1), ("PIPELINE", 2)])
+@pytest.mark.parametrize(("division", "depth"), [("TENSOR", 1), pytest.param("PIPELINE", 2, marks=pytest.mark.long)])
 async def test_streams_are_those_of_one_device_and_survive_a_rank(
     stack: Stack, checkpoints: dict[str, str], division: str, depth: int
 ) -> None:

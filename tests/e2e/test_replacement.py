@@ -81,6 +81,7 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
         assert names >= {"replacement.fetch", "replacement.change", "replacement.settle", "node.apply_plan"}, names
 
 
+@pytest.mark.long
 async def test_a_new_model_makes_another_placement_by_itself(checkpoints: Mapping[str, str]) -> None:
     """It is one more than an instance may have. Streams run until all is as it is to be."""
     models = ["llama", "opt"]

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
@@ -59,8 +60,15 @@ def executors_of(groups: dict[str, DeviceGroup]) -> dict[str, GroupExecutor]:
     }
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param([ONE, TWO, STAGES, TWO, ONE], id="two"),
+        pytest.param([ONE, TWO, FOUR, TWO, STAGES, FOUR, STAGES, ONE], id="four", marks=pytest.mark.long),
+    ],
+)
 async def test_a_request_moves_between_groups_of_equal_and_different_size(
-    nats_settings: BusSettings, tmp_path: Path
+    nats_settings: BusSettings, tmp_path: Path, way: list[str]
 ) -> None:
     checkpoint, hub = write_long_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=4), LocalHub()
     metrics: list[CollectorRegistry] = []
@@ -80,7 +88,7 @@ async def test_a_request_moves_between_groups_of_equal_and_different_size(
 
     async with AsyncExitStack() as stack:
         executors: dict[str, Any] = {ONE: Executor("cpu", NUM_MERGED, MERGED_BYTES, NUM_ROWS)}
-        for name, executor in executors_of(GROUPS).items():
+        for name, executor in executors_of({name: group for name, group in GROUPS.items() if name in way}).items():
             executors[name] = stack.enter_context(closing(executor))
         bus = await NatsBus.connect(nats_settings, service="test", service_id="neighbours")
         stack.push_async_callback(bus.close)
@@ -96,7 +104,6 @@ async def test_a_request_moves_between_groups_of_equal_and_different_size(
         requests = [generation("greedy", 100, 300), generation("sampled", 70, 300, "sampled")]
         expected = await neighbours.undisturbed(ONE, *requests)
         await neighbours.submit(ONE, *requests)
-        way = [ONE, TWO, FOUR, TWO, STAGES, FOUR, STAGES, ONE]
         for number, (here, there) in enumerate(itertools.pairwise(way), 1):
             before = neighbours.progress("greedy")
             await neighbours.until(lambda: neighbours.progress("greedy") > before + 10)  # noqa: B023
