@@ -68,8 +68,8 @@ class Served(NamedTuple):
 
 
 def _bounded(problem: Problem) -> Problem:
-    """No model allows more tokens than its longest request has: users ask for as many as it allows, and those who ask for
-    more than the groups of the next plan can hold are refused."""
+    """No model allows more tokens than its longest request has: users ask for as many as it allows, and answers that have
+    begun are cut where the groups of the next plan hold fewer."""
     traffic = problem.traffic
     total = traffic.prompt_tokens + traffic.output_tokens
     longest = {name: int(total[traffic.model == index].max(initial=1)) for index, name in enumerate(traffic.models)}

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
+import msgspec
 import numpy as np
 
 from bench import emulated as emulation
@@ -41,7 +42,9 @@ WARM_UP_S = 4.0
 PROFILE_TIMEOUT_S = 180.0
 REPLACEMENT_S = 10.0
 """Between searches: a run is short."""
-MIX = MIXES[1]
+POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
+"""Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
+MIX = msgspec.structs.replace(MIXES[1], models=POPULARITY)
 MIGRATIONS = "scheduler-0", 'tideway_scheduler_moves_total{outcome="moved"'
 CHANGES = "placement", 'tideway_placement_replacements_total{end="carried_out"'
 """Services and the counters of them."""
