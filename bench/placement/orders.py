@@ -16,6 +16,7 @@ from bench.placement.day import NUM_DEVICES, Asked
 from bench.placement.experiments import Table
 from bench.placement.window import Window, cut
 from bench.reporting import Target
+from shared.placement.problem import Plan, Problem
 from shared.policies.silence import allowed_silence_s
 from shared.simulation.deployment import LIVE, simulate
 from shared.simulation.fleet import Fleet
@@ -32,11 +33,10 @@ class Served(NamedTuple):
     """The longest time between two tokens that 99 of 100 requests see."""
 
 
-def serve(order: str, asked: Asked, asked_window: Window) -> Served:
-    problem, _, first = cut(asked, asked_window)
+def serve(order: str, problem: Problem, plan: Plan, seed: int) -> Served:
     fleets: list[Fleet] = []
     serving = msgspec.structs.replace(LIVE, order_policy=order)
-    _, metrics, _ = simulate(problem, first.plan, serving, seed=asked.seed, on_deployed=fleets.append)
+    _, metrics, _ = simulate(problem, plan, serving, seed=seed, on_deployed=fleets.append)
     gaps = sorted(record.longest_gap_s for record in fleets[0].gateway.records)
     total, silence_s = metrics.total, gaps[int(0.99 * (len(gaps) - 1))]
     row: dict[str, object] = {
@@ -51,11 +51,11 @@ def serve(order: str, asked: Asked, asked_window: Window) -> Served:
 
 
 def compare(asked: Asked, asked_window: Window, num_processes: int, orders: Sequence[str] = ORDERS) -> Table:
-    """`orders`: the doubling budget's first."""
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        served = list(pool.map(partial(serve, asked=asked, asked_window=asked_window), orders))
-    ours, others = served[0], served[1:]
+    """`orders`: the doubling budget's first, and at least another."""
     problem, _, first = cut(asked, asked_window)
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        served = list(pool.map(partial(serve, problem=problem, plan=first.plan, seed=asked.seed), orders))
+    ours, others = served[0], served[1:]
     targets = [
         Target(name="normalised latency over the best other order's", value=ours.latency / min(o.latency for o in others),
                limit=1.0),

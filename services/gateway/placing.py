@@ -40,6 +40,8 @@ NOBODY_CODES = frozenset(
 """Answers that say that this peer cannot take the request, not that the request cannot be taken."""
 MAYBE_DELIVERED_CODES = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE, ErrorCode.INTERNAL})
 """The peer may have taken the request all the same (a connection that broke after sending also says UNAVAILABLE)."""
+FINAL_CODES = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST, ErrorCode.UNKNOWN_MODEL})
+"""Asking again is answered alike."""
 PASSING_CODES = NOBODY_CODES | {ErrorCode.BUSY, ErrorCode.LOADING}
 """Worth another attempt soon; a full queue (OVERLOADED) is not, for a client that can be told so."""
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from services.gateway.catalog import DRAINING, Catalog, serves
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placing import NOBODY_CODES, Placer
+from services.gateway.placing import FINAL_CODES, NOBODY_CODES, Placer
 from services.gateway.stream import MAX_QUIET_S, QUIET_S, Stream
 from services.gateway.timelines import Timelines
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
@@ -196,7 +196,13 @@ class Recovery:
                 try:
                     await self._placer.announce(stream)
                 except BusError as error:  # silence is noticed by the next tick that finds the stream quiet
-                    logger.info("%s could not be announced: %s", stream.request_id, error)
+                    self._on_not_announced(stream, error)
+
+    def _on_not_announced(self, stream: Stream, error: BusError) -> None:
+        logger.info("%s could not be announced: %s", stream.request_id, error)
+        # Whoever runs it goes on, whatever the scheduler says.
+        if error.code in FINAL_CODES and stream.is_open and stream.owner is None:
+            self._table.fail(stream, error.code, str(error))
 
     # ------------------------------------------------------------------------------------ silence and deadlines
 
@@ -309,7 +315,7 @@ class Recovery:
                 return
             except BusError as error:
                 if error.code not in NOBODY_CODES:
-                    logger.info("%s: the scheduler does not know of it: %s", stream.request_id, error)
+                    self._on_not_announced(stream, error)
                     return
             for instance_id in [i for i, info in self._catalog.instances.items() if serves(info, stream.model)]:
                 try:

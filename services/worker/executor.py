@@ -158,6 +158,8 @@ class Executor:
         self._num_shared_merged = num_window_merged or num_merged + 1
         self.has_window = num_window_merged > 0
         """Blocks on the device are reached through the window alone (`move_window`)."""
+        has_stream = self.has_window and self.device.type == "cuda"
+        self._window_stream = torch.cuda.Stream(self.device) if has_stream else None  # type: ignore[no-untyped-call]
         if shared is not None and shared.region_bytes:
             mine = shared.region(group.stage * group.size + group.rank)
             first_memory, host_memory = _split(mine, self._num_shared_merged, merged_bytes)
@@ -657,7 +659,7 @@ class Executor:
         window, or back. Blocking; from any thread, one at a time. Raises `KeyError` where the model is not here."""
         views = self._models[model].views
         rows, window = self._store.block_rows(views), self._store.block_rows(views, self._window)
-        with beside_steps(self.device):
+        with beside_steps(self.device, self._window_stream):
             if self._changed is not None:
                 self._changed.synchronize()
             for place, block in enumerate(blocks):

@@ -98,13 +98,14 @@ class StaticInputs:
 
 
 @contextmanager
-def beside_steps(device: torch.device) -> Iterator[None]:
+def beside_steps(device: torch.device, stream: Any = None) -> Iterator[None]:
     """What is computed within runs beside the steps, and is there at the end: on CUDA on a stream of its own, which alone is
-    waited for. (A wait for the whole device would end captures of other threads.)"""
+    waited for. (A wait for the whole device would end captures of other threads.) `stream`: of who does so often, as there
+    are few and new ones are shared with others."""
     if device.type == "cpu":
         yield
         return
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

@@ -34,7 +34,8 @@ class Candidate:
 
     @property
     def num_short(self) -> int:
-        return len(self.queue.waiting[self.priority_class]) if self._memory.stuck_online is not None else 0
+        is_short = self._memory.stuck_online is not None and self._memory.num_free_rows > 0
+        return len(self.queue.waiting[self.priority_class]) if is_short else 0
 
     def runnable(self) -> Iterable[Sequence]:
         return self.queue.runnable(self.priority_class)

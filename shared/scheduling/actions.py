@@ -81,7 +81,8 @@ class LeftQueue(msgspec.Struct, frozen=True, tag=True):
 
     request: GenerationRequest
     outcome: str
-    """dispatched | deadline | cancelled | refused | replaced (by a higher epoch) | found (on an instance)"""
+    """dispatched | deadline | cancelled | refused | replaced (by a higher epoch) | found (on an instance) | finished (has
+    all that fits what serves its model)"""
     instance_id: str
     attempts: int
     num_ahead: int

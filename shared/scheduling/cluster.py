@@ -232,8 +232,10 @@ class ClusterView:
         self._silence: Timers[str] = Timers()
         self._served: dict[str, Counter[ServedModel]] = {}
         """For each model, in how many ways it is served and by how many instances each."""
+        self._taking: dict[str, Counter[ServedModel]] = {}
+        """Likewise, without the instances that it leaves."""
         self._coming: dict[str, Counter[ServedModel]] = {}
-        """Likewise, of those that are loading it."""
+        """Likewise, of those that are loading it. What they do not say of it yet is 0."""
 
     def __iter__(self) -> Iterator[tuple[str, InstanceState]]:
         return iter(self._instances.items())
@@ -253,8 +255,8 @@ class ClusterView:
         return self._served[model].total() if model in self._served else 0
 
     def ways(self, model: str) -> tuple[frozenset[ServedModel], frozenset[ServedModel]]:
-        """In which the model is served, and in which it will be by those that are loading it."""
-        return frozenset(self._served.get(model, ())), frozenset(self._coming.get(model, ()))
+        """In which the model is served where it stays, and in which it will be by those that are loading it."""
+        return frozenset(self._taking.get(model, ())), frozenset(self._coming.get(model, ()))
 
     def next_silence(self) -> float | None:
         return self._silence.next()
@@ -288,7 +290,9 @@ class ClusterView:
         self._silence.discard(instance_id)
 
     def _count_served(self, state: InstanceState, change: int) -> None:
-        for models, counters in (state.ready, self._served), (state.coming, self._coming):
+        taking = {model: served for model, served in state.ready.items() if model not in state.leaving}
+        counted = (state.ready, self._served), (taking, self._taking), (state.coming, self._coming)
+        for models, counters in counted:
             for model, served in models.items():
                 counter = counters.setdefault(model, Counter())
                 counter[served] += change
@@ -298,12 +302,11 @@ class ClusterView:
                     del counters[model]
 
     def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
-        """Why no instance that serves the request's model could ever run it, or None if one could, or one that is loading
-        the model, or nobody serves it."""
-        served, coming = self.ways(request.model)
+        """Why no instance that serves the request's model could ever run it, or None if one could or nobody serves it."""
+        served = self._taking.get(request.model)
         num_prompt = len(request.prompt) // 4
         num_tokens = num_prompt + request.sampling.max_tokens
-        if not served or any(way.fits(num_tokens) for way in served | coming):
+        if not served or any(way.fits(num_tokens) for way in served):
             return None
         asked = f"{num_prompt} prompt tokens and up to {request.sampling.max_tokens} output tokens"
         longest = max(way.max_model_len for way in served)
@@ -315,9 +318,14 @@ class ClusterView:
         param = "prompt" if num_prompt >= (longest or num_tokens) else "max_tokens"
         return ErrorInfo(ErrorCode.TOO_LONG, f"{asked} were asked for; {limit}", param)
 
+    def may_fit_soon(self, request: GenerationRequest) -> bool:
+        """Where an instance is loading the request's model that could run it, as far as is known."""
+        num_tokens = len(request.prompt) // 4 + request.sampling.max_tokens
+        return any(way.fits(num_tokens) for way in self._coming.get(request.model, ()))
+
     def cut(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request that has a `refusal` with as many `max_tokens` as fit; None: not one token more than it has fits."""
-        longest = max(way.max_tokens for way in self._served[request.model])
+        longest = max(way.max_tokens for way in self._taking[request.model])
         max_tokens = int(longest) - len(request.prompt) // 4
         if max_tokens <= len(request.prior) // 4:
             return None

@@ -181,6 +181,8 @@ class Dispatcher:
         lane = lane_of(tracked)
         if not self.num_serving(tracked.model):
             return "no instance serves the model"
+        if tracked.is_unfit:
+            return "it is too long for what serves the model now"
         if self.ranking.index(lane, tracked.is_high).is_empty():
             what = "has room for another that waits" if tracked.is_online else "has room for offline tokens"
             return f"no instance {what}"

@@ -38,7 +38,7 @@ class Intake:
             known.gateway_epoch = max(known.gateway_epoch, request.epoch)
             return None
         # What ran before counts as let in: the bound is not for it, and what serves its model may be about to change.
-        is_new = request.epoch == 0
+        is_new = request.epoch == 0 and not request.prior
         if is_new and (refused := self._core.cluster.refusal(request)):
             shorter = self._core.cluster.cut(request) if request.is_open_ended else None
             if shorter is None:

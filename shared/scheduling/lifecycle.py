@@ -33,7 +33,7 @@ ASSIGNMENT_GRACE_S = 10.0
 
 UNFIT_GRACE_S = 10.0
 """For a request in the queue that has become too long for all that serve its model: while instances restart for another
-placement, one that is large enough may not have registered yet."""
+placement, one that is large enough may not have registered yet. So often it is looked whether it may load the model."""
 
 Timer = tuple[str, str]
 """(deadline | unfit | ledger | confirm, id of a request) or (backoff, id of an instance)"""
@@ -84,15 +84,23 @@ class RequestLifecycle:
             self._watch_fit(tracked, now)
 
     def _watch_fit(self, tracked: TrackedRequest, now: float) -> None:
-        assert tracked.request is not None
-        timer = ("unfit", tracked.request_id)
-        if self._cluster.refusal(tracked.request) is None:
+        """Of a request in the queue: nobody waits for one that is too long for all that serve its model."""
+        request, queue, timer = tracked.request, self._dispatcher.queue, ("unfit", tracked.request_id)
+        assert request is not None
+        is_unfit = self._cluster.refusal(request) is not None
+        if is_unfit and request.is_open_ended and (shorter := self._cluster.cut(request)) is not None:
+            queue.remove(tracked)
+            tracked.request = shorter
+            self._dispatcher.enqueue(tracked, now)
+            is_unfit = False
+        queue.set_unfit(tracked, is_unfit)
+        if not is_unfit:
             self.timers.discard(timer)
         elif timer not in self.timers:
             self.timers.set(timer, now + UNFIT_GRACE_S)
 
     def on_unfit(self, request_id: str, now: float) -> None:
-        """Its grace is over. What has begun, or takes as many tokens as fit, gets those that fit now."""
+        """Its grace is over. What has begun gets the tokens that fit now."""
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.state != RequestState.QUEUED:
             return
@@ -101,7 +109,10 @@ class RequestLifecycle:
         refused = self._cluster.refusal(request)
         if refused is None:
             return
-        shorter = self._cluster.cut(request) if request.prior or request.is_open_ended else None
+        if self._cluster.may_fit_soon(request):
+            self.timers.set(("unfit", request_id), now + UNFIT_GRACE_S)
+            return
+        shorter = self._cluster.cut(request) if request.prior else None
         if shorter is not None:
             self._dispatcher.queue.remove(tracked)
             tracked.request = shorter
@@ -208,7 +219,8 @@ class RequestLifecycle:
         )
         self._say(SendEntry(tracked.gateway_id, entry))
         self.recorder.ended_here(tracked, reason, now)
-        self.leave_queue(tracked, "deadline" if reason == FinishReason.DEADLINE else "refused", now)
+        outcomes = {FinishReason.DEADLINE: "deadline", FinishReason.LENGTH: "finished"}
+        self.leave_queue(tracked, outcomes.get(reason, "refused"), now)
         self.forget(tracked)
 
     def on_deadline(self, request_id: str, now: float) -> None:

@@ -12,6 +12,7 @@ waiting changes (starvation, after a second or more) takes effect so much later,
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import islice
 from math import exp, inf
 from typing import NamedTuple
 
@@ -62,12 +63,13 @@ Entry = tuple[tuple[float, ...], TrackedRequest]
 class _Waiting:
     """A lane's requests in order, as of `sorted_s`."""
 
-    __slots__ = ("entries", "num_high", "num_tokens", "sorted_s")
+    __slots__ = ("entries", "num_high", "num_tokens", "num_unfit", "sorted_s")
 
     def __init__(self, now: float) -> None:
         self.entries: list[Entry] = []
         self.num_high = 0
         self.num_tokens = 0
+        self.num_unfit = 0
         self.sorted_s = now
 
 
@@ -91,8 +93,9 @@ class GlobalQueue:
         return self._length
 
     def __contains__(self, lane: Lane) -> bool:
-        """Whether anything waits in the lane."""
-        return lane in self._lanes
+        """Whether anything waits in the lane that could be picked."""
+        waiting = self._lanes.get(lane)
+        return waiting is not None and waiting.num_unfit < len(waiting.entries)
 
     def lengths(self) -> dict[Lane, int]:
         return {lane: len(waiting.entries) for lane, waiting in self._lanes.items()}
@@ -130,6 +133,7 @@ class GlobalQueue:
         insort(waiting.entries, (tracked.key, tracked), key=_key_of)
         waiting.num_tokens += tracked.num_tokens_at_most
         waiting.num_high += tracked.is_high
+        waiting.num_unfit += tracked.is_unfit
         self._length += 1
         self._length_by_class[lane.is_online] += 1
 
@@ -141,19 +145,27 @@ class GlobalQueue:
         del waiting.entries[index]
         waiting.num_tokens -= tracked.num_tokens_at_most
         waiting.num_high -= tracked.is_high
+        waiting.num_unfit -= tracked.is_unfit
         if not waiting.entries:
             del self._lanes[lane]
         self._length -= 1
         self._length_by_class[lane.is_online] -= 1
 
+    def set_unfit(self, tracked: TrackedRequest, is_unfit: bool) -> None:
+        """Of a request in the queue: whether it is passed by until that changes."""
+        self._lanes[lane_of(tracked)].num_unfit += is_unfit - tracked.is_unfit
+        tracked.is_unfit = is_unfit
+
     def first(self, lane: Lane, now: float, limit: int = 1) -> list[TrackedRequest]:
-        """The first `limit` requests of a lane, in order."""
+        """The first `limit` requests of a lane that are not unfit, in order."""
         waiting = self._lanes.get(lane)
         if waiting is None:
             return []
         if not self.order.is_static and now - waiting.sorted_s >= REFRESH_S:
             self._sort(waiting, now)
-        return [tracked for _, tracked in waiting.entries[:limit]]
+        if not waiting.num_unfit:
+            return [tracked for _, tracked in waiting.entries[:limit]]
+        return list(islice((tracked for _, tracked in waiting.entries if not tracked.is_unfit), limit))
 
     def of_model(self, model: str) -> list[TrackedRequest]:
         """All that wait for a model."""

@@ -56,6 +56,8 @@ class TrackedRequest:
     """The order policy's."""
     key: tuple[float, ...] = ()
     """Place in its lane of the queue."""
+    is_unfit: bool = False
+    """It stands in the queue and is too long for all that serve its model now."""
     num_ahead: int = 0
     """Length of the queue at its arrival."""
     instance_id: str = ""

@@ -140,14 +140,18 @@ class Instance:
             self.migrations.is_dead = True
 
     def info(self) -> InstanceInfo:
-        served = [
-            LoadedModel(
-                name=name, state="loading" if self.state == "starting" else state,
-                max_model_len=self._limits.get(name, 0), block_size=self.models[name].shape.block_size,
-                blocks_per_merged=self.models[name].shape.blocks_per_merged,
-            )
-            for name, state in self.model_states.items()
-        ]  # fmt: skip
+        served = []
+        for name, state in self.model_states.items():
+            if state == "loading" or self.state == "starting":
+                served.append(LoadedModel(name=name, state="loading"))  # its sizes are not known yet
+                continue
+            shape = self.models[name].shape
+            served.append(
+                LoadedModel(
+                    name=name, state=state, max_model_len=self._limits.get(name, 0), block_size=shape.block_size,
+                    blocks_per_merged=shape.blocks_per_merged,
+                )
+            )  # fmt: skip
         return InstanceInfo(
             instance_id=self.instance_id, incarnation=self.incarnation, node_id=self.instance_id, state=self.state,
             models=served, num_merged=self.device.configuration.num_merged, merged_bytes=self.device.merged_bytes,

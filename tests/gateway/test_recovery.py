@@ -219,6 +219,18 @@ async def test_a_new_scheduler_hears_of_all_unfinished_requests(manual: Stack) -
     assert waiting.is_complete
 
 
+async def test_a_new_scheduler_that_refuses_for_good_ends_what_nobody_runs(manual: Stack) -> None:
+    reader, request, tokens = await begun(manual)
+    waiting = manual.read()
+    await manual.next_request(1)
+    manual.peer.refusal = ServiceError.of(ErrorCode.TOO_LONG, "600 tokens were asked for", "max_tokens")
+    manual.peer.bus.publish(SCHEDULER_ANNOUNCE, LeaseHolder("second", 2))
+    await waiting.end()
+    assert waiting.status == 400 and b"context_length_exceeded" in waiting.failed_body
+    manual.peer.emit(request, 3, tokens[3:], FinishReason.STOP)
+    await finished_whole(reader, tokens)
+
+
 async def test_without_a_scheduler_requests_go_straight_to_instances(
     nats_settings: BusSettings, checkpoint: Path
 ) -> None:

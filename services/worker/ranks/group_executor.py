@@ -125,7 +125,8 @@ class GroupExecutor:
         self._ended_copies: deque[tuple[int, bool]] = deque()
         self._on_copy_finished: Callable[[], None] = lambda: None
         self._window_lock = threading.Lock()
-        """Also held while a model goes: else it would on some ranks before its blocks are moved, and on others after it."""
+        """Also held while a model comes, for then ranks answer nothing else, and while one goes: else it would on some ranks
+        before its blocks are moved, and on others after it."""
         self._num_collected = 0
         self._forgotten: deque[int] = deque()
         """Prepared models that nobody has any more: told with the next message, as they may go at any time."""
@@ -159,10 +160,11 @@ class GroupExecutor:
         return prepared
 
     def add_model(self, prepared: Prepared) -> ModelShape:
-        number, call = self._begin_call()
-        self._tell(Add(number, prepared.number))
-        with self._settled(call, "adding a model"):
-            shape = self._own.add_model(prepared.own)
+        with self._window_lock:
+            number, call = self._begin_call()
+            self._tell(Add(number, prepared.number))
+            with self._settled(call, "adding a model"):
+                shape = self._own.add_model(prepared.own)
         if any(answer.shape != shape for answer in call.answers):
             self._lose(f"ranks differ in the shape of {shape.name!r}: {shape} and {call.answers}")
         return shape

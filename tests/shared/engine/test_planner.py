@@ -297,6 +297,19 @@ def test_a_head_that_lacks_room_is_not_overtaken_by_another_model():
     assert step < 60
 
 
+def test_who_waits_for_a_row_is_not_short_of_memory():
+    policy, executor = Watching(), FakeExecutor(SHAPES)
+    engine = Engine(64, 2, policy, FixedTokenBudget(100))
+    for shape in SHAPES:
+        engine.apply(AddModel(shape), 0.0)
+    for number, name in enumerate("abab"):
+        engine.apply(Submit(request(f"{name}{number}", [1] * 10, 9, model=name)), 0.0)
+    for step in range(4):
+        engine.apply(OnStep(executor.execute(engine.plan(float(step)))), float(step))
+    assert sum(model.num_waiting for model in engine.load(4.0).models) == 2
+    assert all(num_short == 0 for _, num_short in policy.seen.values())
+
+
 class Watching(RoundRobin):
     def __init__(self) -> None:
         super().__init__()

@@ -7,13 +7,24 @@ import math
 import msgspec
 import pytest
 
-from shared.messages.cluster import FinishedStats, InstanceExited
-from shared.messages.requests import Adapter, ErrorCode, FinishReason, RequestClass
+from shared.messages.cluster import FinishedStats, InstanceExited, LoadedModel
+from shared.messages.requests import (
+    Adapter,
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    RequestClass,
+    SamplingParams,
+    pack_tokens,
+)
 from shared.scheduling.actions import (
     Dispatch,
+    LeftQueue,
     SendEntry,
+    Waits,
 )
-from shared.scheduling.calls import OnDispatched, OnExited, OnRegistry
+from shared.scheduling.calls import OnExited, OnRegistry
+from shared.scheduling.dispatching import LOOKAHEAD
 from shared.scheduling.lifecycle import UNFIT_GRACE_S
 from shared.scheduling.queue import Lane
 from shared.scheduling.recovery import LEDGER_EXPIRY_S
@@ -283,17 +294,37 @@ def ends(driver: Driver) -> dict[str, ErrorCode]:
     return {sent.entry.request_id: sent.entry.error.code for sent in driver.take(SendEntry) if sent.entry.error}
 
 
+def long_request(request_id: str, **others: object) -> GenerationRequest:
+    """600 tokens, of which a pool of 8 merged blocks holds 512."""
+    request = make_request(request_id, num_prompt=500, max_tokens=100, timeout_s=600.0)
+    return msgspec.structs.replace(request, **others)
+
+
+def lost_request(request_id: str, num_prior: int) -> GenerationRequest:
+    """It ran before."""
+    return long_request(request_id, epoch=64, prior=pack_tokens([1] * num_prior))
+
+
+def loading(driver: Driver, instance_id: str, state: str = "loading") -> None:
+    """As workers register what they load: without its sizes."""
+    model = LoadedModel(name="m", state=state)
+    info = msgspec.structs.replace(make_info(instance_id), state="starting", models=[model])
+    driver.core.apply(OnRegistry(instance_id, info), driver.now)
+
+
 def test_what_waits_and_has_become_too_long_for_all_that_serve_its_model_is_refused_after_a_grace() -> None:
     driver = Driver()
-    driver.up("large", state="draining", num_merged=80)
-    driver.submit(make_request("long", num_prompt=500, max_tokens=100, timeout_s=600.0))
+    driver.up("large", num_merged=80)
+    driver.report("large", waiting={"m": 9})
+    driver.submit(long_request("long"))
     driver.submit(make_request("short", timeout_s=600.0))
+    assert driver.dispatches() == {}
     driver.up("small", num_merged=8)
     assert driver.dispatches() == {"short": "small"}
     driver.pass_time(2 * UNFIT_GRACE_S)
     assert ends(driver) == {}, "one that serves its model could hold it"
-    driver.core.apply(OnRegistry("large", None), driver.now)
-    driver.report("small")
+    driver.up("large", num_merged=80, state="draining", heard=False)
+    assert driver.submit(long_request("new")) is not None, "one that is being drained takes nothing"
     driver.pass_time(UNFIT_GRACE_S - 0.1)
     assert ends(driver) == {}
     driver.pass_time(0.2)
@@ -303,83 +334,89 @@ def test_what_waits_and_has_become_too_long_for_all_that_serve_its_model_is_refu
     assert "512" in sent.entry.error.message and driver.state("long") is None
 
 
-def test_a_request_that_is_too_long_waits_for_an_instance_that_is_loading_its_model() -> None:
+def test_a_request_that_waits_and_is_too_long_waits_for_whoever_is_loading_its_model() -> None:
     driver = Driver()
     driver.up("small", num_merged=8)
-    driver.up("large", num_merged=80, model_state="loading", state="starting")
-    assert driver.submit(make_request("long", num_prompt=500, max_tokens=100, timeout_s=600.0)) is None
-    assert driver.submit(make_request("longer", num_prompt=2000)) is not None, "the other's limits are known too"
-    driver.pass_time(10 * UNFIT_GRACE_S)
+    loading(driver, "large")
+    assert driver.submit(long_request("new")) is not None, "how long a sequence it will hold is not known yet"
+    assert driver.submit(lost_request("lost", 4)) is None
+    driver.pass_time(10.5 * UNFIT_GRACE_S)
     assert ends(driver) == {} and driver.dispatches() == {}
     driver.up("large", num_merged=80)
-    assert driver.dispatches() == {"long": "large"}
-
-
-def test_a_load_that_fails_leaves_nobody_waiting_for_it() -> None:
-    driver = Driver()
-    driver.up("small", num_merged=8)
-    driver.up("large", num_merged=80, model_state="loading", heard=False)
-    driver.submit(make_request("long", num_prompt=500, max_tokens=100, timeout_s=600.0))
-    driver.up("large", num_merged=80, model_state="failed", heard=False)
+    assert driver.dispatches() == {"lost": "large"}
+    driver.submit(lost_request("again", 4))
+    loading(driver, "large", "failed")
     driver.pass_time(UNFIT_GRACE_S)
-    assert ends(driver) == {"long": ErrorCode.TOO_LONG}
-
-
-def test_an_answer_without_a_limit_of_its_own_gets_what_fits() -> None:
-    driver = Driver()
-    driver.up("large", num_merged=80)
-    open_ended = msgspec.structs.replace(
-        make_request("chat", num_prompt=500, max_tokens=524, timeout_s=600.0), is_open_ended=True
-    )
-    driver.submit(open_ended)
-    driver.core.apply(OnRegistry("large", None), driver.now)
-    driver.up("small", num_merged=8)
-    assert driver.submit(msgspec.structs.replace(open_ended, request_id="next")) is None
-    (sent,) = driver.take(Dispatch)
-    assert (sent.request.request_id, sent.request.sampling.max_tokens) == ("next", 12)
-    driver.core.apply(OnDispatched.to(sent, None), driver.now)
-    driver.report("small", ended=["next"])
-    refused = driver.submit(
-        msgspec.structs.replace(make_request("full", num_prompt=512, max_tokens=12), is_open_ended=True)
-    )
-    assert refused is not None and refused.code == ErrorCode.TOO_LONG
-    driver.pass_time(UNFIT_GRACE_S + 0.1)
     driver.report("small")
-    (sent,) = driver.take(Dispatch)
-    assert (sent.request.request_id, sent.request.sampling.max_tokens) == ("chat", 12)
+    assert driver.dispatches() == {"again": "small"}, "nobody loads it any more"
+
+
+def test_an_answer_without_a_limit_of_its_own_gets_what_fits_at_once() -> None:
+    driver = Driver()
+    chat = {"is_open_ended": True, "prompt": pack_tokens([1] * 100), "sampling": SamplingParams(max_tokens=500)}
+    driver.submit(long_request("early", **chat))
+    driver.up("small", num_merged=8)
+    loading(driver, "large")
+    assert driver.submit(long_request("chat", **chat)) is None
+    lost = msgspec.structs.replace(lost_request("lost", 4), **chat)
+    assert driver.submit(lost) is None
+    sent = {action.request.request_id: action.request.sampling.max_tokens for action in driver.take(Dispatch)}
+    assert sent == {"early": 412, "chat": 412, "lost": 412}
     assert driver.core.queue.num_tokens(Lane("m", True)) == 0
+    full = msgspec.structs.replace(make_request("full", num_prompt=512, max_tokens=12), is_open_ended=True)
+    refused = driver.submit(full)
+    assert refused is not None and refused.code == ErrorCode.TOO_LONG
 
 
 def test_an_answer_that_has_begun_goes_on_to_where_it_fits() -> None:
     driver = Driver()
     driver.up("small", num_merged=8)
-    begun = make_request("begun", num_prompt=500, max_tokens=100, timeout_s=600.0, epoch=64, num_prior=11)
-    driver.submit(begun)
-    driver.submit(make_request("full", num_prompt=500, max_tokens=100, timeout_s=600.0, epoch=64, num_prior=12))
+    driver.submit(lost_request("begun", 11))
+    driver.submit(lost_request("full", 12))
+    driver.submit(msgspec.structs.replace(lost_request("line", 11), request_class=RequestClass.OFFLINE))
     driver.pass_time(UNFIT_GRACE_S + 0.1)
     driver.report("small")
-    (sent,) = driver.take(Dispatch)
-    assert (sent.request.request_id, sent.request.sampling.max_tokens) == ("begun", 12)
+    sent = {action.request.request_id: action.request.sampling.max_tokens for action in driver.take(Dispatch)}
+    assert sent == {"begun": 12, "line": 12}
     (end,) = driver.take(SendEntry)
     assert (end.entry.request_id, end.entry.offset) == ("full", 12)
     assert (end.entry.finish_reason, end.entry.error) == (FinishReason.LENGTH, None)
+    assert "finished" in [left.outcome for left in driver.take(LeftQueue) if left.request.request_id == "full"]
 
 
-def test_what_ran_before_is_let_in_while_its_instance_restarts() -> None:
+def test_nobody_waits_behind_those_that_are_too_long() -> None:
     driver = Driver()
     driver.up("small", num_merged=8)
-    lost = make_request("lost", num_prompt=500, max_tokens=100, timeout_s=600.0, epoch=64, num_prior=4)
-    assert driver.submit(lost) is None
+    for number in range(2 * LOOKAHEAD):
+        driver.submit(lost_request(f"lost{number}", 4))
+    driver.submit(make_request("short"))
+    assert driver.dispatches() == {"short": "small"}
+    waits = {wait.request_id: wait.why for wait in driver.take(Waits)}
+    assert waits["lost0"] == "it is too long for what serves the model now"
+
+
+def test_a_request_that_fits_again_keeps_its_place() -> None:
+    driver = Driver()
+    driver.up("small", num_merged=8)
+    driver.submit(lost_request("lost", 4))
+    driver.report("small", waiting={"m": 9})
+    driver.submit(make_request("later"))
     driver.pass_time(UNFIT_GRACE_S / 2)
     driver.up("large", num_merged=80)
-    assert driver.dispatches() == {"lost": "large"}
+    assert list(driver.dispatches()) == ["lost", "later"]
     driver.pass_time(UNFIT_GRACE_S)
     assert ends(driver) == {}
-    assert driver.submit(msgspec.structs.replace(lost, request_id="again")) is None
+
+
+def test_one_that_was_lost_again_is_cut_where_nobody_larger_is_left() -> None:
+    driver = Driver()
+    driver.up("small", num_merged=8)
+    driver.up("large", num_merged=80)
+    driver.submit(lost_request("lost", 4))
     driver.core.apply(OnExited(InstanceExited("large", "1", "large", 1)), driver.now)
-    driver.pass_time(UNFIT_GRACE_S)
+    driver.pass_time(UNFIT_GRACE_S + 0.1)
     driver.report("small")
-    assert driver.dispatches() == {"again": "small"}, "it may not come back"
+    assert driver.dispatches() == {"lost": "small"}
 
 
 def test_a_full_queue_refuses_with_an_estimate_but_lets_back_in_what_ran_before() -> None:
