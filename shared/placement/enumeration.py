@@ -37,11 +37,13 @@ def all_plans(
     shapes: list[list[_Shape]] = []
     num_tried = 1
     for some in alike.values():
-        found = list(itertools.islice(_shapes(some[0], sets, fits), MAX_TRIED + 1))
-        num_tried *= math.comb(len(found) + len(some) - 1, len(some))
-        if max(num_tried, len(found)) > MAX_TRIED:
+        choices = _choices(some[0], sets, fits)
+        # Counted before any is made: of eight models on eight devices they are more than memory holds.
+        num_shapes = sum(math.prod(math.comb(len(own) + num - 1, num) for _, num, own in each) for each in choices)
+        num_tried *= math.comb(num_shapes + len(some) - 1, len(some))
+        if max(num_tried, num_shapes) > MAX_TRIED:
             return []
-        shapes.append(found)
+        shapes.append([shape for each in choices for shape in _shapes(each)])
     chosen = itertools.product(
         *(
             itertools.combinations_with_replacement(own, len(some))
@@ -62,17 +64,26 @@ def all_plans(
     return [_slots(ordered, each) for each in plans] if len(plans) <= most else []
 
 
-def _shapes(node: NodeFacts, sets: Sequence[Names], fits: Callable[[Names, NodeFacts, int], bool]) -> Iterator[_Shape]:
-    for sizes in _cuts(node.num_devices, 1 << (node.num_devices.bit_length() - 1)):
-        parts = []
-        for size, num in sizes.items():
-            # Larger groups without a model are what smaller ones are.
-            own = [each for each in sets if (fits(each, node, size) if each else size == 1)]
-            parts.append(
-                [[(size, each) for each in some] for some in itertools.combinations_with_replacement(own, num)]
-            )
-        for chosen in itertools.product(*parts):
-            yield tuple(itertools.chain.from_iterable(chosen))
+def _choices(
+    node: NodeFacts, sets: Sequence[Names], fits: Callable[[Names, NodeFacts, int], bool]
+) -> list[list[tuple[int, int, list[Names]]]]:
+    """For each way to cut the node, of each size how many groups, and the models that each of them can have."""
+    largest = 1 << (node.num_devices.bit_length() - 1)
+    # Larger groups without a model are what smaller ones are.
+    own = {
+        size: [each for each in sets if (fits(each, node, size) if each else size == 1)]
+        for size in (1 << power for power in range(largest.bit_length()))
+    }
+    return [[(size, num, own[size]) for size, num in sizes.items()] for sizes in _cuts(node.num_devices, largest)]
+
+
+def _shapes(choices: Sequence[tuple[int, int, list[Names]]]) -> Iterator[_Shape]:
+    parts = [
+        [[(size, each) for each in some] for some in itertools.combinations_with_replacement(own, num)]
+        for size, num, own in choices
+    ]
+    for chosen in itertools.product(*parts):
+        yield tuple(itertools.chain.from_iterable(chosen))
 
 
 def _cuts(num_devices: int, largest: int) -> Iterator[dict[int, int]]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shared.placement.enumeration import all_plans
 from shared.placement.problem import Group, NodeFacts
 from tests.shared.placement.small import node
+from tests.stalls import Stopwatch
 
 LARGE = "large"
 """Fits no single device."""
@@ -92,3 +93,10 @@ def test_more_than_asked_for_are_none():
 def test_nothing_to_place():
     assert all_plans([node(num_devices=1)], {}, fits, 10) == [(Group("n0", (0,), ()),)]
     assert all_plans([], {"a": None}, fits, 10) == [()]
+
+
+def test_more_plans_than_memory_holds_are_not_made():
+    models = {f"m{number}": None for number in range(8)}
+    with Stopwatch() as watch:
+        assert all_plans([node("n", num_devices=8)], models, lambda *_: True, 1 << 20) == []
+    assert watch.seconds < 5
