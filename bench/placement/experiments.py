@@ -121,8 +121,8 @@ def optimum(seed: int = 1) -> Table:
         took_s = _cpu_s() - began_s
         attainment = round(found.attainment / ATTAINMENT_GRAIN)
         lost.append((best[1] - attainment) * ATTAINMENT_GRAIN)
-        # Where attainments differ by more than a grain, latency is not what was compared.
-        is_near = abs(attainment - best[1]) <= 1
+        # Where less is attained by more than a grain, or more is, latency is not what was compared.
+        is_near = 0 <= best[1] - attainment <= 1
         distances.append(found.normalised_latency / -best[2] - 1 if is_near else 0.0)
         rows.append(
             {
