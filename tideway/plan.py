@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import PlanChange
@@ -205,7 +206,7 @@ def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
     return table
 
 
-def _trial(trial: Trial) -> Table:
+def _trial(trial: Trial) -> RenderableType:
     """Attainment and normalised latency on the traffic of late, without the change and with it."""
     title = (
         f"The change takes {trial.change_s:.0f} s, in which {trial.lost_device_s:.0f} s of devices serve nobody, and "
@@ -214,6 +215,8 @@ def _trial(trial: Trial) -> Table:
     title += f"; with a quarter more requests attainment would change by {trial.busier_gain:+.1%}"
     if trial.interrupted:
         title += f"; {', '.join(trial.interrupted)} would wait"
+    if not trial.horizons:
+        return Text(f"{title}. What it would have gained is not known yet.")
     table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for header in ("on the last", "requests", "as now", "changed", "were it free"):
         table.add_column(header, justify="right")

@@ -12,7 +12,7 @@ import functools
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
+Placement = Literal["search", "dedicated", "alpaserve", "muxserve", "groups"]
+SearchedBy = Literal["estimate", "simulation"]
 
 
 class ScenarioError(OperatorError):
@@ -164,8 +166,8 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     models: Annotated[list[ModelSpec], Meta(min_length=1)]
     traffic: list[TrafficSpec] = []
     batches: list[BatchSpec] = []
-    placement: Literal["search", "dedicated", "alpaserve", "muxserve", "groups"] = "search"
-    search_by: Literal["estimate", "simulation"] = "estimate"
+    placement: Placement = "search"
+    search_by: SearchedBy = "estimate"
     """What tells plans apart: the fast estimate alone, or the simulation of the best by it."""
     max_models_per_group: Annotated[int, Meta(ge=0)] = 0
     """0: as many as fit."""
@@ -217,10 +219,20 @@ def read(file: Path, changes: Mapping[str, Any] | None = None) -> list[Setting]:
         try:
             settings.append(Setting(name, parse(merged(content, override)), file.parent))
         except ScenarioError as error:
-            raise ScenarioError(f"setting {name!r}: {error}") from None
+            # What the file itself has wrong is no setting's.
+            is_own = str(error) != _complaint(content)
+            raise ScenarioError(f"setting {name!r}: {error}" if is_own else str(error)) from None
     if len({setting.name for setting in settings}) < len(settings):
         raise ScenarioError("settings: two have the same name")
     return settings
+
+
+def _complaint(content: Mapping[str, Any]) -> str:
+    try:
+        parse(content)
+    except ScenarioError as error:
+        return str(error)
+    return ""
 
 
 def merged(content: Mapping[str, Any], override: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -246,6 +258,9 @@ def merged(content: Mapping[str, Any], override: Mapping[str, Any], path: str = 
 def parse(content: Mapping[str, Any]) -> Scenario:
     """Raises `ScenarioError`."""
     _refuse_unknown(content, kinds.type_info(Scenario), "")
+    for key, choices in (("placement", Placement), ("search_by", SearchedBy)):
+        if isinstance(value := content.get(key), str):
+            _known(value, get_args(choices), key)
     scenario = convert(content, Scenario)
     serving = scenario.serving
     for key, value, known in (

@@ -21,7 +21,7 @@ from tideway.data_folder import OperatorError
 
 if TYPE_CHECKING:
     from shared.placement.problem import Plan, Problem
-    from shared.simulation.deployment import Outcome
+    from shared.simulation.deployment import BatchLines, Outcome
     from shared.simulation.fleet import Fleet
     from shared.simulation.metrics import Metrics, RunMetrics
     from shared.simulation.replacement import FleetReplacement
@@ -61,6 +61,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Of the placement while it served."""
     is_over: bool
     """Else some requests had not ended when the patience was."""
+    notes: list[str]
+    """Of what got no answer, and why."""
     search_s: float
     simulation_s: float
     """Of this machine's CPU time, likewise."""
@@ -144,9 +146,29 @@ def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: N
     result = Result(
         name=setting.name, plan=changing[0].plan if changing else plan, metrics=outcome.metrics, unplaced=unplaced,
         changes=[change for one in changing for change in _changes(one)], is_over=outcome.is_over,
+        notes=_notes(problem, batches, outcome.metrics),
         search_s=placed_s - started_s, simulation_s=_cpu_s() - placed_s,
     )  # fmt: skip
     return result, outcome
+
+
+def _notes(problem: Problem, batches: Sequence[BatchLines], metrics: RunMetrics) -> list[str]:
+    notes, traffic = [], problem.traffic
+    for model in problem.models:
+        name, limit = model.name, f"longer than its {model.max_model_len} tokens"
+        if name in traffic.models:
+            mine = (traffic.model == traffic.models.index(name)) & traffic.is_online
+            num_long = int((mine & (traffic.prompt_tokens + traffic.output_tokens > model.max_model_len)).sum())
+            num_others = metrics.models[name].num_unserved - num_long
+            if num_long:
+                notes.append(f"{num_long} of {mine.sum()} requests of {name} were not sent: they are {limit}.")
+            if num_others > 0:
+                why = "had no instance that holds them, were refused, or had not ended when the run was over"
+                notes.append(f"{num_others} of {mine.sum()} requests of {name} {why}.")
+        lines = [prompt + output for batch in batches for of, prompt, output in batch.lines if of == name]
+        if num_long := sum(length > model.max_model_len for length in lines):
+            notes.append(f"{num_long} of {len(lines)} batch lines of {name} were not sent: they are {limit}.")
+    return notes
 
 
 def _cpu_s() -> float:
@@ -217,8 +239,8 @@ def show(result: Result, console: Console) -> None:
         console.print(f"{name} is on no device: {reason}")
     for change in result.changes:
         console.print(f"{change.at_s:.0f} s, placement {change.what.replace('_', ' ')}: {change.reason}")
-    if not result.is_over:
-        console.print(f"{metrics.total.num_unserved} requests had not ended, or were refused, when the run was over.")
+    for note in result.notes:
+        console.print(escape(note))
     console.print(
         f"{metrics.seconds:.0f} s simulated in {result.simulation_s:.1f} s of CPU time"
         + (f", placement found in {result.search_s:.1f} s" if result.search_s >= 0.05 else "")
@@ -226,8 +248,17 @@ def show(result: Result, console: Console) -> None:
 
 
 def _row(name: str, one: Metrics) -> list[str]:
-    if not one.num_requests:
-        return [name, "0", *["-"] * 9, "0", f"{one.offline_tokens_s:.0f}", f"{100 * one.use:.0f} %"]
+    if one.num_requests == one.num_unserved:
+        attainment = f"{100 * one.attainment:.1f} %" if one.num_requests else "-"
+        return [
+            name,
+            str(one.num_requests),
+            attainment,
+            *["-"] * 8,
+            "0",
+            f"{one.offline_tokens_s:.0f}",
+            f"{100 * one.use:.0f} %",
+        ]
     return [
         name, str(one.num_requests), f"{100 * one.attainment:.1f} %", f"{one.normalised_latency:.2f}",
         f"{one.latency_s.mean:.2f}", f"{one.latency_s.p50:.2f}", f"{one.latency_s.p99:.2f}", f"{one.ttft_s.mean:.3f}",

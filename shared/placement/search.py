@@ -777,9 +777,12 @@ def _reason(searcher: Searcher, plan: Plan, prediction: Prediction | None, best:
         return "not every model has its groups"
     if _is_as_good(prediction, taken) and searcher.problem.incumbent is not None:
         cost_s, least_s = searcher.change_s(plan), searcher.change_s(best)
-        if cost_s == least_s:
-            return "as good, and as much to change"
-        return f"as good, but {cost_s:.2g} s of devices to change to, not {least_s:.2g} s"
+        cost, least = f"{cost_s:.3g} s", f"{least_s:.3g} s"
+        return (
+            f"as good, but {cost} of devices to change to, not {least}"
+            if cost != least
+            else "as good, and as much to change"
+        )
     if round(prediction.attainment / ATTAINMENT_GRAIN) < round(taken.attainment / ATTAINMENT_GRAIN):
         return f"attainment {prediction.attainment:.1%}, not {taken.attainment:.1%}"
     return f"normalised latency {prediction.normalised_latency:.3g}, not {taken.normalised_latency:.3g}"

@@ -47,15 +47,17 @@ def try_change(problem: Problem, plan: Plan) -> Trial:
     seen: list[list[Served]] = []
     """From each horizon to the next longer one."""
     nearer_s = 0.0
+    held_bytes = np.zeros(len(problem.models))
     for seconds in horizons(problem.traffic.interval_s, record.evidence):
         since_s, until_s = record.evidence.interval_s - seconds, record.evidence.interval_s - nearer_s
         seen.append(record.served(since_s, until_s, [stay, free]))
+        if len(seen) == 1:
+            held_bytes = _held_bytes(problem, seen[0], seconds)
         nearer_s = seconds
         if seconds > rehearsal.seconds:
             after_s = min(record.evidence.interval_s, since_s + rehearsal.seconds + record.after_s)
             change = record.served(since_s, after_s, [rehearsal.episodes, free])
             found.append(_horizon(seconds, since_s, seen, change))
-    held_bytes = _held_bytes(problem, seen[0][-1]) if seen else np.zeros(len(problem.models))
     return Trial(
         change_s=rehearsal.seconds, lost_device_s=rehearsal.lost_device_s, interrupted=rehearsal.interrupted,
         moved_bytes=int(np.sum(_moved_share(problem, rehearsal) * held_bytes)), horizons=found,
@@ -147,14 +149,15 @@ def _horizon(seconds: float, since_s: float, parts: Sequence[Sequence[Served]], 
     )  # fmt: skip
 
 
-def _held_bytes(problem: Problem, served: Served) -> np.ndarray:
-    """[models] KV of the requests that there are at once on the plan that runs, on average (Little's law)."""
+def _held_bytes(problem: Problem, parts: Sequence[Served], seconds: float) -> np.ndarray:
+    """[models] KV of the requests that there are at once on the plan that runs, on average over so long a time (Little's
+    law)."""
     found = np.zeros(len(problem.models))
     for index, model in enumerate(problem.models):
-        mine = served.model == index
-        seconds = served.weight[mine] * served.normalised[0, mine] * served.execution_s[index]
-        tokens = served.tokens[mine] / max(1e-9, float(np.ptp(served.at_s)))
-        found[index] = float(seconds @ tokens) * model.block_bytes / model.block_size
+        for served in parts:
+            mine = served.model == index
+            there_s = served.weight[mine] * served.normalised[0, mine] * served.execution_s[index]
+            found[index] += float(there_s @ served.tokens[mine]) / seconds * model.block_bytes / model.block_size
     return found
 
 

@@ -124,7 +124,9 @@ def test_batches_and_offline_streams_are_told_apart() -> None:
         ("models.1.name", "a", "models: two have the same name"),
         ("serving.order_policy", "fifo", "serving.order_policy: 'fifo' is unknown"),
         ("serving.noise", "much", "serving.noise: expected `float`, got `str`"),
-        ("placement", "best", "placement: invalid enum value 'best'"),
+        ("placement", "best", "^placement: 'best' is unknown; known: search, dedicated, alpaserve, muxserve, groups$"),
+        ("search_by", "simulatoin", "search_by: 'simulatoin' is unknown; did you mean 'simulation'"),
+        ("settings", [{"duration_s": 0}], "^setting 'setting 1': duration_s: expected"),
         ("placement", "groups", 'placement: "groups" needs'),
         ("settings", [{"placement": "muxserve", "replacement": {}}], 'replacement: the placement "muxserve" stays'),
         ("settings", [{"placement": "muxserve", "traffic": {"t": {"class": "offline"}}}], "serving.offline = false"),
@@ -149,6 +151,13 @@ def test_what_cannot_be_is_refused_by_its_key(key: str, value: Any, message: str
             problem = build(one).problem
             if one.scenario.groups:
                 explicit_plan(one.scenario, problem)
+
+
+def test_what_the_file_itself_has_wrong_is_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text("nodes = []\n")
+    with pytest.raises(ScenarioError, match=r"^duratoin_s: no such key"):
+        read(file, changed("duratoin_s", 5) | {"settings": [{"name": "x", "seed": 1}]})
 
 
 def test_a_group_that_does_not_fit_says_by_how_much() -> None:

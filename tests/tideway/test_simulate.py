@@ -90,6 +90,17 @@ def test_another_placement_is_looked_for_while_it_serves(tmp_path: Path) -> None
     assert result["metrics"]["total"]["num_unserved"] == 0
 
 
+def test_it_says_who_got_no_answer_and_why(tmp_path: Path) -> None:
+    file, text = tmp_path / "long.toml", TWO_MODELS.read_text()
+    alone = text.split("[[settings]]")[0].replace("output_tokens = 64", "output_tokens = 5000")
+    file.write_text(alone.replace('shape = "llama-2-13b"', 'shape = "llama-2-13b"\nmax_model_len = 1000'))
+    said = run(str(file), "--duration", "4")
+    assert "500 of 500 batch lines of chat were not sent: they are longer than its 4096 tokens." in said
+    assert re.search(r"(\d+) of \1 requests of summaries were not sent: they are longer than its 1000 tokens", said)
+    (row,) = [line for line in said.splitlines() if "summaries" in line and "0.0 %" in line and " - " in line]
+    assert "0.00" not in row, "nobody has no latency"
+
+
 def test_it_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(TWO_MODELS.read_text().replace("ttft_ms", "tttf_ms"))

@@ -143,6 +143,19 @@ def test_a_shift_is_followed_once_it_has_lasted(turned_s: float, is_worth: bool)
         assert found.trial.moved_bytes > 0
 
 
+def test_a_change_is_tried_where_nothing_came_of_late() -> None:
+    asked = asked_after(60.0)
+    assert asked.evidence is not None
+    since_s = asked.evidence.interval_s - 200.0
+    early = asked.evidence.arrival_s < since_s
+    evidence = Traffic(asked.evidence.models, *(column[early] for column in asked.evidence[1:6]), since_s + 200.0)
+    none = Traffic(asked.traffic.models, *(column[:0] for column in asked.traffic[1:6]), asked.traffic.interval_s)
+    to_b = plan(((0,), ("a",)), ((1,), ("b",)), ((2,), ("b",)), ((3,), ("b",)))
+    for known in (evidence, Traffic(none.models, *none[1:6], evidence.interval_s)):
+        trial = try_change(msgspec.structs.replace(asked, traffic=none, evidence=known), to_b)
+        assert trial.moved_bytes == 0 and trial.change_s > 0
+
+
 def test_horizons_are_as_long_as_what_is_known() -> None:
     asked = asked_after(60.0)
     to_b = plan(((0,), ("a",)), ((1,), ("b",)), ((2,), ("b",)), ((3,), ("b",)))
