@@ -208,8 +208,11 @@ async def make_prompts(
         check_options(message, grammar)
         grammar = await context.tokenizers.try_grammar(tokenizer, grammar)
         max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - grammar.num_bytes) // 4)
+    limit_field = "max_tokens"
     if isinstance(message, ChatRequest):
-        requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
+        requested = message.max_tokens
+        if message.max_completion_tokens is not None:
+            requested, limit_field = message.max_completion_tokens, "max_completion_tokens"
         default = None
         param = "messages"
         tools = None if options.tools is None else options.tools.definitions()
@@ -234,7 +237,7 @@ async def make_prompts(
         sampling = sampling_of(
             message,
             options,
-            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param),
+            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param, limit_field),
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
             grammar="" if grammar is None else grammar.text,

@@ -211,9 +211,14 @@ def check_prompt_logprobs(num_prompt_tokens: Sequence[int], num_choices: int, nu
 
 
 def max_tokens_of(
-    requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int, prompt_field: str
+    requested: int | None,
+    default: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    prompt_field: str,
+    limit_field: str,
 ) -> int:
-    """How many tokens may come after the prompt. `default` None: as many as fit."""
+    """How many tokens may come after the prompt. `default` None: as many as fit. `limit_field`: which `requested` is of."""
     room = max_model_len - num_prompt_tokens
     max_tokens = requested if requested is not None else room if default is None else min(default, room)
     if max(max_tokens, 0 if requested == 0 else 1) <= room:
@@ -226,7 +231,7 @@ def max_tokens_of(
     raise ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens; you requested {asked}.",
-        param=prompt_field if room < 1 else "max_tokens",
+        param=prompt_field if room < 1 else limit_field,
         code="context_length_exceeded",
     )
 

@@ -183,6 +183,13 @@ async def test_prompt_too_long(stack: Stack) -> None:
     assert (await stack.post("/v1/completions", prompt=ids[:-10], max_tokens=10)).status_code == 200
     long = [{"role": "user", "content": "tide " * 500}]
     assert error_of(await stack.post("/v1/chat/completions", messages=long), 400)["param"] == "messages"
+    for limits, param in (
+        ({"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
+        ({"max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
+    ):
+        error = error_of(await stack.post("/v1/chat/completions", messages=HI, **limits), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert len(stack.peer.submitted) == 1
 
 

@@ -114,7 +114,7 @@ def test_a_flex_request_is_not_urgent() -> None:
 @given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 300) | st.none(), st.sampled_from([None, 16]))
 def test_prompt_and_output_never_exceed_the_model(num_prompt: int, length: int, asked: int | None, default) -> None:
     try:
-        max_tokens = max_tokens_of(asked, default, num_prompt, length, "prompt")
+        max_tokens = max_tokens_of(asked, default, num_prompt, length, "prompt", "max_tokens")
     except ApiError as error:
         assert error.code == "context_length_exceeded"
         assert str(length) in error.message
