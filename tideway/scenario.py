@@ -7,7 +7,6 @@ settings of it to compare. Unknown keys are refused with the nearest known name.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from msgspec import inspect as kinds
 from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, describe, resolve
 from shared.cost_model import CostModel
 from shared.messages.requests import RequestClass
+from shared.nearest import nearest
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE, RANKS, Hardware
 from shared.placement.memory import why_not
@@ -312,14 +312,7 @@ def convert(content: Any, kind: type[T], at: str = "") -> T:
 def _known(name: str, known: Iterable[str], key: str) -> None:
     known = list(known)
     if name not in known:
-        raise ScenarioError(f"{key}: {name!r} is unknown{_nearest(name, known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    begin_so = [one for one in known if name and one.lower().startswith(name.lower())]
-    near = begin_so or difflib.get_close_matches(name, known, 1, 0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+        raise ScenarioError(f"{key}: {name!r} is unknown{nearest(name, known)}")
 
 
 def _refuse_unknown(value: Any, kind: kinds.Type, path: str) -> None:
@@ -343,7 +336,7 @@ def _refuse_unknown(value: Any, kind: kinds.Type, path: str) -> None:
             for key, item in value.items():
                 at = f"{path}.{key}".lstrip(".")
                 if key not in fields and key not in tag:
-                    raise ScenarioError(f"{at}: no such key{_nearest(key, fields)}")
+                    raise ScenarioError(f"{at}: no such key{nearest(key, fields)}")
                 if key in fields:
                     _refuse_unknown(item, fields[key], at)
         case kinds.Metadata():

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.nearest import nearest
 
 MODEL_FAILED = "model_failed"
 
@@ -92,6 +93,9 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 T = TypeVar("T")
 
 _MISSING = re.compile(r"missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+MAX_NAME_CHARACTERS = 100
+"""Of an unknown field, as it is told."""
 
 
 def _choices(struct: type, path: str) -> str:
@@ -123,6 +127,11 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         if missing := _MISSING.search(sentence):
             param = f"{param}.{missing[1]}" if param else missing[1]
             raise invalid(param, f"Missing required parameter: '{param}'.") from None
+        if unknown := _UNKNOWN.fullmatch(sentence):
+            name = unknown[1][:MAX_NAME_CHARACTERS]
+            assert issubclass(decoder.type, msgspec.Struct)
+            known = [field.encode_name for field in msgspec.structs.fields(decoder.type)]
+            raise invalid(name, f"Unknown parameter: '{name}'{nearest(name, known)}", "unknown_parameter") from None
         if sentence.startswith(("Invalid enum value", "Invalid value")) and (choices := _choices(decoder.type, param)):
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
         where = f"Invalid value for '{param}'" if param else "Invalid request body"

@@ -1,8 +1,9 @@
 """The requests of the HTTP API as typed structs, with the range of each field.
 
 msgspec checks types and ranges while it decodes, and the same annotations make the OpenAPI schema, so the description
-is true by construction. Every optional field takes an explicit null; unknown fields are ignored. Rules that span fields
-are in `parsing`.
+is true by construction. Every optional field takes an explicit null. Unknown fields are ignored where OpenAI or vLLM
+defines the endpoint, and refused in the operator's requests, which are this system's own. Rules that span fields are in
+`parsing`.
 """
 
 from __future__ import annotations
@@ -332,7 +333,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     """Not used."""
 
 
-class AddModelRequest(msgspec.Struct, kw_only=True):
+class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A model to serve. `source`: a folder in Hugging Face format, or a hub id. With `base` a LoRA adapter of that model, in
     PEFT's format."""
 
@@ -355,17 +356,17 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     """How it writes calls of tools, where its chat template does not tell."""
 
 
-class ScaleModelRequest(msgspec.Struct, kw_only=True):
+class ScaleModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     replicas: Annotated[int, Meta(ge=1, le=10_000)] | None
     """On how many instances the model is to be; null: on all where it fits."""
 
 
-class ScaleRequest(msgspec.Struct, kw_only=True):
+class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     instances: Annotated[int, Meta(ge=1, le=10_000)]
     """How many there are to be, over all nodes."""
 
 
-class SetRouteRequest(msgspec.Struct, kw_only=True):
+class SetRouteRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A public name for models. It may be that of a model, which is then reached by routes alone."""
 
     name: PublicName
@@ -379,7 +380,7 @@ class SetRouteRequest(msgspec.Struct, kw_only=True):
     """Models that answer while no instance serves any of `arms`; the first that can."""
 
 
-class ChangePlanRequest(msgspec.Struct, kw_only=True):
+class ChangePlanRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     action: Literal["search", "apply", "roll_back"]
     """Search for a plan; carry out the one that was found; go back to the one of before."""
 

@@ -254,6 +254,27 @@ async def test_scaling(nats_settings: BusSettings, checkpoint: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (409, "instances")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/admin/models", {"name": "x", "source": "y", "replics": 1}, "replics", "did you mean 'replicas'?"),
+        ("/admin/models", {"x9": "blue"}, "x9", "known: name, source, dtype, "),
+        ("/admin/models", {"name": "x", "z" * 5000: 1}, "z" * 100, "known: name, "),
+        (f"/admin/models/{MODEL}/scale", {"replicas": 1, "replica": 2}, "replica", "did you mean 'replicas'?"),
+        ("/admin/scale", {"instances": 1, "nodes": 2}, "nodes", "known: instances"),
+        ("/admin/plan", {"action": "search", "acton": ""}, "acton", "did you mean 'action'?"),
+        ("/admin/routes", {"name": "x", "arms": {MODEL: 1}, "fallback": []}, "fallback", "did you mean 'fallbacks'?"),
+    ],
+)
+async def test_fields_that_nobody_knows_are_refused(
+    stack: Stack, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    answer = await stack.client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_parameter", param)
+    assert error["message"].startswith(f"Unknown parameter: '{param}'; {words}")
+
+
 CHANGES = [
     ("/admin/instances/a/drain", None),
     ("/admin/instances/a/undrain", None),
