@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI
 
 URL = os.environ.get("TIDEWAY_URL", "http://127.0.0.1:8000")
 KEY = os.environ.get("TIDEWAY_API_KEY", "none")
 FILE = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).with_suffix(".toml"))
 READY_WITHIN_S = 120.0
+
+
+async def add(admin: httpx.AsyncClient, model: dict[str, Any]) -> None:
+    answer = await admin.post("/admin/models", json=model)
+    if answer.is_error:
+        try:
+            message = answer.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = answer.text
+        sys.exit(f"{model['name']}: {answer.status_code}: {message}")
 
 
 async def wait_ready(admin: httpx.AsyncClient, names: set[str]) -> None:
@@ -44,7 +54,7 @@ async def main(models: list[dict[str, Any]]) -> None:
         try:
             for model in models:
                 model["source"] = str((FILE.parent / model["source"]).resolve())
-                (await admin.post("/admin/models", json=model)).raise_for_status()
+                await add(admin, model)
             await wait_ready(admin, {model["name"] for model in models})
             await asyncio.gather(*(ask(client, model["name"]) for model in models for _ in range(3)))
         finally:
@@ -52,4 +62,7 @@ async def main(models: list[dict[str, Any]]) -> None:
                 await admin.delete(f"/admin/models/{model['name']}")
 
 
-asyncio.run(main(tomllib.loads(FILE.read_text())["model"]))
+try:
+    asyncio.run(main(tomllib.loads(FILE.read_text())["model"]))
+except (httpx.TransportError, APIConnectionError) as error:
+    sys.exit(f"Tideway at {URL} does not answer ({error}); TIDEWAY_URL says where it is")
