@@ -125,7 +125,7 @@ def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: N
                 )
             )
 
-    started_s = _cpu_s()
+    started_s = cpu_s()
     try:
         if scenario.placement == "muxserve":
             units = baselines.muxserve(problem)
@@ -139,7 +139,7 @@ def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: N
                 deployment.simulate, problem, plan, scenario.serving, seed=scenario.seed, batches=batches,
                 on_deployed=replace,
             )  # fmt: skip
-        placed_s = _cpu_s()
+        placed_s = cpu_s()
         outcome = play(patience_s=scenario.patience_s, on_progress=on_progress)
     except baselines.NoPlacement as error:
         raise ScenarioError(f"setting {setting.name!r}: placement: {error}") from None
@@ -147,7 +147,7 @@ def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: N
         name=setting.name, plan=changing[0].plan if changing else plan, metrics=outcome.metrics, unplaced=unplaced,
         changes=[change for one in changing for change in _changes(one)], is_over=outcome.is_over,
         notes=_notes(problem, batches, outcome.metrics),
-        search_s=placed_s - started_s, simulation_s=_cpu_s() - placed_s,
+        search_s=placed_s - started_s, simulation_s=cpu_s() - placed_s,
     )  # fmt: skip
     return result, outcome
 
@@ -171,7 +171,7 @@ def _notes(problem: Problem, batches: Sequence[BatchLines], metrics: RunMetrics)
     return notes
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Of this process and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
@@ -250,15 +250,8 @@ def show(result: Result, console: Console) -> None:
 def _row(name: str, one: Metrics) -> list[str]:
     if one.num_requests == one.num_unserved:
         attainment = f"{100 * one.attainment:.1f} %" if one.num_requests else "-"
-        return [
-            name,
-            str(one.num_requests),
-            attainment,
-            *["-"] * 8,
-            "0",
-            f"{one.offline_tokens_s:.0f}",
-            f"{100 * one.use:.0f} %",
-        ]
+        offline = f"{one.offline_tokens_s:.0f}"
+        return [name, str(one.num_requests), attainment, *["-"] * 8, "0", offline, f"{100 * one.use:.0f} %"]
     return [
         name, str(one.num_requests), f"{100 * one.attainment:.1f} %", f"{one.normalised_latency:.2f}",
         f"{one.latency_s.mean:.2f}", f"{one.latency_s.p50:.2f}", f"{one.latency_s.p99:.2f}", f"{one.ttft_s.mean:.3f}",

@@ -4,7 +4,6 @@ as the faithful simulation does."""
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from shared.placement.plan import ATTAINMENT_GRAIN, plan_of
 from shared.placement.problem import Plan, Prediction, Problem
 from shared.placement.search import MAX_ENUMERATED, Searcher, search
 from shared.simulation.deployment import predict
+from tideway.simulate import cpu_s
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,12 +51,6 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     draw: Callable[[], Figure] | None = None
 
 
-def _cpu_s() -> float:
-    """Of this process and of its children that have ended."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
-
-
 def speed(seed: int = 1) -> Table:
     rows: list[dict[str, object]] = []
     targets = []
@@ -71,9 +65,9 @@ def speed(seed: int = 1) -> Table:
             has_bursts=False,
         )
         for num_processes in (1, 2):
-            began_s, cpu_s = time.perf_counter(), _cpu_s()
+            began_s, before_s = time.perf_counter(), cpu_s()
             found = search(problem, num_processes=num_processes)
-            took_s, used_s = time.perf_counter() - began_s, _cpu_s() - cpu_s
+            took_s, used_s = time.perf_counter() - began_s, cpu_s() - before_s
             rows.append(
                 {
                     "devices": num_devices, "models": num_models, "requests": problem.traffic.num_requests,
@@ -87,9 +81,9 @@ def speed(seed: int = 1) -> Table:
                 targets.append(
                     Target(name=name, value=took_s, limit=limit_s, unit=" s", note=f"{used_s:.1f} s of processor")
                 )
-        cpu_s = _cpu_s()
+        before_s = cpu_s()
         estimate(problem, found.plan)
-        per_s = problem.traffic.num_requests / (_cpu_s() - cpu_s)
+        per_s = problem.traffic.num_requests / (cpu_s() - before_s)
         targets.append(
             Target(
                 name=f"requests estimated a second of processor time, {num_devices} devices", value=per_s,
@@ -116,9 +110,9 @@ def optimum(seed: int = 1) -> Table:
         searcher = Searcher(problem)
         plans = [plan_of(slots).groups for slots in every_plan(problem)]
         best = max(map(searcher.key, plans, searcher.estimator.outcomes(plans)))
-        began_s = _cpu_s()
+        began_s = cpu_s()
         found = search(problem).prediction
-        took_s = _cpu_s() - began_s
+        took_s = cpu_s() - began_s
         attainment = round(found.attainment / ATTAINMENT_GRAIN)
         lost.append((best[1] - attainment) * ATTAINMENT_GRAIN)
         # Where less is attained by more than a grain, or more is, latency is not what was compared.

@@ -30,20 +30,17 @@ def all_plans(
     names = sorted(models)
     if 1 << len(names) > MAX_TRIED:
         return []
-    sets = sorted(each for size in range(len(names) + 1) for each in itertools.combinations(names, size))
     alike: dict[tuple[str, int, int], list[NodeFacts]] = {}
     for node in nodes:
         alike.setdefault((node.kind, node.memory_bytes, node.num_devices), []).append(node)
-    shapes: list[list[_Shape]] = []
-    num_tried = 1
-    for some in alike.values():
-        choices = _choices(some[0], sets, fits)
-        # Counted before any is made: of eight models on eight devices they are more than memory holds.
-        num_shapes = sum(math.prod(math.comb(len(own) + num - 1, num) for _, num, own in each) for each in choices)
-        num_tried *= math.comb(num_shapes + len(some) - 1, len(some))
-        if max(num_tried, num_shapes) > MAX_TRIED:
+    # Counted before any is made: of eight models on eight devices they are more than memory holds. With one model in a group
+    # at most first: where these are too many already, it is soon known.
+    for most_names in (1, len(names)):
+        sets = sorted(each for size in range(most_names + 1) for each in itertools.combinations(names, size))
+        choices = [_choices(some[0], sets, fits) for some in alike.values()]
+        if _num_tried(choices, [len(some) for some in alike.values()]) > MAX_TRIED:
             return []
-        shapes.append([shape for each in choices for shape in _shapes(each)])
+    shapes = [[shape for each in of_node for shape in _shapes(each)] for of_node in choices]
     chosen = itertools.product(
         *(
             itertools.combinations_with_replacement(own, len(some))
@@ -64,10 +61,20 @@ def all_plans(
     return [_slots(ordered, each) for each in plans] if len(plans) <= most else []
 
 
-def _choices(
-    node: NodeFacts, sets: Sequence[Names], fits: Callable[[Names, NodeFacts, int], bool]
-) -> list[list[tuple[int, int, list[Names]]]]:
-    """For each way to cut the node, of each size how many groups, and the models that each of them can have."""
+_Choices = list[list[tuple[int, int, list[Names]]]]
+"""For each way to cut a node, of each size how many groups, and the models that each of them can have."""
+
+
+def _num_tried(choices: Sequence[_Choices], nums: Sequence[int]) -> int:
+    """Or more than `MAX_TRIED`. `nums`: of nodes that have each of the choices."""
+    found = 1
+    for of_node, num_nodes in zip(choices, nums, strict=True):
+        num_shapes = sum(math.prod(math.comb(len(own) + num - 1, num) for _, num, own in each) for each in of_node)
+        found = max(num_shapes, found * math.comb(num_shapes + num_nodes - 1, num_nodes))
+    return found
+
+
+def _choices(node: NodeFacts, sets: Sequence[Names], fits: Callable[[Names, NodeFacts, int], bool]) -> _Choices:
     largest = 1 << (node.num_devices.bit_length() - 1)
     # Larger groups without a model are what smaller ones are.
     own = {

@@ -39,11 +39,13 @@ class Intake:
             return None
         # What ran before counts as let in: the bound is not for it, and what serves its model may be about to change.
         is_new = request.epoch == 0 and not request.prior
-        if is_new and (refused := self._core.cluster.refusal(request)):
-            shorter = self._core.cluster.cut(request) if request.is_open_ended else None
-            if shorter is None:
-                return refused
-            request = shorter
+        # What can be cut is when it enters the queue.
+        if (
+            is_new
+            and (refused := self._core.cluster.refusal(request))
+            and not (request.is_open_ended and self._core.cluster.cut(request))
+        ):
+            return refused
         if request.model in self._core.life.removed_models:
             return removed_error(request.model)
         is_online = request.request_class != RequestClass.OFFLINE

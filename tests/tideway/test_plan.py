@@ -72,6 +72,15 @@ def shown(proposal: PlanProposal | None, version: int = 3, width: int = 160) -> 
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
+def test_a_change_of_which_no_traffic_is_known_is_told_without_a_table() -> None:
+    assert PROPOSAL.trial is not None
+    text = " ".join(
+        shown(msgspec.structs.replace(PROPOSAL, trial=msgspec.structs.replace(PROPOSAL.trial, horizons=[])))
+    )
+    assert "The change takes 42 s" in text and "What it would have gained is not known yet." in text
+    assert "on the last" not in text
+
+
 def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_was_rejected() -> None:
     lines = shown(PROPOSAL)
     assert "node-0 1 chat, code chat" in lines and "node-1 1 - code" in lines
