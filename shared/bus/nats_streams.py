@@ -245,9 +245,11 @@ class Streams:
 
     async def uses(self) -> dict[str, StreamUse]:
         uses: dict[str, StreamUse] = {}
+        num_told = 0
         with bus_errors("look at the streams"):
-            # A page of the answer is bounded by the server (256).
-            while page := await self.context.streams_info(offset=len(uses)):
+            # A page of the answer is bounded by the server (256). One that is added meanwhile moves others to the next page.
+            while page := await self.context.streams_info(offset=num_told):
+                num_told += len(page)
                 for info in page:
                     state, most = info.state, max(0, info.config.max_bytes or 0)
                     uses[str(info.config.name)] = StreamUse(state.messages, state.bytes, most, state.consumer_count)

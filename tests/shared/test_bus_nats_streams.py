@@ -6,6 +6,7 @@ import asyncio
 
 import nats
 import pytest
+from nats.js.api import StreamInfo
 
 from shared.bus import nats_watch
 from shared.bus.interface import BusError, RevisionConflict
@@ -35,6 +36,26 @@ async def test_what_streams_hold_is_told(fresh_nats: NatsServer, connect_to: Con
     use = (await bus.stream_uses())[f"KV_{LEDGER.name}"]
     assert (use.num_messages, use.max_bytes, use.num_consumers) == (1, 1 << 24, 0)
     assert 1000 < use.used_bytes < 2000
+
+
+async def test_they_are_looked_at_to_an_end_while_one_is_added(
+    fresh_nats: NatsServer, connect_to: ConnectTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server tells them by name, so one that comes before them puts each at the place of the next."""
+    bus = await connect_to(fresh_nats)
+    await bus.key_value(LEDGER, max_bytes=1 << 20)
+    context = bus._streams.context
+    streams_info, names = context.streams_info, iter(["A"])
+
+    async def told(offset: int = 0) -> list[StreamInfo]:
+        page = await streams_info(offset=offset)
+        for name in names:
+            await context.add_stream(name=name, subjects=[name], max_bytes=1 << 20)
+        return page
+
+    monkeypatch.setattr(context, "streams_info", told)
+    async with asyncio.timeout(5):
+        assert f"KV_{LEDGER.name}" in await bus.stream_uses()
 
 
 async def test_a_bucket_that_is_full_refuses_or_drops_the_oldest(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
