@@ -55,6 +55,8 @@ class _Run(msgspec.Struct):
     end_s: float
     others_share: float
     """Of the machine's processor time then, that processes beside the stack and this one took."""
+    client_late_s: float
+    """At most, of this process's event loop."""
 
 
 class Bench:
@@ -64,10 +66,10 @@ class Bench:
 
     def _send(self, load: float, requests: list[PlannedRequest]) -> _Run:
         others_s, began_s = others_processor_s(), time.monotonic()
-        served, start_s = self._live.send(requests)
+        served, start_s, client_late_s = self._live.send(requests)
         end_s = time.monotonic()
         others = (others_processor_s() - others_s) / (end_s - began_s) / len(os.sched_getaffinity(0))
-        return _Run(load, requests, served, start_s, end_s, others)
+        return _Run(load, requests, served, start_s, end_s, others, client_late_s)
 
     def _calibrate(self, load: float, capacity_rps: float, duration_s: float) -> None:
         number = len(self._calibrations)
@@ -154,6 +156,7 @@ class Bench:
                 Repeat(
                     live=figures(run.served, alone_s), simulated=by_speed[0], hindsight=by_speed[1],
                     speed=before, own_speed=own, others_share=run.others_share,
+                    client_late_s=run.client_late_s,
                 )
             )  # fmt: skip
         return Comparison(cells=list(cells.values()), timing=timing, capacity_rps=capacity)

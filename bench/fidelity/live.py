@@ -97,12 +97,13 @@ class LiveStack:
         """Of each instance, so far."""
         return [observe(path.read_bytes()) for path in self._paths()]
 
-    def send(self, requests: Sequence[PlannedRequest], *, seed: int = 0) -> tuple[list[Served], float]:
-        """At their times, until all have ended. Returns what became of them, and when the run began on the machine's
-        monotonic clock. Raises `RunFailed` where one had not all of its tokens."""
+    def send(self, requests: Sequence[PlannedRequest], *, seed: int = 0) -> tuple[list[Served], float, float]:
+        """At their times, until all have ended. Returns what became of them, when the run began on the machine's monotonic
+        clock, and by how many seconds at most the client's own event loop was late. Raises `RunFailed` where one had not
+        all of its tokens."""
         return asyncio.run(self._send(requests, seed))
 
-    async def _send(self, requests: Sequence[PlannedRequest], seed: int) -> tuple[list[Served], float]:
+    async def _send(self, requests: Sequence[PlannedRequest], seed: int) -> tuple[list[Served], float, float]:
         target = Target(url=self._stack.url, ignore_eos=True, vocabulary=VOCABULARY)
         bodies = {one.request_id: make_body(one, _STREAM, target, TokensPerWord(), seed) for one in requests}
         async with Connections(num_ready=min(64, len(requests))) as connections:
@@ -121,7 +122,7 @@ class LiveStack:
             Served(one.model, one.arrival_s, one.first_token_s or 0.0, one.last_token_s or 0.0, one.output_tokens)
             for one in sorted(records, key=lambda record: record.request_id)
         ]
-        return served, began_s
+        return served, began_s, run.lateness().loop_max_s
 
 
 def _told(path: Path) -> set[str]:

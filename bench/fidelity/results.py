@@ -35,6 +35,8 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     own_speed: float
     others_share: float
     """Of the machine's processor time during the run, that others took."""
+    client_late_s: float
+    """At most, of the client's event loop during the run: answers look so much later than they came."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         header = ["workload", "load", "requests"]
         for name in METRICS.values():
             header += [f"{name}: live", "simulated", "error %", "live +- %", "simulated +- %"]
-        header += ["speed", "own speed", "others %"]
+        header += ["speed", "own speed", "others %", "client late ms"]
         rows = []
         for cell in self.cells:
             row: list[object] = [cell.workload, cell.load, cell.repeats[0].live.num_requests]
@@ -122,7 +124,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
                 row += [f"{100 * cell.simulated_scatter(metric):.1f}"]
             row += [float(np.mean([one.speed for one in cell.repeats]))]
             row += [float(np.mean([one.own_speed for one in cell.repeats]))]
-            rows.append([*row, f"{100 * max(one.others_share for one in cell.repeats):.0f}"])
+            row += [f"{100 * max(one.others_share for one in cell.repeats):.0f}"]
+            rows.append([*row, f"{1e3 * max(one.client_late_s for one in cell.repeats):.0f}"])
         timing = self.timing
         fitted = (
             f"Fitted to the other trace: a step takes {timing.beside:.2f} times as long while the other instance computes, "

@@ -143,9 +143,17 @@ def test_errors_and_scatter_of_a_cell() -> None:
         return Figures(normalised_latency=latency, p99_ttft_s=1.0, throughput_tokens_s=100.0, num_requests=9)
 
     repeats = [
-        Repeat(live=found(live), simulated=[found(2.2)], hindsight=[found(2.0)], speed=1.0, own_speed=1.0, others_share=0.0)
+        Repeat(
+            live=found(live),
+            simulated=[found(2.2)],
+            hindsight=[found(2.0)],
+            speed=1.0,
+            own_speed=1.0,
+            others_share=0.0,
+            client_late_s=0.01,
+        )
         for live in (1.9, 2.1)
-    ]  # fmt: skip
+    ]
     cell = Cell(workload="chat", load=0.3, rate_rps=1.0, repeats=repeats)
     assert cell.error("normalised_latency") == pytest.approx(0.1)
     assert cell.error("normalised_latency", hindsight=True) == pytest.approx(0.0)

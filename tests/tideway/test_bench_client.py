@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -24,10 +25,11 @@ from tests.tideway.conftest import InThisProcess
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Poisson
 from tideway.bench.client import BenchError, Connections, Target, calibrate
 from tideway.bench.lengths import Fixed, Uniform
-from tideway.bench.records import INTERRUPTED, UNFINISHED
+from tideway.bench.records import INTERRUPTED, UNFINISHED, RequestRecord
 from tideway.bench.report import Result, write_result
+from tideway.bench.runner import Run
 from tideway.bench.session import Session, run_session
-from tideway.bench.workload import StreamSpec, Workload
+from tideway.bench.workload import PlannedRequest, StreamSpec, Workload
 from tideway.preflight import REPOSITORY
 
 
@@ -344,3 +346,17 @@ async def test_a_run_ends_although_the_server_does_not(server: BenchServer) -> N
     async with asyncio.timeout(5):
         result = await run(server, stream(Closed(concurrency=2), "hangs", num_requests=4), duration_s=0.2, drain_s=0.1)
     assert len(result.records) == 2 and all(record.is_unfinished for record in result.records)
+
+
+async def test_a_full_collection_passes_by_what_was_there_before_a_run() -> None:
+    frozen = []
+
+    async def send(request: PlannedRequest, record: RequestRecord, now: object) -> None:
+        frozen.append(gc.get_freeze_count())
+        record.end_s = 0.0
+
+    request = PlannedRequest(
+        request_id="a", stream="s", model="m", request_class=RequestClass.ONLINE, prompt_tokens=1, output_tokens=1, at_s=0.0
+    )  # fmt: skip
+    await Run([request], send, duration_s=None, drain_s=1.0).run(asyncio.Event())
+    assert frozen[0] > 10_000 and gc.get_freeze_count() < 1_000
