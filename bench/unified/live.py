@@ -16,15 +16,14 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
-import msgspec
 import numpy as np
 
 from bench import emulated as emulation
 from bench.coserving.testbed import make_checkpoint
-from bench.fidelity.workloads import EMULATED_MODELS, MIXES, MODELS, VOCABULARY
+from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY
 from bench.reporting import processor_s
 from bench.stack import add_tokenizer
-from bench.unified.variants import Online, Row, Variant, row
+from bench.unified.variants import MIX, Online, Row, Variant, row
 from shared.messages.requests import RequestClass
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Closed
@@ -42,9 +41,6 @@ WARM_UP_S = 4.0
 PROFILE_TIMEOUT_S = 180.0
 REPLACEMENT_S = 10.0
 """Between searches: a run is short."""
-POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
-"""Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
-MIX = msgspec.structs.replace(MIXES[1], models=POPULARITY)
 MIGRATIONS = "scheduler-0", 'tideway_scheduler_moves_total{outcome="moved"'
 CHANGES = "placement", 'tideway_placement_replacements_total{end="carried_out"'
 """Services and the counters of them."""
@@ -99,6 +95,7 @@ def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
         "TIDEWAY_NUM_THREADS": "1",
         "TIDEWAY_MODELS": json.dumps(models),
         "TIDEWAY_ORDER_POLICY": variant.order_policy,
+        "TIDEWAY_DISPATCH_POLICY": variant.dispatch_policy,
         "TIDEWAY_CO_SERVING": variant.co_serving,
         "TIDEWAY_INTERRUPTION": variant.interruption,
         "TIDEWAY_MIGRATION": variant.migration,

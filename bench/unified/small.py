@@ -1,5 +1,6 @@
 """The live variants in virtual time: three instances of one thread each on two cores, with the step times of the three
-models there, and batches that fill what is left. Steps of a few milliseconds, or of any number of times as long.
+models there, or three devices with those of large ones, and batches that fill what is left. Steps of a few milliseconds, or
+of any number of times as long.
 
 Nothing is placed anew: a part that this says nothing of."""
 
@@ -10,12 +11,14 @@ import math
 import msgspec
 import numpy as np
 
-from bench.fidelity.workloads import MIXES, MODELS, Mix, planned
-from bench.unified.variants import Online, Row, Variant, row
+from bench.fidelity.workloads import EMULATED_MODELS, MIXES, MODELS, Mix, planned
+from bench.unified.variants import MIX, Online, Row, Variant, row
 from shared.cost_model import CostModel, StepShape
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
+from shared.placement.facts import SHAPES
+from shared.placement.hardware import HARDWARE, cost_model
 from shared.simulation.deployment import Serving
 from shared.simulation.fleet import Device, Fleet, Instance, Model
 from shared.simulation.gateway import Job
@@ -52,6 +55,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     num_lines: int = 12
     """Under way at once."""
     token_budget: int = 512
+    device: str = ""
+    """By its name in `placement.hardware`, as what instances emulate live; "": a thread of this machine."""
+
+    def costs(self) -> dict[str, CostModel]:
+        if self.device:
+            return {name: cost_model(HARDWARE[self.device], SHAPES[shape]) for name, shape in EMULATED_MODELS.items()}
+        return {name: cost.scaled(self.slowness) for name, cost in STEP_TIMES.items()}
 
 
 CASES = (
@@ -61,6 +71,10 @@ CASES = (
     Case(name="short steps, chat", mix=MIXES[0], rate_rps=3.5),
     Case(name="steps to 1 s, few requests", rate_rps=1.0, line_tokens=(700, 40), num_lines=24, token_budget=2048),
     Case(name="steps 8 times as long", slowness=8.0, run_s=25.0),
+    *(
+        Case(name=f"A100s, {rate} requests/s", device="A100-80G", mix=MIX, rate_rps=rate, run_s=20.0, num_lines=60)
+        for rate in (12, 25, 45, 70, 100)
+    ),
 )
 
 
@@ -69,8 +83,8 @@ def simulate(job: tuple[Variant, Case, int]) -> Row:
     variant, case, seed = job
     slowness, run_s = case.slowness, case.run_s * case.slowness
     how = Serving(
-        order_policy=variant.order_policy, migration=variant.migration, co_serving=variant.co_serving,
-        interruption=variant.interruption, least_share=variant.least_share,
+        order_policy=variant.order_policy, dispatch_policy=variant.dispatch_policy, migration=variant.migration,
+        co_serving=variant.co_serving, interruption=variant.interruption, least_share=variant.least_share,
     )  # fmt: skip
     fleet = how.fleet(seed)
     fleet.gateway.is_strict = False
@@ -79,8 +93,9 @@ def simulate(job: tuple[Variant, Case, int]) -> Row:
         busy = 1 + sum(other.host.is_computing for other in fleet.instances.values() if other is not one)
         return max(1.0, busy / CORES) * (BESIDE if busy > 1 else 1.0)
 
-    fleet.slowdown = slowdown
-    costs = {name: cost.scaled(slowness) for name, cost in STEP_TIMES.items()}
+    if not case.device:
+        fleet.slowdown = slowdown
+    costs = case.costs()
     _add_instances(fleet, variant, case, costs)
     requests = planned(case.mix, case.rate_rps / slowness, run_s, name="online", seed=seed)
     for one in requests:

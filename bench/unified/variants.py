@@ -3,6 +3,7 @@
 | paper | parts |
 |---|---|
 | SeaLLM | several models on a group, the order by doubling budgets, placement that follows the traffic |
+| none | requests of a model that gather on few of the instances that it shares |
 | ConServe | batches in the background, within what the objectives leave, offline steps that are suspended |
 | Llumnix | requests that move while they run |
 """
@@ -14,8 +15,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from bench.fidelity.workloads import MIXES
 from bench.reporting import table_of
 from shared.placement.plan import DEFAULT_SLO_SCALE
+
+POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
+"""Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
+MIX = msgspec.structs.replace(MIXES[1], models=POPULARITY)
+"""Of three models on three instances."""
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +35,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     interruption: str = "suspend"
     migration: str = "auto"
     order_policy: str = "doubling_budget"
+    dispatch_policy: str = "first_token"
     is_adaptive: bool = True
     """The placement follows the traffic."""
     least_share: float = 0.25
@@ -39,14 +47,15 @@ VARIANTS = (
     WHOLE,
     Variant(name="no sharing: dedicated instances", shares=False, is_adaptive=False),
     Variant(name="first come, first served", order_policy="fcfs"),
+    Variant(name="to the freest instance, whatever model", dispatch_policy="freeness"),
     Variant(name="no adaptive replacement", is_adaptive=False),
     Variant(name="no migration", migration="off"),
     Variant(name="no harvest: batches wait", harvests=False),
     Variant(name="no SLO budget for batches", co_serving="priority_only"),
     Variant(name="no suspension", interruption="off"),
     Variant(
-        name="none of the parts", shares=False, is_adaptive=False, order_policy="fcfs", migration="off",
-        co_serving="priority_only", interruption="off",
+        name="none of the parts", shares=False, is_adaptive=False, order_policy="fcfs", dispatch_policy="freeness",
+        migration="off", co_serving="priority_only", interruption="off",
     ),
 )  # fmt: skip
 BASELINES = (

@@ -158,11 +158,17 @@ def instance_load(
     totals, pool = _Totals(memory.queues), memory.pool
     models = []
     for queue in memory.queues.values():
+        num_decodes = num_blocks = 0
         for priority_class in ONLINE_CLASSES:
             held = _with_blocks(queue, priority_class)
-            totals.run(len(held), sum([len(sequence.blocks) for sequence in held]), priority_class, queue)
+            held_blocks = sum([len(sequence.blocks) for sequence in held])
+            totals.run(len(held), held_blocks, priority_class, queue)
             totals.wait(queue.waiting[priority_class], priority_class, queue)
-        models.append(_model_load(memory, queue, offline_tokens_per_s, max_step_tokens))
+            num_decodes, num_blocks = num_decodes + len(held), num_blocks + held_blocks
+        context = num_blocks * queue.shape.block_size / max(1, num_decodes)
+        models.append(
+            _model_load(memory, queue, offline_tokens_per_s, max_step_tokens, _decode_cost(queue, num_decodes, context))
+        )
     for coming in reserved:
         if coming.is_load:
             totals.arrive(len(coming.blocks), coming.priority_class, memory.queues[coming.model])
@@ -242,7 +248,11 @@ def _ideal_merged(memory: Allocator, high_priority_load: float) -> float:
 
 
 def _model_load(
-    memory: Allocator, queue: ModelQueue, offline_tokens_per_s: float | None, max_step_tokens: int
+    memory: Allocator,
+    queue: ModelQueue,
+    offline_tokens_per_s: float | None,
+    max_step_tokens: int,
+    decode_cost: tuple[float, float],
 ) -> ModelLoad:
     return ModelLoad(
         model=queue.name,
@@ -255,7 +265,17 @@ def _model_load(
         else _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens),
         budgets=memory.ordering.budgets(queue.all_held()),
         prompt_cost=(0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
+        decode_cost=decode_cost,
     )
+
+
+def _decode_cost(queue: ModelQueue, num_decodes: int, context: float) -> tuple[float, float]:
+    """Of a step of one, and of each more on average, up to one more than there are. `context`: tokens of each."""
+    if queue.cost_model is None:
+        return 0.0, 0.0
+    num = max(1, num_decodes)
+    one_s, all_s = (queue.cost_model.predict(StepShape(0, 0.0, each, round(each * context))) for each in (1, num + 1))
+    return one_s, (all_s - one_s) / num
 
 
 def _offline_room(memory: Allocator, queue: ModelQueue, tokens_per_s: float, max_step_tokens: int) -> int:

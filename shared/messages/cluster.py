@@ -148,6 +148,9 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
     prompt_cost: tuple[Number, Number] = (0.0, 0.0)
     """`CostModel.prompt_cost` of this model here; zeros: not known."""
+    decode_cost: tuple[Number, Number] = (0.0, 0.0)
+    """Predicted seconds of a step that decodes one online request of this model, and what each more adds, with the contexts
+    that they have here; zeros: not known."""
 
 
 class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -4,13 +4,15 @@ Who may take a request at all, what is on its way to whom, and how instances are
 (`shared.scheduling.dispatching`): it ranks an instance by itself, and chooses for a request among candidates.
 
 Memory is one thing that a request waits for, prompts before its own are the other. Where several instances have the memory,
-`FirstToken` chooses among the `NUM_TIMED` freest by predicted time to the first token.
+`FirstToken` chooses among the `NUM_TIMED` freest by predicted time to the first token, and among those that are as soon by
+what its tokens cost there: models that share an instance take turns, and the fewer places a model's requests are in, the
+larger are its batches and the fewer the turns (`token_cost_s`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 from shared.policies.virtual_usage import left_of
@@ -20,6 +22,8 @@ DispatchKey = tuple[float, ...]
 NUM_TIMED = 16
 GRAIN_S = 0.1
 """Predicted times that differ by less are as good as equal."""
+MARGIN = 0.1
+"""Costs of a token that are higher by so much are as good as equal."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
 
@@ -91,6 +95,10 @@ class Candidate(Protocol):
     @property
     def prompt_s(self) -> float:
         """Predicted time of its prompt."""
+
+    @property
+    def token_s(self) -> float:
+        """`token_cost_s` of it there, among the online requests."""
 
 
 class Candidates(Protocol):
@@ -211,24 +219,62 @@ class Freest(DispatchPolicy):
 
 
 class FirstToken(Freest):
-    """By freeness; and of the freest that have the memory, the one that begins the prompt soonest. A cache is not waited for
-    longer than it saves."""
+    """By freeness; of the freest that have the memory, those that begin the prompt soonest; of these, one where its tokens
+    cost least. A cache is not waited for longer than it saves."""
 
     def _favourite(self, candidates: Candidates) -> Candidate:
         freest = candidates.first(NUM_TIMED)
         able = [candidate for candidate in freest if candidate.missing_merged <= 0]
-        return able[soonest([candidate.start_s for candidate in able])] if able else freest[0]
+        if not able:
+            return freest[0]
+        soon = [able[number] for number in soonest([candidate.start_s for candidate in able])]
+        if len(soon) == 1:
+            return soon[0]
+        costs_s = [candidate.token_s for candidate in soon]
+        most_s = (1.0 + MARGIN) * min(costs_s)
+        return next(each for each, cost_s in zip(soon, costs_s, strict=True) if cost_s <= most_s)
 
     def _is_worth_it(self, owner: Candidate, best: Candidate) -> bool:
         is_soon = owner.start_s <= best.start_s + max(GRAIN_S, best.prompt_s)
         return is_soon and super()._is_worth_it(owner, best)
 
 
-def soonest(starts_s: Sequence[float]) -> int:
-    """Which of several candidates, in order of rank, takes a request: the first of those that begin its prompt within
-    `GRAIN_S` of the soonest. `starts_s`: predicted, not empty."""
+def soonest(starts_s: Sequence[float]) -> list[int]:
+    """Which of several candidates begin a prompt within `GRAIN_S` of the soonest, in order. `starts_s`: predicted, not
+    empty."""
     limit_s = min(starts_s) + GRAIN_S
-    return next(number for number, start_s in enumerate(starts_s) if start_s <= limit_s)
+    return [number for number, start_s in enumerate(starts_s) if start_s <= limit_s]
+
+
+Resident = tuple[str, int, tuple[float, float]]
+"""A model on an instance: its name, requests of it there, and `ModelLoad.decode_cost`."""
+
+
+def token_cost_s(model: str, residents: Iterable[Resident]) -> float:
+    """Seconds that each token of one more request of `model` costs on an instance, of its own and of the others' there.
+
+    With f, d and k a model's decode cost and requests, and N those of all other models than its own:
+
+        f + k d                                 its own step
+        k d                                     by which that is longer for the others of its model
+        N (f + k d) / (k + 1)                   for those of other models: a step more, or a longer one
+        sum of (f' + (k' - 1) d') k' / (k' + 1) over the other models: the steps of these, for which it waits
+
+    It waits for other models' steps for as long as these have requests; and their requests wait for its model's whole step,
+    which they would not without it, for as long as it is the last of its model there. Where all requests last equally long
+    on average, and end at random, it is the last of k + 1 for a (k + 1)th of its time, and one of k' others is still there
+    for k' / (k' + 1) of it.
+    """
+    first_s = next_s = others_s = 0.0
+    num_own = num_others = 0
+    for name, num, (one_s, more_s) in residents:
+        if name == model:
+            num_own, first_s, next_s = num, one_s, more_s
+        elif num:
+            num_others += num
+            others_s += (one_s + (num - 1) * more_s) * num / (num + 1)
+    own_s = first_s + num_own * next_s
+    return own_s * (1.0 + num_others / (num_own + 1)) + num_own * next_s + others_s
 
 
 class ReportedFreeness(NamedTuple):

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from shared.cost_model import prompt_s
 from shared.messages.cluster import LoadReport
-from shared.policies.dispatch import DispatchKey, DispatchPolicy, DispatchView, freeness_with_ledger
+from shared.policies.dispatch import (
+    DispatchKey,
+    DispatchPolicy,
+    DispatchView,
+    Resident,
+    freeness_with_ledger,
+    token_cost_s,
+)
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.scheduling.in_flight import InFlightLedger, PrefixAffinity
 from shared.scheduling.queue import Lane
@@ -337,6 +344,17 @@ class Seen:
         assert report is not None
         costs = (load.prompt_cost for load in report.models if load.model == self._by.model)
         return prompt_s(next(costs, (0.0, 0.0)), self._by.num_tokens)
+
+    @property
+    def token_s(self) -> float:
+        report, by = self.state.report, self._by
+        assert report is not None
+        in_flight = by.ledger.num_by_model(self.instance_id)
+        residents: list[Resident] = []
+        for load in report.models:
+            num = max(0, load.num_running + load.num_waiting - load.num_offline)
+            residents.append((load.model, num + in_flight.get(load.model, 0), load.decode_cost))
+        return token_cost_s(by.model, residents)
 
 
 class CandidatesFor:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 from shared.messages.cluster import LoadReport
-from shared.policies.dispatch import DispatchPolicy
+from shared.policies.dispatch import GRAIN_S, DispatchPolicy
 from shared.policies.ordering import ModelView
 from shared.scheduling.candidates import CandidateIndex, CandidatesFor, Ranking, Seen
 from shared.scheduling.cluster import ClusterView
@@ -170,7 +170,10 @@ class Dispatcher:
         owner = affinity.likely_owner(request.public_model, request.prompt) if affinity and request else None
         if owner == chosen.instance_id:
             return "has its prompt's beginning in its cache"
-        return "begins its prompt sooner than freer ones"
+        is_sooner = chosen.start_s + GRAIN_S < first.start_s
+        return (
+            "begins its prompt sooner than freer ones" if is_sooner else "its tokens cost less there than on freer ones"
+        )
 
     def num_serving(self, model: str) -> int:
         """Instances that serve the model."""

@@ -262,6 +262,8 @@ def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
     node.engine.apply(SetCostModel("a", cost), 0.0)
     assert node.engine.load(0.0).prompts_s == 0.0
     assert node.engine.load(0.0).models[0].prompt_cost == pytest.approx((0.004, 1e-5))
+    assert node.engine.load(0.0).models[0].decode_cost == pytest.approx((0.025, 0.005)), "of one that decodes"
+    assert all(seconds > 0.0 for seconds in node.engine.load(0.0).models[1].decode_cost), "guessed"
     node.engine.apply(Submit(request("waits", list(range(40)), 5)), 0.0)
     node.engine.apply(Submit(request("yields", list(range(40)), 5, request_class=RequestClass.OFFLINE)), 0.0)
     assert node.engine.load(0.0).prompts_s == pytest.approx(40 * 0.004 + 1e-5 * 40 * 20)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from shared.policies.catalogue import DISPATCH_POLICIES, dispatch_policy
 from shared.policies.dispatch import (
     GRAIN_S,
+    MARGIN,
     Candidate,
     DispatchParameters,
     DispatchPolicy,
@@ -20,6 +22,7 @@ from shared.policies.dispatch import (
     ReportedFreeness,
     freeness_with_ledger,
     soonest,
+    token_cost_s,
 )
 
 
@@ -35,6 +38,7 @@ class Plain:
     left_merged: float = 10.0
     start_s: float = 0.0
     prompt_s: float = 0.0
+    token_s: float = 0.0
 
 
 @dataclass
@@ -140,6 +144,14 @@ class TestFreest:
         assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.0), owner="a") == "b"
         assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.6), owner="a") == "a"
 
+    def test_what_its_tokens_cost_decides_among_those_that_begin_as_soon(self) -> None:
+        dear, cheap = free("a", 9, token_s=0.05), free("b", 5, token_s=0.02)
+        assert choose("first_token", dear, cheap) == "b" and choose("freeness", dear, cheap) == "a"
+        assert choose("first_token", free("a", 9, token_s=0.02 * (1 + MARGIN)), cheap) == "a", "hardly more"
+        late = free("b", 5, token_s=0.02, start_s=2 * GRAIN_S)
+        assert choose("first_token", dear, late) == "a"
+        assert choose("first_token", dear, free("b", 5, 1.0, token_s=0.02)) == "a", "no memory there"
+
     def test_not_all_instances_are_looked_at(self) -> None:
         policy = dispatch_policy("first_token", DispatchParameters())
         offered = Offered([free(f"{number:03}", -5, 1.0) for number in range(300)])
@@ -172,7 +184,50 @@ class TestFreenessWithLedger:
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
-def test_the_first_that_begins_about_as_soon_as_any_takes_a_request(starts_s: list[float]) -> None:
-    first = soonest(starts_s)
-    assert starts_s[first] <= min(starts_s) + GRAIN_S
-    assert all(start_s > min(starts_s) + GRAIN_S for start_s in starts_s[:first])
+def test_those_that_begin_about_as_soon_as_any(starts_s: list[float]) -> None:
+    soon = soonest(starts_s)
+    assert soon == sorted(set(soon)) and starts_s.index(min(starts_s)) in soon
+    for number, start_s in enumerate(starts_s):
+        assert (start_s <= min(starts_s) + GRAIN_S) == (number in soon)
+
+
+class TestTokenCost:
+    def test_alone_it_is_its_own_step(self) -> None:
+        assert token_cost_s("a", [("a", 0, (0.01, 0.001))]) == 0.01
+        assert token_cost_s("a", [("a", 0, (0.01, 0.001)), ("b", 0, (0.5, 0.1))]) == 0.01
+
+    def test_among_its_own_it_makes_their_step_longer(self) -> None:
+        assert token_cost_s("a", [("a", 30, (0.02, 0.001))]) == pytest.approx(0.02 + 0.03 + 0.03)
+
+    def test_a_model_that_is_new_slows_all_down_and_one_that_stays_anyway_hardly(self) -> None:
+        others = ("b", 9, (0.02, 0.001))
+        others_s = (0.02 + 8 * 0.001) * 0.9
+        assert token_cost_s("a", [("a", 0, (0.01, 0.0)), others]) == pytest.approx(0.01 * 10 + others_s)
+        assert token_cost_s("a", [("a", 8, (0.01, 0.0)), others]) == pytest.approx(0.01 * 2 + others_s)
+
+    def test_what_is_not_known_costs_nothing(self) -> None:
+        unknown = (0.0, 0.0)
+        assert token_cost_s("a", []) == token_cost_s("a", [("a", 3, unknown), ("b", 3, unknown)]) == 0.0
+
+    @given(st.integers(0, 50), st.integers(0, 50), st.floats(1e-4, 1), st.floats(1e-4, 1))
+    def test_more_of_its_own_make_it_cheaper_and_more_of_others_dearer(
+        self, num_own: int, num_others: int, own_s: float, others_s: float
+    ) -> None:
+        def cost_s(more_own: int, more_others: int) -> float:
+            return token_cost_s(
+                "a",
+                [
+                    ("a", num_own + more_own, (own_s, 0.0)),
+                    ("b", num_others + more_others, (others_s, 0.0)),
+                ],
+            )
+
+        assert cost_s(1, 0) <= cost_s(0, 0) < cost_s(0, 1)
+
+    def test_how_long_it_is_the_last_and_how_long_others_are_there(self) -> None:
+        """As derived, for times to the end that are exponential and alike."""
+        times = np.random.default_rng(1).exponential(size=(200_000, 5))
+        its, rest = times[:, 0], times[:, 1:].max(axis=1)
+        alone = np.maximum(0.0, its - rest).mean()
+        assert alone == pytest.approx(1 / 5, rel=0.05)
+        assert np.minimum(its, rest).mean() == pytest.approx(4 / 5, rel=0.02)

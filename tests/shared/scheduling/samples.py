@@ -108,9 +108,12 @@ def make_report(
     migrated_in: list[HeldRequest] | None = None,
     prompts_s: float = 0.0,
     token_s: float = 0.0,
+    running: dict[str, int] | None = None,
+    decode_s: float = 0.0,
 ) -> LoadReport:
     """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike;
-    `token_s`: predicted, of a token of a prompt."""
+    `token_s`: predicted, of a token of a prompt; `running`: of each model, all of them online; `decode_s`: of a step of
+    one of them."""
     loads = []
     for model, num in ({"m": 0, "n": 0} | (waiting or {})).items():
         num_offline = (offline or {}).get(model, 0)
@@ -118,12 +121,13 @@ def make_report(
         loads.append(
             ModelLoad(
                 model=model,
-                num_running=0,
+                num_running=(running or {}).get(model, 0),
                 num_waiting=num,
                 num_offline=num_offline,
                 num_waiting_online=num - num_offline,
                 offline_room_tokens=tokens,
                 prompt_cost=(token_s, 0.0),
+                decode_cost=(decode_s, 0.0),
             )
         )
     return LoadReport(
@@ -132,7 +136,7 @@ def make_report(
         sequence=sequence,
         dispatch_freeness=freeness,
         free_merged=free_merged,
-        num_running=num_running,
+        num_running=num_running + sum((running or {}).values()),
         models=loads,
         admitted=admitted or [],
         ended=ended or [],

@@ -198,6 +198,21 @@ def test_a_burst_is_shared_equally_among_equals(num_instances: int, num_requests
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
+def test_a_request_goes_where_others_of_its_model_are() -> None:
+    """As soon and with memory everywhere; to the freest where the step times are not known."""
+    for decode_s, expected in ((0.02, {"m": "i0", "n": "i1"}), (0.0, {"m": "i1", "n": "i1"})):
+        core = make_core([], [], max_waiting=4)
+        for name, model in (("i0", "m"), ("i1", "n")):
+            core.apply(OnRegistry(name, make_info(name, "m", "n")), 0.0)
+            freeness = 10.0 if name == "i0" else 20.0
+            report = make_report(name, 1, freeness=freeness, running={model: 5}, decode_s=decode_s)
+            core.apply(OnReport(report), 0.0)
+        for model in ("m", "n"):
+            core.apply(Submit(make_request(model, model=model)), 0.0)
+            (dispatch,) = [action for action in core.actions(0.0) if isinstance(action, Dispatch)]
+            assert dispatch.instance_id == expected[model]
+
+
 @given(st.lists(st.sampled_from(["online", "offline", "room"]), max_size=80))
 def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> None:
     """So the wait is bounded by what stood ahead: nobody is passed within a class, however work arrives."""
