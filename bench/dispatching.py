@@ -66,7 +66,12 @@ class Cluster:
         freeness = self.random.uniform(0.0, 60.0)
         loads = [
             ModelLoad(
-                model=model, num_running=8, num_waiting=num_waiting, num_offline=0, num_waiting_online=num_waiting
+                model=model,
+                num_running=8,
+                num_waiting=num_waiting,
+                num_offline=0,
+                num_waiting_online=num_waiting,
+                decode_cost=(0.02, 0.0002),
             )
             for model in MODELS
         ]

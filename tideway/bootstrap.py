@@ -291,9 +291,9 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
 
 def compile_sources(venv: Path) -> None:
     """On all cores, where pip has one. What does not compile is a template, or a test of what does not."""
-    packages = map(str, venv.glob("lib/python*/site-packages"))
-    command = [str(python_of(venv)), "-m", "compileall", "-q", "-j", "0", *packages]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for packages in venv.glob("lib/python*/site-packages"):
+        command = [str(python_of(venv)), "-m", "compileall", "-q", "-j", "0", str(packages)]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def build_kernels(venv: Path) -> None:

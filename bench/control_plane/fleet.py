@@ -154,6 +154,7 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
                 num_waiting_online=0,
                 offline_room_tokens=1000,
                 budgets=(3.5, 0.2),
+                decode_cost=(0.02, 0.0002),
             )
             for model in MODELS
         ]

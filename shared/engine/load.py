@@ -165,10 +165,8 @@ def instance_load(
             totals.run(len(held), held_blocks, priority_class, queue)
             totals.wait(queue.waiting[priority_class], priority_class, queue)
             num_decodes, num_blocks = num_decodes + len(held), num_blocks + held_blocks
-        context = num_blocks * queue.shape.block_size / max(1, num_decodes)
-        models.append(
-            _model_load(memory, queue, offline_tokens_per_s, max_step_tokens, _decode_cost(queue, num_decodes, context))
-        )
+        decode_cost = _decode_cost(queue, num_decodes, num_blocks * queue.shape.block_size)
+        models.append(_model_load(memory, queue, offline_tokens_per_s, max_step_tokens, decode_cost))
     for coming in reserved:
         if coming.is_load:
             totals.arrive(len(coming.blocks), coming.priority_class, memory.queues[coming.model])
@@ -269,13 +267,13 @@ def _model_load(
     )
 
 
-def _decode_cost(queue: ModelQueue, num_decodes: int, context: float) -> tuple[float, float]:
-    """Of a step of one, and of each more on average, up to one more than there are. `context`: tokens of each."""
-    if queue.cost_model is None:
+def _decode_cost(queue: ModelQueue, num_decodes: int, context_tokens: int) -> tuple[float, float]:
+    """`ModelLoad.decode_cost`. `context_tokens`: of those that decode, together."""
+    if queue.cost_model is None or not queue.is_cost_known:
         return 0.0, 0.0
-    num = max(1, num_decodes)
-    one_s, all_s = (queue.cost_model.predict(StepShape(0, 0.0, each, round(each * context))) for each in (1, num + 1))
-    return one_s, (all_s - one_s) / num
+    one_s = queue.cost_model.predict(StepShape(0, 0.0, 1, 0))
+    all_s = queue.cost_model.predict(StepShape(0, 0.0, 1 + num_decodes, context_tokens))
+    return one_s, (all_s - one_s) / max(1, num_decodes)
 
 
 def _offline_room(memory: Allocator, queue: ModelQueue, tokens_per_s: float, max_step_tokens: int) -> int:

@@ -149,8 +149,8 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     prompt_cost: tuple[Number, Number] = (0.0, 0.0)
     """`CostModel.prompt_cost` of this model here; zeros: not known."""
     decode_cost: tuple[Number, Number] = (0.0, 0.0)
-    """Predicted seconds of a step that decodes one online request of this model, and what each more adds, with the contexts
-    that they have here; zeros: not known."""
+    """Predicted seconds of a step that decodes one request of this model, context aside, and what each online request that
+    runs here adds to it on average, with its context; zeros: not known."""
 
 
 class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

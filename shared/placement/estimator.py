@@ -14,7 +14,9 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     memory   sequences are admitted while their KV fits the pool and there are rows
 
 New requests of a model go to its groups in proportion to their freeness (free blocks per request), squared, and less where
-prompts wait. Where arrivals outrun what a group can do, w grows, and what came later waits until all before it is admitted.
+prompts wait. That they gather where others of their model are (policies/dispatch.py) is left out: models that share several
+groups do better than this says. Where arrivals outrun what a group can do, w grows, and what came later waits until all
+before it is admitted.
 
 Then each request is followed through its pair's curves: it starts when as many were admitted as had come, takes its own
 prompt's time, and ends when the pair has moved on by as many tokens as it outputs. Of models with many requests an evenly

@@ -98,7 +98,7 @@ class Candidate(Protocol):
 
     @property
     def token_s(self) -> float:
-        """`token_cost_s` of it there, among the online requests."""
+        """`token_cost_s` of it there, among the online requests; 0: not known."""
 
 
 class Candidates(Protocol):
@@ -179,7 +179,7 @@ class Freest(DispatchPolicy):
         return (-view.freeness, view.num_requests)
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
-        best = self._favourite(candidates)
+        best = self._favourite(request, candidates)
         least = best.missing_merged
         if least > 0:
             missing: list[float] = []
@@ -199,7 +199,7 @@ class Freest(DispatchPolicy):
         is_better = owner.missing_merged <= max(0.0, least) and self._is_worth_it(owner, best)
         return owner if is_better else best
 
-    def _favourite(self, candidates: Candidates) -> Candidate:
+    def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
         """Where there is memory."""
         return candidates.first(1)[0]
 
@@ -220,23 +220,25 @@ class Freest(DispatchPolicy):
 
 class FirstToken(Freest):
     """By freeness; of the freest that have the memory, those that begin the prompt soonest; of these, one where its tokens
-    cost least. A cache is not waited for longer than it saves."""
+    cost least, or may do so as the cost is not known. A cache is not waited for longer than it saves, nor has a request of
+    high priority, which goes where least runs, to do with what its tokens cost others."""
 
-    def _favourite(self, candidates: Candidates) -> Candidate:
+    def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
         freest = candidates.first(NUM_TIMED)
         able = [candidate for candidate in freest if candidate.missing_merged <= 0]
         if not able:
             return freest[0]
         soon = [able[number] for number in soonest([candidate.start_s for candidate in able])]
-        if len(soon) == 1:
+        if len(soon) == 1 or request.is_high:
             return soon[0]
         costs_s = [candidate.token_s for candidate in soon]
-        most_s = (1.0 + MARGIN) * min(costs_s)
+        most_s = (1.0 + MARGIN) * min((cost_s for cost_s in costs_s if cost_s > 0), default=0.0)
         return next(each for each, cost_s in zip(soon, costs_s, strict=True) if cost_s <= most_s)
 
     def _is_worth_it(self, owner: Candidate, best: Candidate) -> bool:
         is_soon = owner.start_s <= best.start_s + max(GRAIN_S, best.prompt_s)
-        return is_soon and super()._is_worth_it(owner, best)
+        is_cheap = best.token_s == 0.0 or owner.token_s <= (1.0 + MARGIN) * best.token_s
+        return is_soon and is_cheap and super()._is_worth_it(owner, best)
 
 
 def soonest(starts_s: Sequence[float]) -> list[int]:
@@ -263,7 +265,8 @@ def token_cost_s(model: str, residents: Iterable[Resident]) -> float:
     It waits for other models' steps for as long as these have requests; and their requests wait for its model's whole step,
     which they would not without it, for as long as it is the last of its model there. Where all requests last equally long
     on average, and end at random, it is the last of k + 1 for a (k + 1)th of its time, and one of k' others is still there
-    for k' / (k' + 1) of it.
+    for k' / (k' + 1) of it. With a pipeline, whose stages compute steps of several models at once, all but its own step is
+    less than this. 0: what its model's steps take is not known.
     """
     first_s = next_s = others_s = 0.0
     num_own = num_others = 0
@@ -273,6 +276,8 @@ def token_cost_s(model: str, residents: Iterable[Resident]) -> float:
         elif num:
             num_others += num
             others_s += (one_s + (num - 1) * more_s) * num / (num + 1)
+    if first_s == 0.0:
+        return 0.0
     own_s = first_s + num_own * next_s
     return own_s * (1.0 + num_others / (num_own + 1)) + num_own * next_s + others_s
 

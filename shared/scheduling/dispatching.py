@@ -170,10 +170,11 @@ class Dispatcher:
         owner = affinity.likely_owner(request.public_model, request.prompt) if affinity and request else None
         if owner == chosen.instance_id:
             return "has its prompt's beginning in its cache"
-        is_sooner = chosen.start_s + GRAIN_S < first.start_s
-        return (
-            "begins its prompt sooner than freer ones" if is_sooner else "its tokens cost less there than on freer ones"
-        )
+        if first.missing_merged > 0:
+            return "has the memory that freer ones lack"
+        if 0.0 < chosen.token_s < first.token_s and first.start_s <= chosen.start_s + GRAIN_S:
+            return "its tokens cost less there than on freer ones"
+        return "begins its prompt sooner than freer ones"
 
     def num_serving(self, model: str) -> int:
         """Instances that serve the model."""

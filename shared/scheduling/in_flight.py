@@ -80,7 +80,7 @@ class InFlightLedger:
         return len([entry for entry in entries.values() if entry.model == model]) if entries else 0
 
     def num_by_model(self, instance_id: str) -> Mapping[str, int]:
-        """Online entries."""
+        """Online entries of each model; not to be changed."""
         entries = self._online.get(instance_id)
         return Counter([entry.model for entry in entries.values()]) if entries else _NONE
 

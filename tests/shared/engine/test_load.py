@@ -263,7 +263,7 @@ def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
     assert node.engine.load(0.0).prompts_s == 0.0
     assert node.engine.load(0.0).models[0].prompt_cost == pytest.approx((0.004, 1e-5))
     assert node.engine.load(0.0).models[0].decode_cost == pytest.approx((0.025, 0.005)), "of one that decodes"
-    assert all(seconds > 0.0 for seconds in node.engine.load(0.0).models[1].decode_cost), "guessed"
+    assert node.engine.load(0.0).models[1].decode_cost == (0.0, 0.0), "only guessed"
     node.engine.apply(Submit(request("waits", list(range(40)), 5)), 0.0)
     node.engine.apply(Submit(request("yields", list(range(40)), 5, request_class=RequestClass.OFFLINE)), 0.0)
     assert node.engine.load(0.0).prompts_s == pytest.approx(40 * 0.004 + 1e-5 * 40 * 20)
@@ -272,3 +272,19 @@ def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
     assert step_s >= cost.predict(StepShape(40, 800.0, 1, 10)) - 1e-9, "the prompt is in flight"
     assert node.engine.load(1.0 + step_s / 2).prompts_s == pytest.approx(step_s / 2)
     assert node.engine.load().prompts_s == 0.0
+
+
+def test_what_a_decode_more_adds_has_the_contexts_of_those_that_are_there():
+    node = make()
+    cost = CostModel(fixed_s=0.02, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=1e-5)
+    node.engine.apply(SetCostModel("a", cost), 0.0)
+    assert node.engine.load().models[0].decode_cost == pytest.approx((0.021, 0.0))
+    run(node, request("short", list(range(7)), 50), request("long", list(range(39)), 50))
+    blocks = sum(
+        len(sequence.blocks)
+        for sequence in node.engine.memory.queues["a"].running[PriorityClass.ONLINE_NORMAL].values()
+    )
+    one_s, more_s = node.engine.load().models[0].decode_cost
+    assert one_s == pytest.approx(0.021) and more_s == pytest.approx(0.001 + 1e-5 * blocks * WIDE.block_size / 2)
+    run(node, request("yields", list(range(20)), 50, request_class=RequestClass.OFFLINE))
+    assert node.engine.load().models[0].decode_cost == pytest.approx((one_s, more_s), rel=0.1)

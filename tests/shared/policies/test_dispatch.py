@@ -76,13 +76,18 @@ class Offered:
 
 
 def choose(
-    policy: str | DispatchPolicy, *plain: Plain, share: float = 1.0, affinity: float = 0.0, **offer: object
+    policy: str | DispatchPolicy,
+    *plain: Plain,
+    share: float = 1.0,
+    affinity: float = 0.0,
+    is_high: bool = False,
+    **offer: object,
 ) -> str:
     """The chosen instance's id, or empty."""
     if isinstance(policy, str):
         policy = dispatch_policy(policy, DispatchParameters(share, affinity))
     ranked = sorted(plain, key=lambda one: (policy.rank(one.view), one.instance_id))
-    chosen = policy.choose(Request(), Offered(ranked, **offer))  # type: ignore[arg-type]
+    chosen = policy.choose(Request(is_high=is_high), Offered(ranked, **offer))  # type: ignore[arg-type]
     return chosen.instance_id if chosen is not None else ""
 
 
@@ -151,6 +156,11 @@ class TestFreest:
         late = free("b", 5, token_s=0.02, start_s=2 * GRAIN_S)
         assert choose("first_token", dear, late) == "a"
         assert choose("first_token", dear, free("b", 5, 1.0, token_s=0.02)) == "a", "no memory there"
+        assert choose("first_token", dear, cheap, free("c", 4)) == "b", "that it is not known makes none the first"
+        assert choose("first_token", free("a", 9), cheap) == "a", "nor the last"
+        assert choose("first_token", dear, cheap, is_high=True) == "a"
+        assert choose("first_token", dear, cheap, owner="a") == "b"
+        assert choose("first_token", free("a", 9, token_s=0.021), cheap, free("c", 10, token_s=0.05), owner="a") == "a"
 
     def test_not_all_instances_are_looked_at(self) -> None:
         policy = dispatch_policy("first_token", DispatchParameters())
@@ -224,10 +234,11 @@ class TestTokenCost:
 
         assert cost_s(1, 0) <= cost_s(0, 0) < cost_s(0, 1)
 
-    def test_how_long_it_is_the_last_and_how_long_others_are_there(self) -> None:
-        """As derived, for times to the end that are exponential and alike."""
-        times = np.random.default_rng(1).exponential(size=(200_000, 5))
-        its, rest = times[:, 0], times[:, 1:].max(axis=1)
-        alone = np.maximum(0.0, its - rest).mean()
-        assert alone == pytest.approx(1 / 5, rel=0.05)
-        assert np.minimum(its, rest).mean() == pytest.approx(4 / 5, rel=0.02)
+    def test_what_turns_cost_is_what_they_do_where_times_to_the_end_are_exponential_and_alike(self) -> None:
+        times = np.random.default_rng(1).exponential(size=(200_000, 8))
+        its, of_its_model, of_others = times[:, 0], times[:, 1:5].max(axis=1), times[:, 5:]
+        waits_s = 0.01 * its + 0.02 * np.minimum(its, of_others.max(axis=1))
+        # those of the other model wait for its model's step while it is the last of that, as if they stayed
+        others_wait_s = 0.01 * np.maximum(0.0, its - of_its_model) * of_others.shape[1]
+        expected = (waits_s.mean() + others_wait_s.mean()) / its.mean()
+        assert token_cost_s("a", [("a", 4, (0.01, 0.0)), ("b", 3, (0.02, 0.0))]) == pytest.approx(expected, rel=0.02)

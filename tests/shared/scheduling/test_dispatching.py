@@ -213,6 +213,20 @@ def test_a_request_goes_where_others_of_its_model_are() -> None:
             assert dispatch.instance_id == expected[model]
 
 
+def test_what_is_on_its_way_counts_and_offline_requests_do_not() -> None:
+    core = make_core([], [], max_waiting=8)
+    for name in ("i0", "i1"):
+        core.apply(OnRegistry(name, make_info(name, "m", "n")), 0.0)
+        offline = {"n" if name == "i0" else "m": 3}
+        report = make_report(name, 1, freeness=10.0, waiting=offline, offline=offline, decode_s=0.02)
+        core.apply(OnReport(report), 0.0)
+    sent = []
+    for number, model in enumerate("mnmnm"):
+        core.apply(Submit(make_request(f"r{number}", model=model)), 0.0)
+        sent += [action.instance_id for action in core.actions(0.0) if isinstance(action, Dispatch)]
+    assert sent == ["i0", "i1", "i0", "i1", "i0"]
+
+
 @given(st.lists(st.sampled_from(["online", "offline", "room"]), max_size=80))
 def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> None:
     """So the wait is bounded by what stood ahead: nobody is passed within a class, however work arrives."""
