@@ -137,9 +137,10 @@ def _waits_s() -> Mapping[str, float]:
     says: the second number of `schedstat`, in ns."""
     waits = {}
     for pid in _family():
-        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # the thread has ended
-                waits[str(file)] = int(file.read_text().split()[1]) / 1e9
+        with contextlib.suppress(OSError):  # the process has ended
+            for file in list(Path(f"/proc/{pid}/task").glob("*/schedstat")):
+                with contextlib.suppress(OSError):  # the thread has
+                    waits[str(file)] = int(file.read_text().split()[1]) / 1e9
     return waits
 
 

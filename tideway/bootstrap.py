@@ -251,7 +251,7 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     """Runs pip with its output in a log file and a few lines of progress here. Raises `SetupError`."""
     # All services run on this machine, and the worker's extra has what they need together.
     target = f"{REPOSITORY}[{','.join(sorted({'worker', *extras}))}]"
-    command = [*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile"]
+    command = [*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     command += ["-c", str(REPOSITORY / "constraints.txt"), "-e", target]
     log_path = venv / "install.log"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
@@ -271,9 +271,6 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
                 if phase:
                     progress.show(phase)
             code = process.wait()
-            if code == 0:
-                progress.show("compiling Python sources")
-                compile_sources(venv)
         except BaseException:
             process.kill()
             process.wait()
@@ -287,13 +284,6 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
         reason = explain(text)
         raise SetupError(f"the installation failed: {reason or 'see the lines above'}. All of it: {log_path}")
     print(f"  installed in {seconds:.0f} s", flush=True)
-
-
-def compile_sources(venv: Path) -> None:
-    """On all cores, where pip has one. What does not compile is a template, or a test of what does not."""
-    for packages in venv.glob("lib/python*/site-packages"):
-        command = [str(python_of(venv)), "-m", "compileall", "-q", "-j", "0", str(packages)]
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def build_kernels(venv: Path) -> None:

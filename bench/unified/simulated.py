@@ -49,8 +49,7 @@ def simulate(job: tuple[Variant, int, float, float, float]) -> Row:
 def serving(variant: Variant) -> Serving:
     return Serving(
         order_policy=variant.order_policy, dispatch_policy=variant.dispatch_policy, migration=variant.migration,
-        co_serving=variant.co_serving,
-        interruption=variant.interruption, least_share=variant.least_share,
+        co_serving=variant.co_serving, interruption=variant.interruption, least_share=variant.least_share,
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ class Freest(DispatchPolicy):
         owner = candidates.cached()
         if owner is None or owner.instance_id == best.instance_id:
             return best
-        is_better = owner.missing_merged <= max(0.0, least) and self._is_worth_it(owner, best)
+        is_better = owner.missing_merged <= max(0.0, least) and self._is_worth_it(request, owner, best)
         return owner if is_better else best
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
@@ -213,7 +213,7 @@ class Freest(DispatchPolicy):
         left = sum(candidate.left_merged for candidate in freest if candidate.left_merged > -math.inf)
         return left - sum(candidate.in_flight_merged for candidate in freest) >= freest[0].demand_merged
 
-    def _is_worth_it(self, owner: Candidate, best: Candidate) -> bool:
+    def _is_worth_it(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
         """Whether the cache of the prompt's likely owner outweighs that it is less free."""
         return owner.view.freeness >= best.view.freeness - self.parameters.cache_affinity_merged
 
@@ -228,24 +228,25 @@ class FirstToken(Freest):
         able = [candidate for candidate in freest if candidate.missing_merged <= 0]
         if not able:
             return freest[0]
-        soon = [able[number] for number in soonest([candidate.start_s for candidate in able])]
+        starts_s = [candidate.start_s for candidate in able]
+        latest_s = min(starts_s) + GRAIN_S
+        soon = [candidate for candidate, start_s in zip(able, starts_s, strict=True) if start_s <= latest_s]
         if len(soon) == 1 or request.is_high:
             return soon[0]
         costs_s = [candidate.token_s for candidate in soon]
-        most_s = (1.0 + MARGIN) * min((cost_s for cost_s in costs_s if cost_s > 0), default=0.0)
-        return next(each for each, cost_s in zip(soon, costs_s, strict=True) if cost_s <= most_s)
+        least_s = min((cost_s for cost_s in costs_s if cost_s > 0), default=0.0)
+        return next(each for each, cost_s in zip(soon, costs_s, strict=True) if is_as_cheap(cost_s, least_s))
 
-    def _is_worth_it(self, owner: Candidate, best: Candidate) -> bool:
-        is_soon = owner.start_s <= best.start_s + max(GRAIN_S, best.prompt_s)
-        is_cheap = best.token_s == 0.0 or owner.token_s <= (1.0 + MARGIN) * best.token_s
-        return is_soon and is_cheap and super()._is_worth_it(owner, best)
+    def _is_worth_it(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
+        if owner.start_s > best.start_s + max(GRAIN_S, best.prompt_s):
+            return False
+        is_cheap = request.is_high or is_as_cheap(owner.token_s, best.token_s)
+        return is_cheap and super()._is_worth_it(request, owner, best)
 
 
-def soonest(starts_s: Sequence[float]) -> list[int]:
-    """Which of several candidates begin a prompt within `GRAIN_S` of the soonest, in order. `starts_s`: predicted, not
-    empty."""
-    limit_s = min(starts_s) + GRAIN_S
-    return [number for number, start_s in enumerate(starts_s) if start_s <= limit_s]
+def is_as_cheap(token_s: float, least_s: float) -> bool:
+    """Whether tokens that cost so much cost hardly more than others, as of `token_cost_s`; 0: not known."""
+    return token_s <= (1.0 + MARGIN) * least_s or least_s == 0.0
 
 
 Resident = tuple[str, int, tuple[float, float]]

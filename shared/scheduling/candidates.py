@@ -18,7 +18,6 @@ from shared.policies.dispatch import (
     DispatchKey,
     DispatchPolicy,
     DispatchView,
-    Resident,
     freeness_with_ledger,
     token_cost_s,
 )
@@ -347,13 +346,10 @@ class Seen:
 
     @property
     def token_s(self) -> float:
-        report, by = self.state.report, self._by
-        assert report is not None
-        in_flight = by.ledger.num_by_model(self.instance_id)
-        residents: list[Resident] = []
-        for load in report.models:
-            num = max(0, load.num_running + load.num_waiting - load.num_offline)
-            residents.append((load.model, num + in_flight.get(load.model, 0), load.decode_cost))
+        residents, by = self.state.load.residents, self._by
+        if by.ledger.num_online(self.instance_id):
+            num_sent = partial(by.ledger.num_waiting, self.instance_id)
+            residents = [(model, num + num_sent(model), cost) for model, num, cost in residents]
         return token_cost_s(by.model, residents)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
-from shared.policies.dispatch import ReportedFreeness
+from shared.policies.dispatch import ReportedFreeness, Resident
 from shared.policies.rebalancing import InstanceView
 from shared.policies.virtual_usage import merged_demand
 from shared.scheduling.timers import Timers
@@ -83,20 +83,25 @@ class Load:
     """Online requests that wait, of each model."""
     offline_room: dict[str, int]
     """Offline tokens of each model that it could take."""
+    residents: list[Resident]
+    """Its models, with their online requests."""
 
     @classmethod
     def of(cls, report: LoadReport) -> Load:
         num_waiting = num_offline = num_waiting_online = 0
         waiting, room = {}, {}
+        residents: list[Resident] = []
         for load in report.models:
             num_waiting += load.num_waiting
             num_offline += load.num_offline
             num_waiting_online += load.num_waiting_online
             waiting[load.model] = load.num_waiting_online
             room[load.model] = load.offline_room_tokens
+            num_online = max(0, load.num_running + load.num_waiting - load.num_offline)
+            residents.append((load.model, num_online, load.decode_cost))
         num_held = report.num_running + num_waiting
         num_requests = max(0, num_held - num_offline)
-        return cls(num_requests, max(0, num_requests - num_waiting_online), num_held, waiting, room)
+        return cls(num_requests, max(0, num_requests - num_waiting_online), num_held, waiting, room, residents)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

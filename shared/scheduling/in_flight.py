@@ -6,11 +6,8 @@ Without the ledger (Llumnix's dispatch-time local account) a burst between two r
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import NamedTuple
-
-_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class InFlight(NamedTuple):
@@ -78,11 +75,6 @@ class InFlightLedger:
         """Online entries of a model: they count as waiting there."""
         entries = self._online.get(instance_id)
         return len([entry for entry in entries.values() if entry.model == model]) if entries else 0
-
-    def num_by_model(self, instance_id: str) -> Mapping[str, int]:
-        """Online entries of each model; not to be changed."""
-        entries = self._online.get(instance_id)
-        return Counter([entry.model for entry in entries.values()]) if entries else _NONE
 
     def demand_merged(self, instance_id: str) -> float:
         """Merged blocks that the online entries will take (offline work is not load)."""

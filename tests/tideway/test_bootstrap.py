@@ -123,12 +123,6 @@ def test_an_old_python_gives_way_to_a_newer_one(monkeypatch: pytest.MonkeyPatch)
     assert calls[0][:2] == ["/usr/bin/python3.12", "-I"]
 
 
-def fake_venv(folder: Path) -> Path:
-    (folder / "bin").mkdir()
-    (folder / "bin" / "python").symlink_to(sys.executable)
-    return folder
-
-
 def fake_pip(folder: Path, output: str, exit_code: int) -> list[str]:
     script = folder / "pip.py"
     script.write_text(f"import sys\nprint({output!r}, *sys.argv[1:])\nsys.exit({exit_code})\n")
@@ -136,7 +130,7 @@ def fake_pip(folder: Path, output: str, exit_code: int) -> list[str]:
 
 
 def test_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    install(fake_pip(tmp_path, "Installing collected packages: a, b\n", 0), fake_venv(tmp_path), {"development"})
+    install(fake_pip(tmp_path, "Installing collected packages: a, b\n", 0), tmp_path, {"development"})
     assert "installing 2 packages" in capsys.readouterr().out
     log = (tmp_path / "install.log").read_text()
     assert "constraints.txt -e" in log and "[development,worker]" in log
@@ -193,12 +187,3 @@ def test_interrupted_installations_leave_no_stamp(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "argv", ["bootstrap", "--venv", str(tmp_path)])
     assert bootstrap.main() == 130
     assert not (tmp_path / "stamp.json").exists()
-
-
-def test_sources_are_compiled_whatever_does_not_compile(tmp_path: Path) -> None:
-    packages = tmp_path / "lib" / "python3.x" / "site-packages"
-    packages.mkdir(parents=True)
-    (packages / "good.py").write_text("one = 1\n")
-    (packages / "template.py").write_text("one = {{ one }\n")
-    bootstrap.compile_sources(fake_venv(tmp_path))
-    assert [file.name.split(".")[0] for file in packages.rglob("*.pyc")] == ["good"]
