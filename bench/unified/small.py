@@ -55,6 +55,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     num_lines: int = 12
     """Under way at once."""
     token_budget: int = 512
+    num_merged: int = 256
+    """Merged blocks of an instance's KV pool."""
     device: str = ""
     """By its name in `placement.hardware`, as what instances emulate live; "": a thread of this machine."""
 
@@ -75,7 +77,14 @@ CASES = (
         Case(name=f"A100s, {rate} requests/s", device="A100-80G", mix=MIX, rate_rps=rate, run_s=20.0, num_lines=60)
         for rate in (12, 25, 45, 70, 100)
     ),
-)
+    *(
+        Case(
+            name=f"A100s, {rate} requests/s, little memory", device="A100-80G", mix=MIX, rate_rps=rate, run_s=20.0,
+            num_lines=60, num_merged=28,
+        )
+        for rate in (45, 70)
+    ),
+)  # fmt: skip
 
 
 def simulate(job: tuple[Variant, Case, int]) -> Row:
@@ -132,9 +141,9 @@ def simulate(job: tuple[Variant, Case, int]) -> Row:
 def _add_instances(fleet: Fleet, variant: Variant, case: Case, costs: dict[str, CostModel]) -> None:
     longer = max(1.0, case.slowness)
     configuration = Configuration(
-        num_merged=256, num_rows=256, ordering=variant.order_policy, token_budget=case.token_budget, steps_in_flight=1,
-        co_serving=variant.co_serving, interruption=variant.interruption, num_host_merged=256, ttft_s=1.5 * longer,
-        tpot_s=0.11 * longer, least_share=variant.least_share,
+        num_merged=case.num_merged, num_rows=256, ordering=variant.order_policy, token_budget=case.token_budget,
+        steps_in_flight=1, co_serving=variant.co_serving, interruption=variant.interruption, num_host_merged=256,
+        ttft_s=1.5 * longer, tpot_s=0.11 * longer, least_share=variant.least_share,
     )  # fmt: skip
     for number, own in enumerate(MODELS):
         models = [

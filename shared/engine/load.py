@@ -57,6 +57,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_high: int = 0
     next_migration_tokens: int = 0
     """Of the running online request that would move away first, cooldowns aside; 0: none runs."""
+    next_migration_model: str = ""
     running_freeness: float = inf
     """Decode steps."""
     prompts_s: float = 0.0
@@ -182,6 +183,7 @@ def instance_load(
     running, waiting, head = totals.running, totals.waiting, totals.head(_head(memory))
     usage = dispatch_virtual_usage(running, waiting, high_headroom=kept)
     for_high = dispatch_virtual_usage(running, waiting)
+    next_tokens, next_model = _next_migration(memory)
     moving = migration_virtual_usage(running, head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
         dispatch_freeness=freeness(num_merged, usage, totals.num_running),
@@ -192,18 +194,20 @@ def instance_load(
         migration_freeness=decode_steps(num_merged - moving, step),
         scaling_freeness=decode_steps(num_merged - usage, step),
         num_high=totals.num_high,
-        next_migration_tokens=_next_migration_tokens(memory),
+        next_migration_tokens=next_tokens,
+        next_migration_model=next_model,
         running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
     )
 
 
-def _next_migration_tokens(memory: Allocator) -> int:
-    """In the order of `Outgoing.candidates`: lower priority first, then fewer blocks."""
+def _next_migration(memory: Allocator) -> tuple[int, str]:
+    """Tokens and model, in the order of `Outgoing.candidates`: lower priority first, then fewer blocks."""
     for priority_class in reversed(ONLINE_CLASSES):
-        if sizes := [len(s.tokens) for queue in memory.queues.values() for s in queue.running[priority_class].values()]:
-            return min(sizes)
-    return 0
+        running = [(len(s.tokens), s.model) for q in memory.queues.values() for s in q.running[priority_class].values()]
+        if running:
+            return min(running)
+    return 0, ""
 
 
 def _with_blocks(queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:

@@ -243,6 +243,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     prompts_s: Seconds = 0.0
     """Predicted time before the prompt of one more online request is begun: what is left of the steps in flight, and the
     prompts of those that are here; 0 without a cost model."""
+    next_migration_model: str = ""
+    """Of the request that `next_migration_tokens` is about."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -6,15 +6,16 @@ Who may take a request at all, what is on its way to whom, and how instances are
 Memory is one thing that a request waits for, prompts before its own are the other. Where several instances have the memory,
 `FirstToken` chooses among the `NUM_TIMED` freest by predicted time to the first token, and among those that are as soon by
 what its tokens cost there: models that share an instance take turns, and the fewer places a model's requests are in, the
-larger are its batches and the fewer the turns (`token_cost_s`).
+larger are its batches and the fewer the turns (token_cost.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
+from shared.policies.token_cost import first_cheap, is_as_cheap
 from shared.policies.virtual_usage import left_of
 
 DispatchKey = tuple[float, ...]
@@ -22,8 +23,6 @@ DispatchKey = tuple[float, ...]
 NUM_TIMED = 16
 GRAIN_S = 0.1
 """Predicted times that differ by less are as good as equal."""
-MARGIN = 0.1
-"""Costs of a token that are higher by so much are as good as equal."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
 
@@ -233,54 +232,13 @@ class FirstToken(Freest):
         soon = [candidate for candidate, start_s in zip(able, starts_s, strict=True) if start_s <= latest_s]
         if len(soon) == 1 or request.is_high:
             return soon[0]
-        costs_s = [candidate.token_s for candidate in soon]
-        least_s = min((cost_s for cost_s in costs_s if cost_s > 0), default=0.0)
-        return next(each for each, cost_s in zip(soon, costs_s, strict=True) if is_as_cheap(cost_s, least_s))
+        return soon[first_cheap([candidate.token_s for candidate in soon])]
 
     def _is_worth_it(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
         if owner.start_s > best.start_s + max(GRAIN_S, best.prompt_s):
             return False
         is_cheap = request.is_high or is_as_cheap(owner.token_s, best.token_s)
         return is_cheap and super()._is_worth_it(request, owner, best)
-
-
-def is_as_cheap(token_s: float, least_s: float) -> bool:
-    """Whether tokens that cost so much cost hardly more than others, as of `token_cost_s`; 0: not known."""
-    return token_s <= (1.0 + MARGIN) * least_s or least_s == 0.0
-
-
-Resident = tuple[str, int, tuple[float, float]]
-"""A model on an instance: its name, requests of it there, and `ModelLoad.decode_cost`."""
-
-
-def token_cost_s(model: str, residents: Iterable[Resident]) -> float:
-    """Seconds that each token of one more request of `model` costs on an instance, of its own and of the others' there.
-
-    With f, d and k a model's decode cost and requests, and N those of all other models than its own:
-
-        f + k d                                 its own step
-        k d                                     by which that is longer for the others of its model
-        N (f + k d) / (k + 1)                   for those of other models: a step more, or a longer one
-        sum of (f' + (k' - 1) d') k' / (k' + 1) over the other models: the steps of these, for which it waits
-
-    It waits for other models' steps for as long as these have requests; and their requests wait for its model's whole step,
-    which they would not without it, for as long as it is the last of its model there. Where all requests last equally long
-    on average, and end at random, it is the last of k + 1 for a (k + 1)th of its time, and one of k' others is still there
-    for k' / (k' + 1) of it. With a pipeline, whose stages compute steps of several models at once, all but its own step is
-    less than this. 0: what its model's steps take is not known.
-    """
-    first_s = next_s = others_s = 0.0
-    num_own = num_others = 0
-    for name, num, (one_s, more_s) in residents:
-        if name == model:
-            num_own, first_s, next_s = num, one_s, more_s
-        elif num:
-            num_others += num
-            others_s += (one_s + (num - 1) * more_s) * num / (num + 1)
-    if first_s == 0.0:
-        return 0.0
-    own_s = first_s + num_own * next_s
-    return own_s * (1.0 + num_others / (num_own + 1)) + num_own * next_s + others_s
 
 
 class ReportedFreeness(NamedTuple):

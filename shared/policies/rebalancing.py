@@ -14,6 +14,11 @@ than the reserve of others. A running request gets no token while prompts are co
 them for longer than the source, by predicted time, unless that one is memory-bound. To begin, a destination must be freer
 than that, by `high` to `low`.
 
+Models that share instances take turns, and a request of one that is alone of its model somewhere costs all there a turn more
+(token_cost.py). So a request moves for memory's sake only to where it costs no more turns than where it is, but where one
+waits for memory, or for the sake of high priority; and of the `NUM_COMPARED` freest to the first where it costs hardly more
+than the fewest.
+
 Who runs comes before who waits, on whatever instance. Where the requests that run will have filled the pool within `low /
 2` steps and no destination is found so, those that wait count for nothing at either end: else memory that an instance gets
 together for a long one lies idle while requests of others are preempted for want of it.
@@ -27,13 +32,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
 
 from shared.messages.migration import AbortReason, MigrationReason
+from shared.policies.token_cost import Resident, first_cheap, own_and_turns_s
 from shared.policies.virtual_usage import left_of
 
 BACKOFF_S = 0.5
@@ -48,6 +54,9 @@ MOST_PROMPTS_S = 0.25
 MAX_CHECKED = 48
 """Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
 hundreds of pairs everything else would wait for it."""
+
+NUM_COMPARED = 16
+"""Destinations whose costs are compared for a source."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
@@ -75,6 +84,11 @@ class InstanceView(NamedTuple):
     can_take: bool = True
     next_tokens: float = 0.0
     """Of the running request that it would give away first; 0: unknown."""
+    next_model: str = ""
+    """That one's."""
+    num_high: int = 0
+    """Online requests of high priority."""
+    residents: Sequence[Resident] = ()
     running_freeness: float = math.inf
     """Decode steps, as if nobody waited."""
     prompts_s: float = 0.0
@@ -138,6 +152,22 @@ def _is_better(
     lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
     raised = ((theirs + v) ** 2 - theirs**2) / destination.total_tokens**2
     return lowered > raised and destination_spare - v >= kept_steps * (destination.num_running + 1)
+
+
+def cost_there_s(source: InstanceView, residents: Iterable[Resident]) -> float:
+    """What a token of the next request of the source would cost where these are, if its own model's steps took as long there
+    as they do in the source: by turns alone."""
+    own_s, _ = own_and_turns_s(source.next_model, source.residents)
+    return own_s + own_and_turns_s(source.next_model, residents)[1]
+
+
+def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
+    """Whether the next request would cost itself and others no more turns than it does where it is. Who waits for memory, or
+    is of high priority, is worth more."""
+    if source.num_high or not source.freeness > 0:
+        return True
+    rest = [(name, num - (name == source.next_model), cost) for name, num, cost in source.residents]
+    return cost_there_s(source, destination.residents) <= cost_there_s(source, rest)
 
 
 def least_left(freeness: float, low: float) -> float:
@@ -301,7 +331,7 @@ class Rebalancer:
             return False
         if self._is_backing_off(pair.source, now) or self._is_backing_off(destination.instance_id, now):
             return False
-        return not source.models.isdisjoint(destination.models) and is_gain(source, destination, self.low)
+        return not source.models.isdisjoint(destination.models) and self._is_worth_it(source, destination)
 
     def _pair_draining(
         self, draining: list[InstanceView], destinations: list[Destination], changes: Changes, now: float
@@ -352,11 +382,11 @@ class Rebalancer:
                 self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
 
     def _freest(self, destinations: list[Destination], key: Callable[[Destination], float]) -> list[list[Destination]]:
-        """By the models served, the freest last: more of them than can be paired now are not needed."""
+        """By the models served: more of them than can be paired now are not needed."""
         groups: dict[frozenset[str], list[Destination]] = {}
         for destination in destinations:
             groups.setdefault(destination.models, []).append(destination)
-        return [nlargest(self._bucket.capacity, group, key=key)[::-1] for group in groups.values()]
+        return [nlargest(self._bucket.capacity, group, key=key) for group in groups.values()]
 
     def _destination_for(
         self,
@@ -366,20 +396,17 @@ class Rebalancer:
         bar: float,
         view_of: Callable[[str], InstanceView | None],
     ) -> str | None:
-        """The freest of all groups that serve a model of the source, if a move there is a gain."""
+        """Of the freest that serve a model of the source and to which a move is a gain."""
         if source.instance_id in self._taking:
             return None
-        freest = []
-        for group in groups:
-            while group and not self._may_take(group[-1].instance_id):
-                group.pop()
-            if group and not source.models.isdisjoint(group[-1].models):
-                freest.append(group[-1])
-        for destination in sorted(freest, key=key, reverse=True):
-            view = view_of(destination.instance_id)
-            if key(destination) >= bar and view is not None and is_gain(source, view, self.low):
-                return destination.instance_id
-        return None
+        serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
+        free = [each for group in serving for each in group if key(each) >= bar and self._may_take(each.instance_id)]
+        views = [view_of(each.instance_id) for each in nlargest(NUM_COMPARED, free, key=key)]
+        able = [view for view in views if view is not None and self._is_worth_it(source, view)]
+        return able[first_cheap([cost_there_s(source, view.residents) for view in able])].instance_id if able else None
+
+    def _is_worth_it(self, source: InstanceView, destination: InstanceView) -> bool:
+        return is_gain(source, destination, self.low) and is_as_cheap_there(source, destination)
 
     def _may_take(self, instance_id: str) -> bool:
         return instance_id not in self.pairs and self._taking[instance_id] < self._max_in

@@ -19,8 +19,8 @@ from shared.policies.dispatch import (
     DispatchPolicy,
     DispatchView,
     freeness_with_ledger,
-    token_cost_s,
 )
+from shared.policies.token_cost import token_cost_s
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.scheduling.in_flight import InFlightLedger, PrefixAffinity
 from shared.scheduling.queue import Lane

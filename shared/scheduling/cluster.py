@@ -17,8 +17,9 @@ import msgspec
 
 from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
-from shared.policies.dispatch import ReportedFreeness, Resident
+from shared.policies.dispatch import ReportedFreeness
 from shared.policies.rebalancing import InstanceView
+from shared.policies.token_cost import Resident
 from shared.policies.virtual_usage import merged_demand
 from shared.scheduling.timers import Timers
 
@@ -203,6 +204,9 @@ class InstanceState:
             can_give=can_give,
             can_take=self.can_take,
             next_tokens=report.next_migration_tokens,
+            next_model=report.next_migration_model,
+            num_high=report.num_high,
+            residents=load.residents,
             running_freeness=report.running_freeness,
             prompts_s=report.prompts_s,
         )

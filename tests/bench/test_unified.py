@@ -49,6 +49,15 @@ def test_seeds_are_averaged_and_their_counts_added() -> None:
     assert (both.num_requests, both.changes) == (2, 2)
 
 
+def test_moves_for_want_of_memory_do_not_scatter_the_models() -> None:
+    case = msgspec.structs.replace(CASES[-1], run_s=8.0)
+    off = next(one for one in VARIANTS if one.name == "no migration")
+    with_it, without = (simulate((variant, case, 102)) for variant in (WHOLE, off))
+    assert with_it.migrations > 0 == without.migrations
+    assert with_it.attainment >= without.attainment - 0.01
+    assert with_it.normalised_latency < 1.03 * without.normalised_latency
+
+
 def test_suspension_makes_users_faster_where_steps_are_short_too() -> None:
     case = msgspec.structs.replace(CASES[0], run_s=10.0, rate_rps=6.0, num_lines=30)
     off = next(one for one in VARIANTS if one.name == "no suspension")

@@ -32,7 +32,11 @@ TEXT = "one two three four five six"
 
 
 @pytest.fixture
-async def manual(stack: Stack) -> Stack:
+async def manual(stack: Stack, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stack:
+    """Frames come when the test says so; however long that takes, none but an impatient one takes a stream for quiet."""
+    if "impatient" not in request.fixturenames:
+        monkeypatch.setattr(stream, "QUIET_S", 60.0)
+        monkeypatch.setattr(recovery, "QUIET_S", 60.0)
     stack.peer.automatic = False
     return stack
 

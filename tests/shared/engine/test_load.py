@@ -132,8 +132,9 @@ def test_what_comes_and_what_leaves_is_load():
     run(node, request("r", list(range(30)), 50, priority=HIGH))
     alone = node.engine.load()
     assert node.engine.apply(Detach("r"), 0.0)
-    assert alone.next_migration_tokens == 32
-    assert node.engine.load() == msgspec.structs.replace(alone, next_migration_tokens=0), "nobody else could move"
+    assert (alone.next_migration_tokens, alone.next_migration_model) == (32, "a")
+    nobody = msgspec.structs.replace(alone, next_migration_tokens=0, next_migration_model="")
+    assert node.engine.load() == nobody, "nobody else could move"
     reserve(node, 6)
     both = node.engine.load()
     assert both.dispatch_freeness_high == pytest.approx(both.migration_freeness / 16)

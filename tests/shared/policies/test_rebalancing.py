@@ -24,9 +24,12 @@ from shared.policies.rebalancing import (
     is_memory_bound,
     least_left,
 )
+from shared.policies.token_cost import Resident
 
 LOW, HIGH = 64.0, 256.0
 M = frozenset({"m"})
+STEP_S = (0.02, 0.0)
+"""Decode cost."""
 
 
 @dataclass
@@ -41,6 +44,9 @@ class Instance:
     is_draining: bool = False
     can_take: bool = True
     prompts_s: float = 0.0
+    num_high: int = 0
+    others: tuple[Resident, ...] = ()
+    """Of other models than "m", which is what runs."""
 
     def usage(self) -> float:
         return sum(self.running) + (self.waiting[0] if self.waiting else 0)
@@ -61,6 +67,9 @@ class Instance:
             next_tokens=min(self.running, default=0),
             running_freeness=self.running_freeness(),
             prompts_s=self.prompts_s,
+            next_model="m" if self.running else "",
+            num_high=self.num_high,
+            residents=[("m", len(self.running), STEP_S), *self.others],
         )
 
     def running_freeness(self) -> float:
@@ -153,6 +162,35 @@ def test_a_pair_needs_a_model_in_common_and_a_taker_that_can_take() -> None:
     cluster.instances["both"] = spread("both", *HALF, models=frozenset({"m", "n"}))
     cluster.step()
     assert cluster.pairs() == {"full": ("both",)}
+
+
+def test_a_request_moves_to_where_its_model_has_others_already_or_stays() -> None:
+    """Alone of its model it would wait for another's steps, and have that one's requests wait for its own."""
+
+    def pairs(num_high: int = 0, waiting: tuple[int, ...] = ()) -> dict[str, tuple[str, ...]]:
+        full = spread("full", *FULL, others=(("n", 30, STEP_S),), num_high=num_high, waiting=[*waiting])
+        cluster = Cluster(full, spread("alone", others=(("n", 8, STEP_S),)), half)
+        cluster.step()
+        return cluster.pairs()
+
+    half = spread("half", *HALF)
+    assert pairs() == {"full": ("half",)}, "not the freest"
+    half.others = (("n", 60, STEP_S),)
+    assert pairs() == {}
+    assert pairs(num_high=1) == {"full": ("half",)}, "where it costs fewer turns"
+    assert pairs(waiting=(500,)) == {"full": ("half",)}
+    half.others = (("n", 85, STEP_S),)
+    assert pairs(num_high=1) == {"full": ("alone",)}, "the freest, of two that cost as much"
+
+
+def test_a_pair_ends_where_others_make_turns_dear() -> None:
+    half = spread("half", *HALF)
+    cluster = Cluster(spread("full", *FULL, others=(("n", 30, STEP_S),)), half)
+    cluster.step()
+    assert cluster.pairs() == {"full": ("half",)}
+    half.others = (("n", 60, STEP_S),)
+    cluster.step()
+    assert cluster.pairs() == {}
 
 
 def test_of_many_pairs_each_is_asked_in_its_turn_whether_it_is_still_a_gain() -> None:
