@@ -97,6 +97,7 @@ def test_a_window_in_several_orders(light):
     assert [target.value for target in table.targets[:2]] == pytest.approx([1.0, 1.0], rel=0.1)
 
 
+@pytest.mark.long
 def test_every_request_of_a_window_is_served_step_by_step(light):
     served = serve("10 minutes", light, Window(10.0, 10.25))
     assert served.row["requests"] > 50 and served.row["without an answer"] == 0

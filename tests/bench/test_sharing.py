@@ -113,6 +113,7 @@ def test_the_rate_at_which_attainment_falls_below_a_level() -> None:
     assert capacity([Outcome(x=1.0, system="a", error="none")], "a", 0.9) == "-"
 
 
+@pytest.mark.long
 def test_what_baselines_are_given_can_be_switched_off() -> None:
     case = Case(workload=Workload(rate_rps=8.0, num_services=2), num_devices=4, history_s=40.0, run_s=20.0)
     found = {one.name: run_point(Point(x=8.0, system=one, case=case)) for one in CHOICES}

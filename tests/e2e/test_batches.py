@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.stack import Stack
 from tests.stalls import whatever_the_machine_does
 
-NUM_LINES = int(os.environ.get("TIDEWAY_TEST_BATCH_LINES", "200"))
+NUM_LINES = int(os.environ.get("TIDEWAY_TEST_BATCH_LINES", "120"))
 MAX_TOKENS = 24
 CHAOS_TOKENS = 100
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -83,6 +83,7 @@ def replayed(system: Stack) -> float:
     return total
 
 
+@pytest.mark.long
 def test_through_a_drain_and_the_death_of_an_instance(system: Stack, undisturbed: list[Stream]) -> None:
     check(undisturbed, undisturbed)
     victim = sorted(system.instances(), key=lambda one: one["instance_id"])[0]

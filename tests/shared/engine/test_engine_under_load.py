@@ -159,7 +159,7 @@ LONG = ("fcfs", "mlfq")
 )
 def test_every_output_is_that_of_an_undisturbed_run(ordering):
     used = Counter()
-    for seed in range(6):
+    for seed in range(4):
         go(Run(seed, used, ordering=ordering))
     for what in (
         "steps_suspended",

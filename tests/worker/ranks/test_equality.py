@@ -123,6 +123,7 @@ def test_two_ranks_make_the_tokens_of_one_with_adapters(folder: Path, pair: Foll
         assert len(set(map(tuple, outputs[0]))) == 3
 
 
+@pytest.mark.long
 def test_four_ranks_make_the_tokens_of_one(folder: Path) -> None:
     """Three of which have an equal part of the vocabulary, and the last less; through an interrupt, and from blocks that
     were checkpointed, overwritten and restored."""
