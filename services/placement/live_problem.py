@@ -88,6 +88,7 @@ def live_problem(
         execution_s=dict(execution_s),
         max_models_per_group=max_models_per_group,
         incumbent=plan_of(map(group_of, places)),
+        pools={place.instance_id: (place.pool_bytes, place.merged_bytes) for place in places},
         evidence=evidence,
     )
 

@@ -23,6 +23,7 @@ What is new, or was lost with a node, is put on the smallest group that holds it
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from shared.messages.cluster import (
     NodeInfo,
     PlacementPlan,
 )
+from shared.placement.demand import POOL_HEADROOM
 from shared.placement.footprint import Footprint
 from shared.placement.hardware import RANKS
 from shared.placement.memory import KEPT_POOL, LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, POOL_SHARE
@@ -114,11 +116,15 @@ class _Room:
         self.activation_bytes = max(self.activation_bytes, size.activation_bytes)
         self.least_blocks += self._blocks(size)
 
-    def plan(self, max_cpu_pool_bytes: int, kept_pool: float = float("inf")) -> InstancePlan:
-        """`kept_pool`: the pool of before stays, where it can, unless the best one is so many times as large."""
+    def plan(
+        self, max_cpu_pool_bytes: int, kept_pool: float = math.inf, enough_bytes: float = math.inf
+    ) -> InstancePlan:
+        """`kept_pool`: the pool of before stays, where it can, unless the best one is so many times as large, and it has not
+        `enough_bytes`."""
         pool_bytes, merged_bytes = (0, 0) if self.is_frozen else self._best_pool(max_cpu_pool_bytes)
         if self.incumbent is not None and (
-            self.is_frozen or (self.keeps_pool() and pool_bytes <= kept_pool * self.incumbent.pool_bytes)
+            self.is_frozen
+            or (self.keeps_pool() and self.incumbent.pool_bytes >= min(pool_bytes / kept_pool, enough_bytes))
         ):
             pool_bytes, merged_bytes = self.incumbent.pool_bytes, self.incumbent.merged_bytes
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
@@ -193,9 +199,10 @@ def chosen(
     groups: Iterable[Group],
     *,
     max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
+    kv_bytes: Mapping[str, int] | None = None,
 ) -> list[InstancePlan]:
-    """Instances of exactly these groups. A group that is there keeps its KV pool where it can (`KEPT_POOL`). Raises
-    `DoesNotFit`."""
+    """Instances of exactly these groups. A group that is there keeps its KV pool where it can, unless it could have a much
+    larger one (`KEPT_POOL`) and its requests, which hold `kv_bytes` by instance id, may need that. Raises `DoesNotFit`."""
     wanted = {group.instance_id: group for group in groups}
     configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
     layout: dict[str, list[tuple[int, int]]] = {}
@@ -210,7 +217,11 @@ def chosen(
             if not placement.has_place(name, room):
                 raise DoesNotFit(f"{name!r} does not fit on {room.instance_id} beside what is to be there")
             placement.put(name, room)
-    return [room.plan(max_cpu_pool_bytes, KEPT_POOL) for room in rooms]
+    needed = kv_bytes or {}
+    return [
+        room.plan(max_cpu_pool_bytes, KEPT_POOL, POOL_HEADROOM * needed.get(room.instance_id, math.inf))
+        for room in rooms
+    ]
 
 
 def fits(

@@ -40,6 +40,7 @@ from shared.messages.requests import ErrorCode
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
+from shared.placement.demand import kv_bytes
 from shared.placement.plan import Prediction
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, losers
@@ -206,7 +207,7 @@ class Replacing:
         found = self._proposal if query.action == "apply" else None
         if found is not None and found.version != plan.version:
             found = None
-        if found is not None and found.plan != found.before:
+        if found is not None and _changes(found):
             await self._apply(found)
         elif not self._searching:
             if found is not None and now - found.found_s <= self._core.interval_s:
@@ -295,14 +296,15 @@ class Replacing:
         began_s = self._monitor.now()
         found = await self._run_search(problem)
         verdict = self._core.judge(found, problem, seen)
-        target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, found.plan.groups)
+        needed = kv_bytes(problem, found.plan)
+        target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, found.plan.groups, kv_bytes=needed)
         assert problem.incumbent is not None
         proposal = PlanProposal(
             found_s=self._monitor.now(), why=why, version=plan.version, is_worth=verdict.is_worth, verdict=verdict.reason,
             cause=verdict.cause, trial=found.trial, plan=found.plan, prediction=found.prediction, before=problem.incumbent,
             incumbent=found.incumbent, rejected=list(found.rejected[:SHOWN_REJECTED]), unplaced=found.unplaced,
             search_s=self._monitor.now() - began_s, interval_s=window_s, num_requests=traffic.num_requests,
-            target=target,
+            target=target, kv_bytes=needed,
         )  # fmt: skip
         return proposal, verdict
 
@@ -312,13 +314,13 @@ class Replacing:
         """Raises `ProblemError`, or `DoesNotFit`, where the plan is another than it was made for, or leaves models out."""
         plan, inputs = self._plans.current, self._inputs()
         is_same = plan.version == proposal.version
-        if is_same and proposal.plan == proposal.before:
+        if is_same and not _changes(proposal):
             return
         if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in inputs.models}):
             raise ProblemError(f"{', '.join(fewer)} would be on no group", "places_fewer")
         # What is drained shows in the version alone, what an adapter takes in the choice alone.
         if not is_same or proposal.target != await asyncio.to_thread(
-            chosen, inputs.models, inputs.nodes, plan, proposal.plan.groups
+            chosen, inputs.models, inputs.nodes, plan, proposal.plan.groups, kv_bytes=proposal.kv_bytes
         ):
             changed = "models, nodes or drained instances changed while a better plan was searched for"
             self._core.ask(changed)
@@ -465,6 +467,10 @@ class Replacing:
             stored = msgspec.structs.replace(state, proposal=None) if is_large else state
             await self._bucket.put(STATE_KEY, stored)
             self._stored = state
+
+
+def _changes(proposal: PlanProposal) -> bool:
+    return proposal.plan != proposal.before or proposal.cause == "larger_pools"
 
 
 def _by_id(places: Sequence[InstancePlan]) -> list[InstancePlan]:

@@ -107,6 +107,8 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     target: list[InstancePlan]
     """The plan's instances, with the KV pools that they would have."""
+    kv_bytes: dict[str, int] = {}
+    """By instance id: KV that requests hold there at once, by which a pool is kept or made anew."""
     cause: str = ""
     """Of the verdict: see `shared.placement.replacement.Cause`."""
     trial: Trial | None = None

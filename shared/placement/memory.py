@@ -30,7 +30,7 @@ LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 merged blocks need a restart of the instance)."""
 
 KEPT_POOL = 1.25
-"""A group keeps its KV pool, and so its process, until it could have one that much larger."""
+"""A group keeps its KV pool, and so its process, until it could have one that much larger and needs it (demand.py)."""
 
 
 class Pool(NamedTuple):

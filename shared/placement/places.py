@@ -9,6 +9,7 @@ import msgspec
 
 from shared.engine.memory.slab import blocks_per_merged
 from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
+from shared.placement.demand import POOL_HEADROOM, kv_bytes
 from shared.placement.memory import KEPT_POOL, pool, why_not
 from shared.placement.plan import Group, Plan, group_of
 from shared.placement.problem import ModelFacts, NodeFacts, Problem
@@ -21,9 +22,9 @@ def blocks(place: InstancePlan, model: ModelFacts) -> int:
 
 def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) -> list[InstancePlan]:
     """The plan's instances. A group that runs keeps its KV pool where its models fit beside it, unless it could have a much
-    larger one."""
+    larger one and its requests may need that."""
     nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
-    keeps, found = fits(problem), []
+    keeps, found, needed = fits(problem), [], kv_bytes(problem, plan) if before else {}
     had = {(place.node_id, group_of(place).devices): place for place in before}
     for group in plan.groups:
         facts = [models[name] for name in group.models]
@@ -34,10 +35,36 @@ def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) ->
             DeviceGroup(("",) * group.num_ranks),
         )  # fmt: skip
         old = had.get((group.node_id, group.devices))
-        if old is not None and place.pool_bytes <= KEPT_POOL * old.pool_bytes and keeps(old, specs):
-            place = msgspec.structs.replace(old, models=specs)
+        if old is not None and keeps(old, specs):
+            enough_bytes = min(place.pool_bytes / KEPT_POOL, POOL_HEADROOM * needed[group.instance_id])
+            if old.pool_bytes >= enough_bytes:
+                place = msgspec.structs.replace(old, models=specs)
         found.append(place)
     return found
+
+
+def running(problem: Problem) -> list[InstancePlan]:
+    """The incumbent's, with the pools that they have."""
+    assert problem.incumbent is not None
+    return [
+        place
+        if (has := problem.pools.get(place.instance_id)) is None
+        else msgspec.structs.replace(place, pool_bytes=has[0], merged_bytes=has[1])
+        for place in places(problem, problem.incumbent)
+    ]
+
+
+def starved(problem: Problem) -> list[str]:
+    """Instances of the incumbent that their requests would fill, and that would have a larger pool if made anew."""
+    before = running(problem)
+    assert problem.incumbent is not None
+    after = {place.instance_id: place for place in places(problem, problem.incumbent, before)}
+    needed = kv_bytes(problem, problem.incumbent)
+    return [
+        place.instance_id
+        for place in before
+        if needed[place.instance_id] > place.pool_bytes < after[place.instance_id].pool_bytes
+    ]
 
 
 def fits(problem: Problem) -> Callable[[InstancePlan, Sequence[ModelSpec]], bool]:

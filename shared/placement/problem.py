@@ -91,7 +91,7 @@ class ChangeTimes(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float = 15.0
     """In which a group that is made anew serves nobody, without the time that its weights take."""
     drain_s: float = 15.0
-    """Until what is drained or unloaded holds no request any more."""
+    """Until what is drained or unloaded holds no request any more, at most: that of short requests ends sooner."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +109,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     max_models_per_group: int = 0
     """0: as many as fit."""
     incumbent: Plan | None = None
+    pools: dict[str, tuple[int, int]] = {}
+    """By instance id: bytes of the KV pool that each of the incumbent's groups has, and of a merged block; without, it is as
+    large as it can be."""
     evidence: Traffic | None = None
     """What arrived up to now, for longer than the traffic to search with: a change is tried on it. None: on the traffic."""
     times: ChangeTimes = ChangeTimes()

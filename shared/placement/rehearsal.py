@@ -15,12 +15,19 @@ import msgspec
 
 from shared.messages.cluster import InstancePlan
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
+from shared.placement.execution import execution_s
 from shared.placement.places import fits, places
+from shared.placement.places import running as incumbent
 from shared.placement.plan import Group, Plan, group_of
 from shared.placement.problem import ModelFacts, NodeFacts, Problem
 
 MOST_STEPS = 10_000
 """Of a rehearsal: each model of each group comes and goes a few times at most."""
+
+
+DRAIN_LEAST_S, DRAIN_EXECUTIONS = 2.0, 3.0
+"""Of an instance that is drained, and of a model that is unloaded, all requests have ended or moved after so many mean
+execution times and this."""
 
 
 class Episode(NamedTuple):
@@ -87,7 +94,7 @@ class _Instance:
 def rehearse(problem: Problem, before: Plan, after: Plan) -> Rehearsal:
     """Groups of both plans must fit their nodes. A change that gets nowhere is over when `CarryOutSettings.step_s` says so,
     and its last episodes are what it began with."""
-    running = places(problem, before)
+    running = incumbent(problem) if before == problem.incumbent else places(problem, before)
     target = places(problem, after, running)
     stage = _Stage(problem, running)
     change, can_hold, settings = begin(0, "", running, target, 0.0), fits(problem), CarryOutSettings()
@@ -115,6 +122,11 @@ class _Stage:
         self._nodes = {node.node_id: node for node in problem.nodes}
         self._models = {model.name: model for model in problem.models}
         self._times = problem.times
+        known = execution_s(problem)
+        self._drain_s = {
+            name: min(self._times.drain_s, DRAIN_LEAST_S + DRAIN_EXECUTIONS * known.get(name, 0.0))
+            for name in self._models
+        }
         self._instances = {place.instance_id: _Instance(place, 0.0) for place in running}
         self._over: list[Episode] = []
         self.note(0.0)
@@ -134,14 +146,14 @@ class _Stage:
             if one.is_draining:
                 continue
             if place is None:
-                one.end_s = now_s + self._times.drain_s
+                one.end_s = now_s + max(self._drain_s[name] for name in one.ready_s)
                 continue
             names = [spec.name for spec in place.models]
             for name in names:
                 if name not in one.ready_s:
                     one.ready_s[name] = now_s + self._load_s(place, [name])
             for name in one.ready_s.keys() - set(names) - one.gone_s.keys():
-                one.gone_s[name] = now_s + self._times.drain_s
+                one.gone_s[name] = now_s + self._drain_s[name]
             one.place = place
         for instance_id, place in places.items():
             if instance_id not in self._instances:

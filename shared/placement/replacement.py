@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from shared.placement.places import starved
 from shared.placement.plan import ATTAINMENT_GRAIN, Horizon, ModelPrediction, Plan, Prediction, Proposal, Trial
 from shared.placement.problem import Problem
 from shared.placement.rehearsal import change_s
@@ -67,10 +68,10 @@ class IntervalState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Cause = Literal[
-    "none_runs", "limit_broken", "places_more", "pays",
+    "none_runs", "limit_broken", "places_more", "pays", "larger_pools",
     "same_plan", "places_fewer", "takes_too_long", "small_gain", "cost", "serves_better", "fragile", "chance",
 ]  # fmt: skip
-"""Why a change is worth it (the first four), or is not."""
+"""Why a change is worth it (those of the first line), or is not."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +183,9 @@ def judge(
     plan that runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the
     gain taken to be an error of the prediction."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
+        if full := starved(problem):
+            reason = f"requests would fill the KV pools of {', '.join(full)}, which may be larger"
+            return Verdict(is_worth=True, cause="larger_pools", reason=reason)
         return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")
     if problem.incumbent is None or not problem.incumbent.groups:
         return Verdict(is_worth=True, cause="none_runs", reason="no plan runs yet")

@@ -144,7 +144,10 @@ class FleetReplacement:
     ) -> None:
         """`measured`: in the interval; `seen`: in the window."""
         self._is_searching = False
-        problem = msgspec.structs.replace(self._problem, traffic=window, evidence=evidence, incumbent=self.plan)
+        problem = msgspec.structs.replace(
+            self._problem, traffic=window, evidence=evidence, incumbent=self.plan,
+            pools={place.instance_id: (place.pool_bytes, place.merged_bytes) for place in self._running},
+        )  # fmt: skip
         if not self._problem.execution_s:
             self._alone_s |= execution_s(problem)
             problem = msgspec.structs.replace(problem, execution_s=dict(self._alone_s))

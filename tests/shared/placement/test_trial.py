@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shared.placement.estimator import Estimator
 from shared.placement.problem import ChangeTimes, Group, Plan, Problem, Traffic
-from shared.placement.rehearsal import Episode, rehearse
+from shared.placement.rehearsal import DRAIN_EXECUTIONS, DRAIN_LEAST_S, Episode, rehearse
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
 from shared.placement.stretches import evidence_s
@@ -47,6 +47,18 @@ def test_a_group_that_is_made_anew_serves_after_its_drain_restart_and_load() -> 
     assert found.seconds == pytest.approx(start_s)
     assert Episode(pair.groups[0], start_s) in found.episodes
     assert found.interrupted == ["a"] and found.lost_device_s == pytest.approx(2 * start_s - TIMES.drain_s)
+
+
+def test_models_that_are_everywhere_come_apart_without_a_restart() -> None:
+    before = plan(*(((device,), ("a", "b")) for device in range(3)))
+    after = plan(((0,), ("a",)), ((1,), ("a",)), ((2,), ("b",)))
+    execution_s = {"a": 0.5, "b": 0.2}
+    found = rehearse(given_problem((0.1, 0.1), execution_s=execution_s), before, after)
+    # What the longer requests take to end or to move; the rest of drain_s is for longer ones.
+    assert found.seconds == pytest.approx(DRAIN_LEAST_S + DRAIN_EXECUTIONS * 0.5) and found.seconds < TIMES.drain_s
+    assert found.lost_device_s == 0 and not found.interrupted
+    busy = rehearse(given_problem((300, 0.1), execution_s=execution_s), before, after)
+    assert busy.seconds > TIMES.restart_s, "its requests need the memory that the other model has"
 
 
 @settings(deadline=None, max_examples=60)

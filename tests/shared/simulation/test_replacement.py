@@ -155,7 +155,10 @@ def test_a_new_model_is_placed_at_once_where_there_is_room() -> None:
 def test_pools_stay_where_models_fit_beside_them() -> None:
     given = problem(A, B, C)
     both = places(given, plan(((0,), (A, B))))
-    alone = places(given, plan(((0,), (A,))), both)
+    assert places(given, plan(((0,), (A,))), both)[0].pool_bytes == both[0].pool_bytes, "nobody needs a larger one"
+    at_once = [(1.0, A, 4000, 500, True)] * 12
+    busy = msgspec.structs.replace(given, traffic=traffic(at_once, 60.0, [A]))
+    alone = places(busy, plan(((0,), (A,))), both)
     # Without the other's 26 GB of weights the pool would be much larger.
     assert alone[0].pool_bytes > 1.25 * both[0].pool_bytes
     assert places(given, plan(((0,), (A, B))), both) == both
