@@ -32,6 +32,7 @@ from shared.placement.estimator import Estimator
 from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import L4
+from shared.placement.places import places
 from shared.placement.plan import ModelPrediction, Prediction
 from shared.placement.problem import Group, ModelFacts, Plan, Problem, Proposal, Traffic
 from shared.placement.rehearsal import Episode, rehearse
@@ -180,7 +181,7 @@ class Day:
         self.plans = [(0.0, plan)]
         """From when on each served."""
         self._problem, self._plan = problem, plan
-        self._first = plan
+        self._first, self._places = plan, places(problem, plan)
         self._stretches: list[_Stretch] = []
         self._ways: list[Way] = []
 
@@ -216,7 +217,8 @@ class Day:
         window = between(self._problem.traffic, *self._known(*self.core.window(now_s)))
         evidence = between(self._problem.traffic, *self._known(*self.core.evidence(now_s)))
         problem = msgspec.structs.replace(
-            self._problem, traffic=window, evidence=evidence, incumbent=self._plan
+            self._problem, traffic=window, evidence=evidence, incumbent=self._plan,
+            pools={place.instance_id: (place.pool_bytes, place.merged_bytes) for place in self._places},
         )  # fmt: skip
         proposal = search(problem)
         verdict = self.core.judge(proposal, problem, None)
@@ -231,7 +233,7 @@ class Day:
         self.num_changes += 1
         self.changing_s += rehearsal.seconds
         self.lost_device_s += rehearsal.lost_device_s
-        self._plan = proposal.plan
+        self._plan, self._places = proposal.plan, places(problem, proposal.plan, self._places)
         self.plans.append((now_s + SEARCH_S + rehearsal.seconds, proposal.plan))
         self.core.settled(now_s, proposal.prediction)
 

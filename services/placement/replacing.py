@@ -295,9 +295,13 @@ class Replacing:
         )  # fmt: skip
         began_s = self._monitor.now()
         found = await self._run_search(problem)
-        verdict = self._core.judge(found, problem, seen)
-        needed = kv_bytes(problem, found.plan)
+        verdict = await asyncio.to_thread(self._core.judge, found, problem, seen)
+        needed = await asyncio.to_thread(kv_bytes, problem, found.plan)
         target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, found.plan.groups, kv_bytes=needed)
+        if verdict.cause == "larger_pools" and _by_id(target) == _by_id(plan.instances):
+            verdict = Verdict(
+                is_worth=False, cause="same_plan", reason="the plan that runs has the pools that it can have"
+            )
         assert problem.incumbent is not None
         proposal = PlanProposal(
             found_s=self._monitor.now(), why=why, version=plan.version, is_worth=verdict.is_worth, verdict=verdict.reason,

@@ -56,7 +56,7 @@ class CostModelStore:
         self._folder = folder
 
     async def get(self, key: str) -> CostModel | None:
-        stored = None
+        stored, profiled_s = None, 0.0
         if self._bus is not None:
             try:
                 entry = await (await self._bus.key_value(COST_MODELS)).get(bucket_key(key))
@@ -64,14 +64,18 @@ class CostModelStore:
             except BusError as error:
                 log.warning("no cost model can be read from the bus: %s", error)
         if stored is None and self._folder is not None:
-            stored = await asyncio.to_thread(_read, self._file(self._folder, key))
+            stored, profiled_s = await asyncio.to_thread(_read, self._file(self._folder, key))
         if stored is None:
             return None
         try:
-            return msgspec.json.decode(stored, type=CostModel)
+            cost_model = msgspec.json.decode(stored, type=CostModel)
         except msgspec.MsgspecError as error:
             log.warning("the stored cost model of %s cannot be used: %s", key, error)
             return None
+        if profiled_s:
+            # Who searches for a placement looks on the bus alone.
+            await self._publish(StoredCostModel(key, stored, profiled_s))
+        return cost_model
 
     async def put(self, key: str, cost_model: CostModel) -> list[str]:
         """Where it went; empty: nowhere."""
@@ -84,22 +88,29 @@ class CostModelStore:
                 places.append(str(file))
             except OSError as error:
                 log.warning("the cost model of %s could not be written: %s", key, error)
-        if self._bus is not None:
-            try:
-                bucket = await self._bus.key_value(COST_MODELS)
-                await bucket.put(bucket_key(key), StoredCostModel(key, encoded, time.time()))
-                places.append("NATS")
-            except BusError as error:
-                log.warning("the cost model of %s could not be stored: %s", key, error)
+        if await self._publish(StoredCostModel(key, encoded, time.time())):
+            places.append("NATS")
         return places
+
+    async def _publish(self, stored: StoredCostModel) -> bool:
+        if self._bus is None:
+            return False
+        try:
+            bucket = await self._bus.key_value(COST_MODELS)
+            await bucket.put(bucket_key(stored.key), stored)
+        except BusError as error:
+            log.warning("the cost model of %s could not be stored: %s", stored.key, error)
+            return False
+        return True
 
     @staticmethod
     def _file(folder: Path, key: str) -> Path:
         return folder / (bucket_key(key) + ".json")
 
 
-def _read(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
+def _read(file: Path) -> tuple[bytes | None, float]:
+    """With the Unix time at which it was written; 0: there is none."""
+    return (file.read_bytes(), file.stat().st_mtime) if file.is_file() else (None, 0.0)
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -15,12 +15,15 @@ SLOWDOWN = 2.0
 POOL_HEADROOM = 2.0
 """A pool that holds so many times what is asked of it is large enough: a model's requests are not spread evenly over its
 groups, and what nobody holds is a cache of prefixes."""
+STARVED_HEADROOM = 1.5
+"""One that holds less is made larger, where it can be and requests are late."""
 
 
 def kv_bytes(problem: Problem, plan: Plan) -> dict[str, int]:
-    """By instance id of each group: bytes of KV that the online requests of the problem's traffic hold at the busiest moment
-    of each model, if a model's requests are spread evenly over its groups and hold all their tokens from arrival to end."""
-    traffic, facts = problem.traffic, {model.name: model for model in problem.models}
+    """By instance id of each group: bytes of KV that the online requests of all known traffic hold at the busiest moment of
+    each model, if a model's requests are spread evenly over its groups and hold all their tokens from arrival to end."""
+    traffic = problem.traffic if problem.evidence is None else problem.evidence
+    facts = {model.name: model for model in problem.models}
     kinds = {node.node_id: node.kind for node in problem.nodes}
     num_groups = Counter(name for group in plan.groups for name in group.models)
     most: dict[tuple[str, str, int], float] = {}

@@ -9,7 +9,7 @@ import msgspec
 
 from shared.engine.memory.slab import blocks_per_merged
 from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
-from shared.placement.demand import POOL_HEADROOM, kv_bytes
+from shared.placement.demand import POOL_HEADROOM, STARVED_HEADROOM, kv_bytes
 from shared.placement.memory import KEPT_POOL, pool, why_not
 from shared.placement.plan import Group, Plan, group_of
 from shared.placement.problem import ModelFacts, NodeFacts, Problem
@@ -56,14 +56,14 @@ def running(problem: Problem) -> list[InstancePlan]:
 
 def starved(problem: Problem) -> list[str]:
     """Instances of the incumbent that their requests would fill, and that would have a larger pool if made anew."""
-    before = running(problem)
     assert problem.incumbent is not None
-    after = {place.instance_id: place for place in places(problem, problem.incumbent, before)}
     needed = kv_bytes(problem, problem.incumbent)
     return [
         place.instance_id
-        for place in before
-        if needed[place.instance_id] > place.pool_bytes < after[place.instance_id].pool_bytes
+        for place in places(problem, problem.incumbent)
+        if (has := problem.pools.get(place.instance_id)) is not None
+        and STARVED_HEADROOM * needed[place.instance_id] > has[0]
+        and place.pool_bytes > KEPT_POOL * has[0]
     ]
 
 

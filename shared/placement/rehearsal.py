@@ -146,7 +146,7 @@ class _Stage:
             if one.is_draining:
                 continue
             if place is None:
-                one.end_s = now_s + max(self._drain_s[name] for name in one.ready_s)
+                one.end_s = now_s + max((self._drain_s[name] for name in one.ready_s), default=0.0)
                 continue
             names = [spec.name for spec in place.models]
             for name in names:

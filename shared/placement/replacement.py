@@ -183,7 +183,8 @@ def judge(
     plan that runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the
     gain taken to be an error of the prediction."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
-        if full := starved(problem):
+        is_late = measured is not None and measured.attainment < 1.0 - settings.least_attainment_gain
+        if is_late and (full := starved(problem)):
             reason = f"requests would fill the KV pools of {', '.join(full)}, which may be larger"
             return Verdict(is_worth=True, cause="larger_pools", reason=reason)
         return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")

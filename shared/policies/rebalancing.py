@@ -1,7 +1,7 @@
 """Who gives requests away, and who takes them (Llumnix, OSDI'24, section 4.4.3, with hysteresis and bounds).
 
 An instance whose migration freeness falls below `low` is a source until it rises to `release`. The least free source is
-paired with the freest destination, one pair out of an instance and one into it, and a pair lives while the source is one
+paired with a free destination, one pair out of an instance and one into it, and a pair lives while the source is one
 and the destination can take. Which request moves is the source's choice.
 
 A pair must be a gain for the request that would move next, of virtual usage v (as shares of the two pools' sizes):
@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ MAX_CHECKED = 48
 """Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
 hundreds of pairs everything else would wait for it."""
 
-NUM_COMPARED = 16
+NUM_COMPARED = 8
 """Destinations whose costs are compared for a source."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
@@ -154,20 +155,25 @@ def _is_better(
     return lowered > raised and destination_spare - v >= kept_steps * (destination.num_running + 1)
 
 
-def cost_there_s(source: InstanceView, residents: Iterable[Resident]) -> float:
-    """What a token of the next request of the source would cost where these are, if its own model's steps took as long there
-    as they do in the source: by turns alone."""
-    own_s, _ = own_and_turns_s(source.next_model, source.residents)
-    return own_s + own_and_turns_s(source.next_model, residents)[1]
-
-
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
     """Whether the next request would cost itself and others no more turns than it does where it is. Who waits for memory, or
-    is of high priority, is worth more."""
+    is of high priority, is worth more; and what is not known is no reason against it."""
+    model = source.next_model
     if source.num_high or not source.freeness > 0:
         return True
-    rest = [(name, num - (name == source.next_model), cost) for name, num, cost in source.residents]
-    return cost_there_s(source, destination.residents) <= cost_there_s(source, rest)
+    here = own_and_turns_s(model, [(name, num - (name == model), cost) for name, num, cost in source.residents])
+    there = own_and_turns_s(model, destination.residents)
+    return not (here[0] and there[0]) or there[1] <= here[1]
+
+
+def cost_there_s(source: InstanceView, destination: InstanceView) -> float:
+    """What a token of the next request of the source would cost by turns, and by a step of its model as long as it is in the
+    source; 0: not known; inf: its model is not there, so another would move."""
+    if source.next_model and source.next_model not in destination.models:
+        return math.inf
+    own_s, _ = own_and_turns_s(source.next_model, source.residents)
+    there = own_and_turns_s(source.next_model, destination.residents)
+    return own_s + there[1] if there[0] else 0.0
 
 
 def least_left(freeness: float, low: float) -> float:
@@ -382,11 +388,11 @@ class Rebalancer:
                 self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
 
     def _freest(self, destinations: list[Destination], key: Callable[[Destination], float]) -> list[list[Destination]]:
-        """By the models served: more of them than can be paired now are not needed."""
+        """By the models served: those that can be paired now, and some to choose from."""
         groups: dict[frozenset[str], list[Destination]] = {}
         for destination in destinations:
             groups.setdefault(destination.models, []).append(destination)
-        return [nlargest(self._bucket.capacity, group, key=key) for group in groups.values()]
+        return [nlargest(self._bucket.capacity + NUM_COMPARED, group, key=key) for group in groups.values()]
 
     def _destination_for(
         self,
@@ -401,9 +407,9 @@ class Rebalancer:
             return None
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
         free = [each for group in serving for each in group if key(each) >= bar and self._may_take(each.instance_id)]
-        views = [view_of(each.instance_id) for each in nlargest(NUM_COMPARED, free, key=key)]
-        able = [view for view in views if view is not None and self._is_worth_it(source, view)]
-        return able[first_cheap([cost_there_s(source, view.residents) for view in able])].instance_id if able else None
+        views = (view_of(each.instance_id) for each in sorted(free, key=key, reverse=True))
+        able = list(islice((v for v in views if v is not None and self._is_worth_it(source, v)), NUM_COMPARED))
+        return able[first_cheap([cost_there_s(source, view) for view in able])].instance_id if able else None
 
     def _is_worth_it(self, source: InstanceView, destination: InstanceView) -> bool:
         return is_gain(source, destination, self.low) and is_as_cheap_there(source, destination)

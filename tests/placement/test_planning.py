@@ -26,8 +26,9 @@ from shared.checkpoint import ITEMSIZES, CheckpointShape, cost_key
 from shared.cost_model import CostModel
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
+from shared.placement.demand import POOL_HEADROOM
 from shared.placement.hardware import A100_80G, L4, cost_model
-from shared.placement.memory import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES
+from shared.placement.memory import KEPT_POOL, LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES
 from shared.placement.plan import Group
 from shared.placement.problem import Problem, traffic
 
@@ -544,6 +545,24 @@ def test_a_large_model_gets_a_group_of_free_devices() -> None:
     first = with_groups([Group("n", (0,), ("a",))], CHOSEN_MODELS[:1], nodes)
     large = plan([CHOSEN_MODELS[0], model("large", 1100)], nodes, first)
     assert [(i.instance_id, i.group.num_ranks) for i in large.instances] == [("n-0", 1), ("n-2", 2)]
+
+
+def test_a_chosen_group_keeps_its_pool_unless_its_requests_need_a_larger_one() -> None:
+    both, alone = [Group("n", (0, 1), ("a", "c"))], [Group("n", (0, 1), ("a",))]
+    many = {"max_cpu_pool_bytes": 64 * GIB}
+    models = [model("a"), model("c", 3000)]
+    before = plan(models, FOUR, None)
+    before = msgspec.structs.replace(before, instances=chosen(models, FOUR, before, both, **many))
+    had = before.instances[0].pool_bytes
+
+    def pool(kv_bytes: dict[str, int] | None) -> int:
+        (place,) = chosen([model("a")], FOUR, before, alone, kv_bytes=kv_bytes, **many)
+        return place.pool_bytes
+
+    largest = pool(None)
+    assert largest > KEPT_POOL * had
+    assert pool({"n-0": int(had / POOL_HEADROOM)}) == had
+    assert pool({"n-0": int(had / POOL_HEADROOM) + 1}) == pool({"other": 0}) == largest
 
 
 def test_what_cannot_be_had_is_said() -> None:

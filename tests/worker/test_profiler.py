@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -246,10 +247,19 @@ async def test_the_first_profiles_and_the_next_load(scene: SimpleNamespace, tmp_
     entry = await bucket.get(bucket_key(key))
     assert entry is not None and entry.value.key == key
     # either place is enough
-    for other in (CostModelStore(hub.connect("three")), CostModelStore(None, tmp_path)):
+    fresh = MemoryHub()
+    for other in (
+        CostModelStore(hub.connect("three")),
+        CostModelStore(None, tmp_path),
+        CostModelStore(fresh.connect("four"), tmp_path),
+    ):
         assert await cost_models(scene, other).provide(scene.spec, scene.shape) == cost_model
         assert scene.engine.cost_models()["m"].source == CostSource.STORED
     assert scene.executor.num_profiled == num_profiled
+    told = await (await fresh.connect("five").key_value(COST_MODELS)).get(bucket_key(key))
+    assert told is not None and told.value.cost_model is not None, "a bus that has lost it is told again"
+    assert msgspec.json.decode(told.value.cost_model, type=CostModel) == cost_model
+    assert 0 < told.value.profiled_s <= time.time()
 
     await until(lambda: not scene.loop.apply(Submit(request("r", [5, 6, 7], 20, model="m"))) and scene.ended)
     scene.loop.stop(10)

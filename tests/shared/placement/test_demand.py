@@ -7,7 +7,7 @@ import pytest
 
 from shared.placement.demand import POOL_HEADROOM, SLOWDOWN, kv_bytes
 from shared.placement.places import places, running, starved
-from shared.placement.problem import Group, Plan, Problem, traffic
+from shared.placement.problem import Group, Plan, Prediction, Problem, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
 from tests.shared.placement.small import GB, model, node, problem
@@ -64,11 +64,14 @@ def test_a_pool_that_requests_fill_is_made_larger_if_it_can_be() -> None:
     full = asked(40, ALONE, 30 * GB)
     assert [place.pool_bytes for place in running(full)] == [30 * GB]
     assert starved(full) == ["n0-0"]
-    assert starved(asked(20, ALONE, 30 * GB)) == [], "two thirds full"
+    assert starved(asked(15, ALONE, 30 * GB)) == [], "half full"
     assert starved(msgspec.structs.replace(full, pools={})) == [], "as large as it can be"
     only_a = msgspec.structs.replace(full, models=(A,))
     found = search(only_a)
     assert found.plan == ALONE
-    verdict = Replacement(settings, 0.0).judge(found, only_a)
+    late = Prediction(attainment=0.9, normalised_latency=2.0, models={})
+    verdict = Replacement(settings, 0.0).judge(found, only_a, late)
     assert verdict.is_worth and verdict.cause == "larger_pools" and "n0-0" in verdict.reason
-    assert Replacement(settings, 0.0).judge(found, msgspec.structs.replace(only_a, pools={})).cause == "same_plan"
+    in_time = Prediction(attainment=1.0, normalised_latency=1.0, models={})
+    assert Replacement(settings, 0.0).judge(found, only_a, in_time).cause == "same_plan"
+    assert Replacement(settings, 0.0).judge(found, msgspec.structs.replace(only_a, pools={}), late).cause == "same_plan"

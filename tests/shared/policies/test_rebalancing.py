@@ -17,6 +17,7 @@ from shared.policies.rebalancing import (
     MAX_BACKOFF_S,
     MAX_CHECKED,
     MOST_PROMPTS_S,
+    NUM_COMPARED,
     Destination,
     InstanceView,
     Pair,
@@ -45,6 +46,7 @@ class Instance:
     can_take: bool = True
     prompts_s: float = 0.0
     num_high: int = 0
+    step_s: tuple[float, float] = STEP_S
     others: tuple[Resident, ...] = ()
     """Of other models than "m", which is what runs."""
 
@@ -69,7 +71,7 @@ class Instance:
             prompts_s=self.prompts_s,
             next_model="m" if self.running else "",
             num_high=self.num_high,
-            residents=[("m", len(self.running), STEP_S), *self.others],
+            residents=[("m", len(self.running), self.step_s), *self.others],
         )
 
     def running_freeness(self) -> float:
@@ -181,6 +183,34 @@ def test_a_request_moves_to_where_its_model_has_others_already_or_stays() -> Non
     assert pairs(waiting=(500,)) == {"full": ("half",)}
     half.others = (("n", 85, STEP_S),)
     assert pairs(num_high=1) == {"full": ("alone",)}, "the freest, of two that cost as much"
+
+
+def test_what_is_not_known_of_turns_is_no_reason_for_or_against_a_move() -> None:
+    dear = (("n", 60, STEP_S),)
+    cluster = Cluster(spread("full", *FULL), spread("half", *HALF, others=dear, step_s=(0.0, 0.0)))
+    cluster.step()
+    assert cluster.pairs() == {"full": ("half",)}
+    cluster = Cluster(spread("full", *FULL, step_s=(0.0, 0.0)), spread("half", *HALF, others=dear))
+    cluster.step()
+    assert cluster.pairs() == {"full": ("half",)}
+
+
+def test_where_the_next_request_cannot_go_another_goes_only_if_there_is_no_other_place() -> None:
+    full = spread("full", *FULL, models=frozenset({"m", "n"}), others=(("n", 9, STEP_S),))
+    other = spread("other", models=frozenset({"n"}))
+    cluster = Cluster(full, other)
+    cluster.step()
+    assert cluster.pairs() == {"full": ("other",)}
+    cluster = Cluster(full, other, spread("half", *HALF))
+    cluster.step()
+    assert cluster.pairs() == {"full": ("half",)}
+
+
+def test_a_free_one_that_is_as_cheap_is_found_behind_many_that_are_not() -> None:
+    dear = [spread(f"dear-{n}", others=(("n", 60, STEP_S),)) for n in range(NUM_COMPARED)]
+    cluster = Cluster(spread("full", *FULL), *dear, spread("half", *HALF), per_s=10.0)
+    cluster.step()
+    assert cluster.pairs() == {"full": ("half",)}
 
 
 def test_a_pair_ends_where_others_make_turns_dear() -> None:
