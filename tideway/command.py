@@ -15,9 +15,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
+from shared.recording import ReplayMismatch, header_of
+from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
 from tideway import completion, operations, requests, routes
@@ -454,11 +457,6 @@ def replay(
     file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE made a scheduler or an instance write.")],
 ) -> None:
     """Run a recorded scheduler or engine again and check that it decides the same."""
-    # A third of what every command would import.
-    from shared.engine import recording
-    from shared.recording import ReplayMismatch, header_of
-    from shared.scheduling import recording as scheduling
-
     try:
         recorded = file.read_bytes()
         if isinstance(header_of(recorded, recording.Configuration | scheduling.Configuration), recording.Configuration):

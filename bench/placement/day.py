@@ -32,7 +32,7 @@ from shared.placement.estimator import Estimator
 from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import L4
-from shared.placement.places import places
+from shared.placement.places import places, pools
 from shared.placement.plan import ModelPrediction, Prediction
 from shared.placement.problem import Group, ModelFacts, Plan, Problem, Proposal, Traffic
 from shared.placement.rehearsal import Episode, rehearse
@@ -218,7 +218,7 @@ class Day:
         evidence = between(self._problem.traffic, *self._known(*self.core.evidence(now_s)))
         problem = msgspec.structs.replace(
             self._problem, traffic=window, evidence=evidence, incumbent=self._plan,
-            pools={place.instance_id: (place.pool_bytes, place.merged_bytes) for place in self._places},
+            pools=pools(self._places),
         )  # fmt: skip
         proposal = search(problem)
         verdict = self.core.judge(proposal, problem, None)

@@ -21,6 +21,7 @@ from shared.messages.cluster import InstancePlan, ModelSpec, NodeInfo, StoredCos
 from shared.messages.traffic import ModelTraffic
 from shared.placement.facts import model_facts
 from shared.placement.hardware import A100_80G, CPU, HARDWARE, RANKS, Hardware, cost_models
+from shared.placement.places import pools
 from shared.placement.plan import group_of, plan_of
 from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Prediction, Problem, Traffic
 
@@ -88,7 +89,7 @@ def live_problem(
         execution_s=dict(execution_s),
         max_models_per_group=max_models_per_group,
         incumbent=plan_of(map(group_of, places)),
-        pools={place.instance_id: (place.pool_bytes, place.merged_bytes) for place in places},
+        pools=pools(places),
         evidence=evidence,
     )
 

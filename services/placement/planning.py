@@ -40,10 +40,10 @@ from shared.messages.cluster import (
     NodeInfo,
     PlacementPlan,
 )
-from shared.placement.demand import POOL_HEADROOM
+from shared.placement.demand import is_kept
 from shared.placement.footprint import Footprint
 from shared.placement.hardware import RANKS
-from shared.placement.memory import KEPT_POOL, LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, POOL_SHARE
+from shared.placement.memory import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, POOL_SHARE
 from shared.placement.plan import Group
 
 NOBODY_OUT = Fleet()
@@ -116,15 +116,11 @@ class _Room:
         self.activation_bytes = max(self.activation_bytes, size.activation_bytes)
         self.least_blocks += self._blocks(size)
 
-    def plan(
-        self, max_cpu_pool_bytes: int, kept_pool: float = math.inf, enough_bytes: float = math.inf
-    ) -> InstancePlan:
-        """`kept_pool`: the pool of before stays, where it can, unless the best one is so many times as large, and it has not
-        `enough_bytes`."""
+    def plan(self, max_cpu_pool_bytes: int, held_bytes: float = 0.0) -> InstancePlan:
+        """The pool of before stays, where it can, if it is large enough for requests that hold so much (`is_kept`)."""
         pool_bytes, merged_bytes = (0, 0) if self.is_frozen else self._best_pool(max_cpu_pool_bytes)
         if self.incumbent is not None and (
-            self.is_frozen
-            or (self.keeps_pool() and self.incumbent.pool_bytes >= min(pool_bytes / kept_pool, enough_bytes))
+            self.is_frozen or (self.keeps_pool() and is_kept(self.incumbent.pool_bytes, pool_bytes, held_bytes))
         ):
             pool_bytes, merged_bytes = self.incumbent.pool_bytes, self.incumbent.merged_bytes
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
@@ -201,8 +197,8 @@ def chosen(
     max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
     kv_bytes: Mapping[str, int] | None = None,
 ) -> list[InstancePlan]:
-    """Instances of exactly these groups. A group that is there keeps its KV pool where it can, unless it could have a much
-    larger one (`KEPT_POOL`) and its requests, which hold `kv_bytes` by instance id, may need that. Raises `DoesNotFit`."""
+    """Instances of exactly these groups. A group that is there keeps its KV pool where it can, if that is large enough for
+    its requests, which hold `kv_bytes` by instance id (`is_kept`). Raises `DoesNotFit`."""
     wanted = {group.instance_id: group for group in groups}
     configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
     layout: dict[str, list[tuple[int, int]]] = {}
@@ -217,11 +213,8 @@ def chosen(
             if not placement.has_place(name, room):
                 raise DoesNotFit(f"{name!r} does not fit on {room.instance_id} beside what is to be there")
             placement.put(name, room)
-    needed = kv_bytes or {}
-    return [
-        room.plan(max_cpu_pool_bytes, KEPT_POOL, POOL_HEADROOM * needed.get(room.instance_id, math.inf))
-        for room in rooms
-    ]
+    held_bytes = kv_bytes or {}
+    return [room.plan(max_cpu_pool_bytes, held_bytes.get(room.instance_id, math.inf)) for room in rooms]
 
 
 def fits(

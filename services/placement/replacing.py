@@ -296,8 +296,10 @@ class Replacing:
         began_s = self._monitor.now()
         found = await self._run_search(problem)
         verdict = await asyncio.to_thread(self._core.judge, found, problem, seen)
-        needed = await asyncio.to_thread(kv_bytes, problem, found.plan)
-        target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, found.plan.groups, kv_bytes=needed)
+        held_bytes = await asyncio.to_thread(kv_bytes, problem, found.plan)
+        target = await asyncio.to_thread(
+            chosen, inputs.models, inputs.nodes, plan, found.plan.groups, kv_bytes=held_bytes
+        )
         if verdict.cause == "larger_pools" and _by_id(target) == _by_id(plan.instances):
             verdict = Verdict(
                 is_worth=False, cause="same_plan", reason="the plan that runs has the pools that it can have"
@@ -308,7 +310,7 @@ class Replacing:
             cause=verdict.cause, trial=found.trial, plan=found.plan, prediction=found.prediction, before=problem.incumbent,
             incumbent=found.incumbent, rejected=list(found.rejected[:SHOWN_REJECTED]), unplaced=found.unplaced,
             search_s=self._monitor.now() - began_s, interval_s=window_s, num_requests=traffic.num_requests,
-            target=target, kv_bytes=needed,
+            target=target, kv_bytes=held_bytes,
         )  # fmt: skip
         return proposal, verdict
 

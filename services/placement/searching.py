@@ -28,7 +28,7 @@ def _begin() -> None:
 
 
 def _search(problem: Problem) -> Proposal:
-    # A third of what the service would import, and used in the search's process alone.
+    # A fifth of the time in which the service starts, and used in the search's process alone.
     from shared.placement.search import search
     from shared.simulation.deployment import predict
 

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from shared.placement.execution import alone_s, step_tokens
+from shared.placement.memory import KEPT_POOL
 from shared.placement.plan import Plan
 from shared.placement.problem import Problem
 
@@ -17,6 +18,12 @@ POOL_HEADROOM = 2.0
 groups, and what nobody holds is a cache of prefixes."""
 STARVED_HEADROOM = 1.5
 """One that holds less is made larger, where it can be and requests are late."""
+
+
+def is_kept(pool_bytes: int, largest_bytes: int, held_bytes: float) -> bool:
+    """Whether a KV pool stays that a restart of its instance could make as large as `largest_bytes`, where requests hold
+    `held_bytes` (inf: not known)."""
+    return pool_bytes >= min(largest_bytes / KEPT_POOL, POOL_HEADROOM * held_bytes)
 
 
 def kv_bytes(problem: Problem, plan: Plan) -> dict[str, int]:

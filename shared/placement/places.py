@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from shared.engine.memory.slab import blocks_per_merged
 from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
-from shared.placement.demand import POOL_HEADROOM, STARVED_HEADROOM, kv_bytes
+from shared.placement.demand import STARVED_HEADROOM, is_kept, kv_bytes
 from shared.placement.memory import KEPT_POOL, pool, why_not
 from shared.placement.plan import Group, Plan, group_of
 from shared.placement.problem import ModelFacts, NodeFacts, Problem
@@ -24,7 +24,7 @@ def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) ->
     """The plan's instances. A group that runs keeps its KV pool where its models fit beside it, unless it could have a much
     larger one and its requests may need that."""
     nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
-    keeps, found, needed = fits(problem), [], kv_bytes(problem, plan) if before else {}
+    keeps, found, held_bytes = fits(problem), [], kv_bytes(problem, plan) if before else {}
     had = {(place.node_id, group_of(place).devices): place for place in before}
     for group in plan.groups:
         facts = [models[name] for name in group.models]
@@ -35,15 +35,22 @@ def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) ->
             DeviceGroup(("",) * group.num_ranks),
         )  # fmt: skip
         old = had.get((group.node_id, group.devices))
-        if old is not None and keeps(old, specs):
-            enough_bytes = min(place.pool_bytes / KEPT_POOL, POOL_HEADROOM * needed[group.instance_id])
-            if old.pool_bytes >= enough_bytes:
-                place = msgspec.structs.replace(old, models=specs)
+        if (
+            old is not None
+            and keeps(old, specs)
+            and is_kept(old.pool_bytes, place.pool_bytes, held_bytes[group.instance_id])
+        ):
+            place = msgspec.structs.replace(old, models=specs)
         found.append(place)
     return found
 
 
-def running(problem: Problem) -> list[InstancePlan]:
+def pools(instances: Iterable[InstancePlan]) -> dict[str, tuple[int, int]]:
+    """`Problem.pools` of these."""
+    return {place.instance_id: (place.pool_bytes, place.merged_bytes) for place in instances}
+
+
+def incumbent_places(problem: Problem) -> list[InstancePlan]:
     """The incumbent's, with the pools that they have."""
     assert problem.incumbent is not None
     return [
@@ -57,12 +64,12 @@ def running(problem: Problem) -> list[InstancePlan]:
 def starved(problem: Problem) -> list[str]:
     """Instances of the incumbent that their requests would fill, and that would have a larger pool if made anew."""
     assert problem.incumbent is not None
-    needed = kv_bytes(problem, problem.incumbent)
+    held_bytes = kv_bytes(problem, problem.incumbent)
     return [
         place.instance_id
         for place in places(problem, problem.incumbent)
         if (has := problem.pools.get(place.instance_id)) is not None
-        and STARVED_HEADROOM * needed[place.instance_id] > has[0]
+        and STARVED_HEADROOM * held_bytes[place.instance_id] > has[0]
         and place.pool_bytes > KEPT_POOL * has[0]
     ]
 

@@ -16,8 +16,7 @@ import msgspec
 from shared.messages.cluster import InstancePlan
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
-from shared.placement.places import fits, places
-from shared.placement.places import running as incumbent
+from shared.placement.places import fits, incumbent_places, places
 from shared.placement.plan import Group, Plan, group_of
 from shared.placement.problem import ModelFacts, NodeFacts, Problem
 
@@ -94,7 +93,7 @@ class _Instance:
 def rehearse(problem: Problem, before: Plan, after: Plan) -> Rehearsal:
     """Groups of both plans must fit their nodes. A change that gets nowhere is over when `CarryOutSettings.step_s` says so,
     and its last episodes are what it began with."""
-    running = incumbent(problem) if before == problem.incumbent else places(problem, before)
+    running = incumbent_places(problem) if before == problem.incumbent else places(problem, before)
     target = places(problem, after, running)
     stage = _Stage(problem, running)
     change, can_hold, settings = begin(0, "", running, target, 0.0), fits(problem), CarryOutSettings()

@@ -22,7 +22,7 @@ from shared.messages.cluster import InstancePlan, PlanChange
 from shared.messages.requests import RequestClass
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
-from shared.placement.places import blocks, fits, places, with_new_models
+from shared.placement.places import blocks, fits, places, pools, with_new_models
 from shared.placement.plan import group_of
 from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
@@ -146,7 +146,7 @@ class FleetReplacement:
         self._is_searching = False
         problem = msgspec.structs.replace(
             self._problem, traffic=window, evidence=evidence, incumbent=self.plan,
-            pools={place.instance_id: (place.pool_bytes, place.merged_bytes) for place in self._running},
+            pools=pools(self._running),
         )  # fmt: skip
         if not self._problem.execution_s:
             self._alone_s |= execution_s(problem)

@@ -225,8 +225,10 @@ def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: 
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(("device", "num_devices"), [("cpu", 4), pytest.param("cuda", 2, marks=ON_GPUS)])
+@pytest.mark.parametrize(
+    ("device", "num_devices"),
+    [pytest.param("cpu", 4, marks=pytest.mark.long), pytest.param("cuda", 2, marks=ON_GPUS)],
+)
 def test_stages_make_the_tokens_of_one_device(tmp_path: Path, device: str, num_devices: int) -> None:
     """Two stages of two ranks (of one, on GPUs) share three layers; steps of other sequences, one of which has an adapter,
     and of another model, are in flight at once."""

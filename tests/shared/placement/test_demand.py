@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shared.placement.demand import POOL_HEADROOM, SLOWDOWN, kv_bytes
-from shared.placement.places import places, running, starved
+from shared.placement.places import incumbent_places, places, starved
 from shared.placement.problem import Group, Plan, Prediction, Problem, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
@@ -62,7 +62,7 @@ def test_a_pool_that_requests_fill_is_made_larger_if_it_can_be() -> None:
         return given(*[(1.0, "a", 1900, 100, True)] * num, incumbent=plan, pools=has)
 
     full = asked(40, ALONE, 30 * GB)
-    assert [place.pool_bytes for place in running(full)] == [30 * GB]
+    assert [place.pool_bytes for place in incumbent_places(full)] == [30 * GB]
     assert starved(full) == ["n0-0"]
     assert starved(asked(15, ALONE, 30 * GB)) == [], "half full"
     assert starved(msgspec.structs.replace(full, pools={})) == [], "as large as it can be"
