@@ -51,9 +51,9 @@ up: install
 down status:
 	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
 
-# Tests wait for as long as they compute. Those of tests/e2e, live stacks of many processes, stay together on one of the five.
+# Tests wait for as long as they compute. Those of tests/e2e, live stacks of many processes, stay together on one of the four.
 test: development
-	$(BIN)/python -m pytest -n 5 -p no:schemathesis -m "not gpu and not container and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 4 -p no:schemathesis -m "not gpu and not container and not long" $(ARGS)
 
 test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)

@@ -90,6 +90,7 @@ def light(tmp_path):
     return Asked(load=0.03, folder=tmp_path)
 
 
+@pytest.mark.long
 def test_a_window_in_several_orders(light):
     table = compare(light, Window(10.0, 10.05), 1, ["doubling_budget", "fcfs"])
     assert [row["order"] for row in table.rows] == ["doubling_budget", "fcfs"]

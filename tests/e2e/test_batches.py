@@ -17,9 +17,11 @@ import pytest
 from tests.e2e.stack import Stack
 from tests.stalls import whatever_the_machine_does
 
-NUM_LINES = int(os.environ.get("TIDEWAY_TEST_BATCH_LINES", "120"))
+NUM_LINES = int(os.environ.get("TIDEWAY_TEST_BATCH_LINES", "60"))
 MAX_TOKENS = 24
-CHAOS_TOKENS = 100
+CHAOS_TOKENS = 40
+STEP_S = 0.01
+TIMEOUT_S = 120 + NUM_LINES
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
@@ -120,7 +122,7 @@ def test_cancelling(stack: Stack, client: openai.OpenAI) -> None:
 
 
 def test_expiry(stack: Stack, client: openai.OpenAI) -> None:
-    batch_id = submit(client, COMPLETIONS, [completion(i, 400) for i in range(400)], window="5s")
+    batch_id = submit(client, COMPLETIONS, [completion(i, 400) for i in range(400)], window="2s")
     batch = reach(stack, batch_id, has_ended, 30)
     assert batch.status == "expired"
     assert batch.request_counts.completed + batch.request_counts.failed == 400
@@ -141,7 +143,7 @@ def wait_idle(stack: Stack) -> None:
 
 
 def test_live_requests_are_answered_while_a_batch_runs(stack: Stack, client: openai.OpenAI) -> None:
-    batch_id = submit(client, COMPLETIONS, [completion(i, 400) for i in range(600)])
+    batch_id = submit(client, COMPLETIONS, [completion(i, 120) for i in range(600)])
     reach(stack, batch_id, lambda batch: batch.request_counts.completed >= 1)
     for number in range(5):
         answer = client.completions.create(model="llama", prompt=f"Hello {number}", max_tokens=10)
@@ -157,8 +159,8 @@ def test_live_requests_are_answered_while_a_batch_runs(stack: Stack, client: ope
 @pytest.fixture(scope="module")
 def system(checkpoints: dict[str, str]) -> Iterator[Stack]:
     # Few lines at once, so that there is always work left to disturb.
-    environment = {"TIDEWAY_BATCH_LINES_IN_FLIGHT": str(max(2, NUM_LINES // 50))}
-    with Stack(checkpoints, num_workers=2, num_instances=1, environment=environment) as system:
+    environment = {"TIDEWAY_BATCH_LINES_IN_FLIGHT": str(max(4, NUM_LINES // 50))}
+    with Stack(checkpoints, num_workers=2, num_instances=1, environment=environment, step_s=STEP_S) as system:
         system.wait_ready()
         yield system
 
@@ -186,7 +188,7 @@ def disturbances(system: Stack) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.timeout(60 + NUM_LINES)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_every_line_is_answered_once_whatever_dies(system: Stack) -> None:
     client = client_of(system)
     bodies = [completion(i, CHAOS_TOKENS) for i in range(NUM_LINES)]
@@ -195,11 +197,11 @@ def test_every_line_is_answered_once_whatever_dies(system: Stack) -> None:
     blows = disturbances(system)
     for number, strike in enumerate(blows):
         share = NUM_LINES * (number + 1) // (len(blows) + 2)
-        batch = reach(system, batch_id, lambda b, share=share: b.request_counts.completed >= share, NUM_LINES)
+        batch = reach(system, batch_id, lambda b, share=share: b.request_counts.completed >= share, TIMEOUT_S)
         assert batch.status == "in_progress", f"blow {number} must come before the end: {batch}"
         system.wait_until(lambda: httpx.get(f"{system.url}/health", timeout=5).is_success, "the gateway answers")
         strike()
-    batch = reach(system, batch_id, has_ended, 60 + NUM_LINES)
+    batch = reach(system, batch_id, has_ended, TIMEOUT_S)
     print(f"{NUM_LINES} lines in {time.monotonic() - began:.1f} s")
     assert batch.status == "completed", batch
     assert (batch.request_counts.completed, batch.request_counts.failed) == (NUM_LINES, 0)

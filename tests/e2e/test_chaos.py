@@ -17,9 +17,9 @@ from tests.e2e.streams import Stream, run_streams
 from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 50
-MAX_TOKENS = 240
+MAX_TOKENS = 120
 AFTER_TOKENS = 300
-STEP_S = 0.006
+STEP_S = 0.012
 """An instance with streams of both models makes one token of each in twice that: they last for seconds."""
 
 

@@ -18,8 +18,8 @@ from tests.e2e.streams import Stream, run_streams, stream_completion
 from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 20
-MAX_TOKENS = 250
-STEP_S = 0.006
+MAX_TOKENS = 125
+STEP_S = 0.012
 """An instance with streams of both models makes one token of each in twice that: they last for seconds."""
 
 
@@ -112,7 +112,7 @@ async def test_drained_streams_are_the_same_and_their_traces_show_the_move(machi
         assert answer.status_code == 200 and answer.json()["draining"] == ["worker-0-0"]
 
     streams = await run_streams(
-        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 20, disturb=drain
+        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 10, disturb=drain
     )
     assert_same(streams, undisturbed)
     wait_gone(machine, "worker-0-0")
@@ -217,7 +217,7 @@ async def test_instances_come_and_go_under_load(machine, undisturbed):
         assert answer.status_code == 200 and len(answer.json()["instances"]) == 1
 
     streams = await run_streams(
-        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 20, disturb=shrink
+        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 10, disturb=shrink
     )
     assert_same(streams, undisturbed)
     machine.wait_until(lambda: len(machine.instances()) == 1, "one instance")
@@ -320,6 +320,7 @@ async def test_a_rolling_restart_under_load_loses_nothing(workers, undisturbed):
     assert clients.num_done > NUM_STREAMS
 
 
+@pytest.mark.long
 async def test_without_a_transport_all_else_works(workers, undisturbed):
     """One worker cannot use UCX, the other must not: requests are placed elsewhere with the tokens so far."""
     if workers.instance("worker-1-0")["migration"]:
@@ -333,7 +334,7 @@ async def test_without_a_transport_all_else_works(workers, undisturbed):
         ["llama", "opt"],
         NUM_STREAMS,
         MAX_TOKENS,
-        after_tokens=NUM_STREAMS * 20,
+        after_tokens=NUM_STREAMS * 10,
         disturb=lambda: workers.kill("worker-0", signal.SIGTERM),
     )
     assert_same(streams, undisturbed)

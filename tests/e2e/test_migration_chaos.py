@@ -17,7 +17,7 @@ from shared.messages.requests import SamplingParams, pack_tokens
 from shared.service import new_event_loop
 from tests.stalls import whatever_the_machine_does
 
-NUM_MIGRATIONS = 40
+NUM_MIGRATIONS = 24
 NUM_CUTS = 12
 SEED_OF_CUTS = 35
 """Draws them of all kinds."""
@@ -25,7 +25,7 @@ SEED_OF_CUTS = 35
 
 def test_faults_at_random_points_lose_nothing() -> None:
     said: list[str] = []
-    trials = Trials(5, num_streams=14, num_at_once=5, rest_every=NUM_MIGRATIONS // 2, faults="brief", say=said.append)
+    trials = Trials(5, num_streams=12, num_at_once=5, rest_every=NUM_MIGRATIONS // 2, faults="brief", say=said.append)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         result = runner.run(trials.run(NUM_MIGRATIONS))
     with whatever_the_machine_does():
@@ -36,6 +36,7 @@ def test_faults_at_random_points_lose_nothing() -> None:
     shutil.rmtree(trials.cluster.folder, ignore_errors=True)  # kept, with the logs, where something failed
 
 
+@pytest.mark.long
 def test_partitions_lose_nothing() -> None:
     """Two instances that do not see each other but NATS, and the reverse, each for up to 5.5 s."""
     said: list[str] = []

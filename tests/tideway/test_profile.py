@@ -97,6 +97,7 @@ def test_without_nats_the_folder_has_it(
     assert other.costs["cpu-here", 1].fixed_s == pytest.approx(measured.fixed_s, rel=0.05)
 
 
+@pytest.mark.long
 def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEWAY_NATS_URL", raising=False)
     monkeypatch.setenv("TIDEWAY_TOKEN_BUDGET", "32")

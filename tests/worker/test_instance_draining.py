@@ -40,6 +40,13 @@ async def drained_after(stage: Stage) -> float:
     return time.monotonic() - started
 
 
+async def name_a_destination(stage: Stage) -> None:
+    """As a scheduler does for as long as there is one."""
+    while True:
+        rebalance(stage, MigrationReason.DRAIN)
+        await asyncio.sleep(0.4)
+
+
 async def test_before_its_end_an_instance_waits_briefly_for_somebody_who_can_take_over(mobile: Stage) -> None:
     assert 1.4 < await drained_after(mobile) < 5.0
     await mobile.until(lambda: mobile.info.state == "draining")
@@ -88,15 +95,15 @@ async def test_as_long_as_there_are_destinations_it_waits_until_its_requests_hav
     await mobile.until(lambda: "node-1" in mobile.service._migrations.peers())
     drain = asyncio.create_task(drained_after(mobile))
     await mobile.until(lambda: mobile.info.state == "draining")
-    for _ in range(5):
-        rebalance(mobile, MigrationReason.DRAIN)
-        await asyncio.sleep(0.4)
+    naming = asyncio.create_task(name_a_destination(mobile))
+    await asyncio.sleep(2.0)
     assert not drain.done(), "the scheduler still names a destination"
     with pytest.raises(ServiceError) as refused:
         await mobile.submit(request("r3", [1], 5))
     assert refused.value.code == ErrorCode.DRAINING
     mobile.executor.gate.set()
     await drain
+    naming.cancel()
     assert await held(mobile) == set()
     moved = {commit.request.request_id for commit in peer.commits}
     assert "r1" in moved and mobile.end("r0")

@@ -135,6 +135,7 @@ async def test_streams_of_requests_that_move_are_those_of_requests_that_stay(pai
     pair.check_nothing_is_left()
 
 
+@pytest.mark.long
 async def test_a_request_that_moves_back_and_forth_keeps_its_stream(pair: Pair) -> None:
     request = generation("r", 100, 700, "sampled")
     expected = await pair.undisturbed("node-1", request)
@@ -168,6 +169,7 @@ async def test_a_cancel_at_the_source_ends_a_request_that_has_moved(pair: Pair) 
     pair.check_nothing_is_left()
 
 
+@pytest.mark.long
 async def test_an_instance_that_ends_gives_all_its_requests_away(pair: Pair) -> None:
     offline = {"request_class": RequestClass.OFFLINE}
     requests = [generation(f"r{n}", 50 + 100 * n, 500, **(offline if n % 2 else {})) for n in range(3)]

@@ -93,6 +93,7 @@ async def exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int:
     return await asyncio.to_thread(process.wait, timeout_s)
 
 
+@pytest.mark.long
 async def test_sigterm_moves_what_runs_to_another_process_over_ucx(
     processes: Processes, neighbours: Neighbours
 ) -> None:

@@ -63,7 +63,7 @@ def most_enumerated(request):
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(asked=problems())
 def test_a_plan_holds_every_model_or_says_why_and_is_the_same_each_time(most_enumerated, asked):
     found = search(asked)
@@ -83,15 +83,23 @@ def test_a_plan_holds_every_model_or_says_why_and_is_the_same_each_time(most_enu
         assert again.prediction.normalised_latency <= again.incumbent.normalised_latency * (1 + LATENCY_GRAIN)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_it_is_as_good_as_the_best_of_all_plans(seed):
-    models = [model("a"), model("b", 2.0), model("c", 0.5), model("d", 1.5)]
-    rates = [(6.0, 1.0, 2.0, 0.5), (12.0, 0.3, 12.0, 0.1)][seed]
+@pytest.mark.parametrize(
+    ("rates", "seed"),
+    [
+        ((12.0, 0.3, 12.0), 1),
+        pytest.param((6.0, 1.0, 2.0, 0.5), 0, marks=pytest.mark.long),
+        pytest.param((12.0, 0.3, 12.0, 0.1), 1, marks=pytest.mark.long),
+    ],
+    ids=["three", "four", "four-uneven"],
+)
+def test_it_is_as_good_as_the_best_of_all_plans(monkeypatch, rates, seed):
+    monkeypatch.setattr("shared.placement.search.MAX_ENUMERATED", 0)
+    models = [model("a"), model("b", 2.0), model("c", 0.5), model("d", 1.5)][: len(rates)]
     asked = problem(models, [node(num_devices=4)], rates, seed=seed)
     searcher = Searcher(asked)
     limits = {each.name: each.replicas for each in models}
     plans = [plan_of(slots).groups for slots in all_plans(asked.nodes, limits, searcher.fits, 1 << 14)]
-    assert len(plans) > MAX_ENUMERATED
+    assert len(plans) > 400
     outcomes = searcher.estimator.outcomes(plans)
     best = max(map(searcher.key, plans, outcomes))
     found = search(asked).prediction
