@@ -184,15 +184,18 @@ class Recovery:
     # ---------------------------------------------------------------------------------------- a new scheduler
 
     def _on_announce(self, scheduler: LeaseHolder) -> None:
-        streams = [stream for stream in self._table.streams.values() if not stream.is_placing]
+        streams = list(self._table.streams.values())
         logger.info("scheduler %s serves now; %d streams are announced to it", scheduler.scheduler_id, len(streams))
         for stream in streams:
-            self._tasks.start(self._announce(stream))
+            # Of one that is being placed, the last scheduler's answer may be on its way. What nobody answers is asked again,
+            # and reaches the new one by itself.
+            share = 1.0 if stream.is_placing else random.random()
+            self._tasks.start(self._announce(stream, share * ANNOUNCE_JITTER_S))
 
-    async def _announce(self, stream: Stream) -> None:
-        await asyncio.sleep(random.random() * ANNOUNCE_JITTER_S)
+    async def _announce(self, stream: Stream, after_s: float) -> None:
+        await asyncio.sleep(after_s)
         async with self._slots:
-            if stream.is_open:
+            if stream.is_open and not stream.is_placing:
                 try:
                     await self._placer.announce(stream)
                 except BusError as error:  # silence is noticed by the next tick that finds the stream quiet

@@ -110,6 +110,9 @@ class ScriptedPeer:
         self.instance_refusal: ServiceError | None = None
         self.hang = False
         """The scheduler does not answer at all."""
+        self.may_answer = asyncio.Event()
+        """Until this is set, its answers wait."""
+        self.may_answer.set()
         self.num_cached_tokens = 0
         self.grant_tokens = 1_000_000
         """Granted to each batch at each question."""
@@ -192,6 +195,7 @@ class ScriptedPeer:
         self.submitted.append(request)
         if self.hang:
             await self._stopped.wait()
+        await self.may_answer.wait()
         if self.refusal is not None:
             raise self.refusal
         if self.automatic:

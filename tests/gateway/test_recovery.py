@@ -235,6 +235,22 @@ async def test_a_new_scheduler_that_refuses_for_good_ends_what_nobody_runs(manua
     await finished_whole(reader, tokens)
 
 
+async def test_a_new_scheduler_hears_of_what_the_last_one_takes_with_its_last_word(
+    monkeypatch: pytest.MonkeyPatch, manual: Stack
+) -> None:
+    monkeypatch.setattr("services.gateway.stream.QUIET_S", 60.0)
+    manual.peer.may_answer.clear()
+    reader = manual.read()
+    request = await manual.next_request()
+    manual.peer.bus.publish(SCHEDULER_ANNOUNCE, LeaseHolder("second", 2))
+    await asyncio.sleep(0.05)
+    manual.peer.may_answer.set()
+    await until(lambda: len(manual.peer.submitted) == 2, "announced though it was being placed")
+    assert manual.peer.submitted[1].request_id == request.request_id
+    manual.peer.emit(request, 0, [*manual.ids(TEXT), manual.eos], FinishReason.STOP)
+    await reader.end()
+
+
 async def test_without_a_scheduler_requests_go_straight_to_instances(
     nats_settings: BusSettings, checkpoint: Path
 ) -> None:

@@ -120,17 +120,20 @@ def test_a_model_that_one_rank_cannot_read_ends_the_group(scene: Scene, tmp_path
 
 
 def test_a_copy_has_ended_when_it_has_on_all_ranks_and_failed_if_on_one(scene: Scene) -> None:
-    finished = threading.Event()
+    finished, has_come = threading.Event(), threading.Event()
     scene.executor.on_copy_finished(finished.set)
+    scene.answers[Copy] = lambda _: has_come.set()
     scene.executor.start_copy(KvCopy(1, CopyKind.CHECKPOINT, "nobody", [0], [0]))
     assert finished.wait(5.0) and scene.executor.finished_copies() == [], "one has told"
+    assert has_come.wait(5.0)
     finished.clear()
     scene.say(CopyEnded(1, True))
     assert finished.wait(5.0) and scene.executor.finished_copies() == [(1, False)]
     scene.answers[Copy] = lambda message: CopyEnded(message.copy.copy_id, True)  # type: ignore[union-attr]
     scene.executor.start_copy(KvCopy(2, CopyKind.CHECKPOINT, "nobody", [0], [0]))
     ended: list[tuple[int, bool]] = []
-    while not ended:
+    deadline_s = time.monotonic() + 5.0
+    while not ended and time.monotonic() < deadline_s:
         ended = scene.executor.finished_copies()
     assert ended == [(2, False)]
 
