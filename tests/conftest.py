@@ -208,7 +208,7 @@ class NatsServer:
         thread.join()
         # The server answers before it has renamed a stream's folder to ".NAME" and removed that. A stream that is made
         # meanwhile with that name may find what is left there, or fail. (One that exists already is that of a service.)
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + 10
         folder = self.folder / "store" / "jetstream" / "$G" / "streams"
         left = [folder / f"{prefix}{name}" for name in names for prefix in ("", ".")]
         while any(path.exists() for path in left) and time.monotonic() < deadline:
