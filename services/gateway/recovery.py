@@ -187,15 +187,15 @@ class Recovery:
         streams = list(self._table.streams.values())
         logger.info("scheduler %s serves now; %d streams are announced to it", scheduler.scheduler_id, len(streams))
         for stream in streams:
-            # Of one that is being placed, the last scheduler's answer may be on its way. What nobody answers is asked again,
-            # and reaches the new one by itself.
-            share = 1.0 if stream.is_placing else random.random()
-            self._tasks.start(self._announce(stream, share * ANNOUNCE_JITTER_S))
+            self._tasks.start(self._announce(stream))
 
-    async def _announce(self, stream: Stream, after_s: float) -> None:
-        await asyncio.sleep(after_s)
+    async def _announce(self, stream: Stream) -> None:
+        await asyncio.sleep(random.random() * ANNOUNCE_JITTER_S)
+        # One that is being placed may yet be taken by the scheduler before, whose answer is on its way.
+        while stream.is_placing:
+            await asyncio.sleep(ANNOUNCE_JITTER_S)
         async with self._slots:
-            if stream.is_open and not stream.is_placing:
+            if stream.is_open:
                 try:
                     await self._placer.announce(stream)
                 except BusError as error:  # silence is noticed by the next tick that finds the stream quiet

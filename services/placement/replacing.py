@@ -43,7 +43,7 @@ from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.demand import kv_bytes
 from shared.placement.plan import Prediction
 from shared.placement.problem import Problem, Proposal
-from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, losers
+from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
 from shared.settings import PlacementSettings, SettingsError
 from shared.tasks import TaskSet
@@ -295,12 +295,17 @@ class Replacing:
         )  # fmt: skip
         began_s = self._monitor.now()
         found = await self._run_search(problem)
-        verdict = await asyncio.to_thread(self._core.judge, found, problem, seen)
+        verdict = await asyncio.to_thread(judge, found, problem, self._core.interval_s, self._core.settings, seen)
+        self._core.tried(found)
         held_bytes = await asyncio.to_thread(kv_bytes, problem, found.plan)
+        if verdict.cause == "larger_pools":  # the others keep theirs
+            held_bytes = {name: held if name in verdict.starved else 0 for name, held in held_bytes.items()}
         target = await asyncio.to_thread(
             chosen, inputs.models, inputs.nodes, plan, found.plan.groups, kv_bytes=held_bytes
         )
-        if verdict.cause == "larger_pools" and _by_id(target) == _by_id(plan.instances):
+        last = plan.change
+        has_failed = last is not None and last.stage == "rolled_back" and _by_id(last.target) == _by_id(target)
+        if verdict.cause == "larger_pools" and (has_failed or _by_id(target) == _by_id(plan.instances)):
             verdict = Verdict(
                 is_worth=False, cause="same_plan", reason="the plan that runs has the pools that it can have"
             )

@@ -56,11 +56,11 @@ class CostModelStore:
         self._folder = folder
 
     async def get(self, key: str) -> CostModel | None:
-        stored, profiled_s = None, 0.0
+        stored, profiled_s, is_known_missing = None, 0.0, False
         if self._bus is not None:
             try:
                 entry = await (await self._bus.key_value(COST_MODELS)).get(bucket_key(key))
-                stored = None if entry is None else entry.value.cost_model
+                stored, is_known_missing = (None, True) if entry is None else (entry.value.cost_model, False)
             except BusError as error:
                 log.warning("no cost model can be read from the bus: %s", error)
         if stored is None and self._folder is not None:
@@ -72,7 +72,7 @@ class CostModelStore:
         except msgspec.MsgspecError as error:
             log.warning("the stored cost model of %s cannot be used: %s", key, error)
             return None
-        if profiled_s:
+        if is_known_missing:
             # Who searches for a placement looks on the bus alone.
             await self._publish(StoredCostModel(key, stored, profiled_s))
         return cost_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -61,14 +61,18 @@ def incumbent_places(problem: Problem) -> list[InstancePlan]:
     ]
 
 
-def starved(problem: Problem) -> list[str]:
-    """Instances of the incumbent that their requests would fill, and that would have a larger pool if made anew."""
-    assert problem.incumbent is not None
+def starved(problem: Problem, late: Collection[str]) -> list[str]:
+    """Instances of the incumbent with one of these models that their requests would fill, and that would have a larger pool
+    if made anew."""
+    if problem.incumbent is None or not late:
+        return []
+    with_late = {group.instance_id for group in problem.incumbent.groups if not set(late).isdisjoint(group.models)}
     held_bytes = kv_bytes(problem, problem.incumbent)
     return [
         place.instance_id
         for place in places(problem, problem.incumbent)
-        if (has := problem.pools.get(place.instance_id)) is not None
+        if place.instance_id in with_late
+        and (has := problem.pools.get(place.instance_id)) is not None
         and STARVED_HEADROOM * held_bytes[place.instance_id] > has[0]
         and place.pool_bytes > KEPT_POOL * has[0]
     ]

@@ -88,6 +88,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which it pays, or does not."""
     change_s: float = 0.0
     """That the change takes."""
+    starved: Sequence[str] = ()
+    """Instances that are to have larger pools, where that is the cause."""
     lost_device_s: float = 0.0
     """Devices times seconds of that which would serve nobody."""
 
@@ -183,10 +185,9 @@ def judge(
     plan that runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the
     gain taken to be an error of the prediction."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
-        is_late = measured is not None and measured.attainment < 1.0 - settings.least_attainment_gain
-        if is_late and (full := starved(problem)):
+        if full := starved(problem, _late(measured, settings)):
             reason = f"requests would fill the KV pools of {', '.join(full)}, which may be larger"
-            return Verdict(is_worth=True, cause="larger_pools", reason=reason)
+            return Verdict(is_worth=True, cause="larger_pools", reason=reason, starved=full)
         return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")
     if problem.incumbent is None or not problem.incumbent.groups:
         return Verdict(is_worth=True, cause="none_runs", reason="no plan runs yet")
@@ -207,6 +208,17 @@ def judge(
         reason = f"nothing is known but the traffic that it was searched with: {verdict.reason}"
         return msgspec.structs.replace(verdict, is_worth=False, cause="chance", reason=reason)
     return verdict
+
+
+def _late(measured: Prediction | None, settings: ReplacementSettings) -> set[str]:
+    """Models of which enough requests were measured, and too many of them late."""
+    if measured is None:
+        return set()
+    return {
+        name
+        for name, model in measured.models.items()
+        if model.num_requests >= settings.least_requests and model.attainment < 1.0 - settings.least_attainment_gain
+    }
 
 
 def _mean(horizons: Sequence[Horizon]) -> Horizon:
@@ -378,10 +390,12 @@ class Replacement:
 
     def judge(self, proposal: Proposal, problem: Problem, measured: Prediction | None = None) -> Verdict:
         """`measured`: of the plan that runs, in the window that was searched with."""
-        verdict = judge(proposal, problem, self.interval_s, self.settings, measured)
+        self.tried(proposal)
+        return judge(proposal, problem, self.interval_s, self.settings, measured)
+
+    def tried(self, proposal: Proposal) -> None:
         if proposal.trial is not None:
             self.state = msgspec.structs.replace(self.state, change_s=proposal.trial.change_s)
-        return verdict
 
     def settled(self, now_s: float, predicted: Prediction | None) -> None:
         """A plan serves, of which that is predicted: an interval begins."""

@@ -34,6 +34,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import nlargest
 from itertools import islice
 from operator import attrgetter
@@ -157,11 +158,12 @@ def _is_better(
 
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
     """Whether the next request would cost itself and others no more turns than it does where it is. Who waits for memory, or
-    is of high priority, is worth more; and what is not known is no reason against it."""
+    is of high priority, is worth more; and what is not known is no reason against it, nor is what another request would cost
+    that moves because the next one's model is not there."""
     model = source.next_model
     if source.num_high or not source.freeness > 0:
         return True
-    here = own_and_turns_s(model, [(name, num - (name == model), cost) for name, num, cost in source.residents])
+    here = own_and_turns_s(model, [(name, max(0, num - (name == model)), cost) for name, num, cost in source.residents])
     there = own_and_turns_s(model, destination.residents)
     return not (here[0] and there[0]) or there[1] <= here[1]
 
@@ -294,6 +296,7 @@ class Rebalancer:
     ) -> Changes:
         """Ends pairs that are over and begins new ones. `view_of`: None for an instance that is gone or never reported;
         `destinations_above`: those that are at least so free, if nobody waited there."""
+        view_of = cache(view_of)  # a destination is looked at for many sources
         changes = Changes([], [])
         draining: list[InstanceView] = []
         for name in list(self._draining):

@@ -192,7 +192,6 @@ class InstanceState:
         load = self.load
         num_running, has_waiting = load.num_running, load.num_requests > load.num_running
         can_give = load.num_held > 0 and (self.is_reachable or bool(self.leaving))
-        # By position, because hundreds are made at once and names cost as much as all the rest.
         return InstanceView(
             instance_id=self.info.instance_id,
             freeness=report.migration_freeness,

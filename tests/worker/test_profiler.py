@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from services.worker.executor import Executor
 from services.worker.instance_models import InstanceModels
 from services.worker.profiled_steps import BRIEF, FULL, Extent
 from services.worker.profiler import ProfiledModel, ProfileError, Profiling, profile
+from shared.bus.interface import BusError
 from shared.cost_model import CostModel, CostSource, shape_of
 from shared.engine import recording
 from shared.engine.calls import AddModel, RemoveModel, Submit
@@ -31,6 +33,7 @@ from shared.engine.requests import Ended
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.migration.incoming import Intake
 from tests.memory_bus import MemoryHub
 from tests.shared.engine.fake_executor import request
@@ -234,7 +237,9 @@ def test_a_real_executor_is_measured_within_its_blocks(checkpoint: Path) -> None
     executor.close()
 
 
-async def test_the_first_profiles_and_the_next_load(scene: SimpleNamespace, tmp_path: Path) -> None:
+async def test_the_first_profiles_and_the_next_load(
+    scene: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = MemoryHub()
     store = CostModelStore(hub.connect("one"), tmp_path)
     cost_model = await cost_models(scene, store).provide(scene.spec, scene.shape)
@@ -260,6 +265,13 @@ async def test_the_first_profiles_and_the_next_load(scene: SimpleNamespace, tmp_
     assert told is not None, "a bus that has lost it is told again"
     assert msgspec.json.decode(told.value.cost_model, type=CostModel) == cost_model
     assert 0 < told.value.profiled_s <= time.time()
+    newer = msgspec.structs.replace(entry.value, profiled_s=1e12)
+    await bucket.put(bucket_key(key), newer)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "get", AsyncMock(side_effect=BusError(ErrorInfo(ErrorCode.UNAVAILABLE, "away"))))
+        assert await CostModelStore(hub.connect("six"), tmp_path).get(key) == cost_model
+    kept = await bucket.get(bucket_key(key))
+    assert kept is not None and kept.value == newer, "what cannot be read is not overwritten"
 
     await until(lambda: not scene.loop.apply(Submit(request("r", [5, 6, 7], 20, model="m"))) and scene.ended)
     scene.loop.stop(10)

@@ -7,6 +7,7 @@ import pytest
 
 from shared.placement.demand import POOL_HEADROOM, SLOWDOWN, kv_bytes
 from shared.placement.places import incumbent_places, places, starved
+from shared.placement.plan import ModelPrediction
 from shared.placement.problem import Group, Plan, Prediction, Problem, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
@@ -54,6 +55,13 @@ def test_a_pool_that_holds_twice_what_is_asked_of_it_stays(share: float, is_kept
     assert (after[0].pool_bytes == before[0].pool_bytes) is is_kept
 
 
+def measured(num_requests: int, attainment: float) -> Prediction:
+    of_a = ModelPrediction(
+        num_requests=num_requests, attainment=attainment, normalised_latency=2.0, mean_latency_s=2.0, p99_latency_s=3.0
+    )
+    return Prediction(attainment=attainment, normalised_latency=2.0, models={"a": of_a})
+
+
 def test_a_pool_that_requests_fill_is_made_larger_if_it_can_be() -> None:
     settings = ReplacementSettings()
 
@@ -63,15 +71,17 @@ def test_a_pool_that_requests_fill_is_made_larger_if_it_can_be() -> None:
 
     full = asked(40, ALONE, 30 * GB)
     assert [place.pool_bytes for place in incumbent_places(full)] == [30 * GB]
-    assert starved(full) == ["n0-0"]
-    assert starved(asked(15, ALONE, 30 * GB)) == [], "half full"
-    assert starved(msgspec.structs.replace(full, pools={})) == [], "as large as it can be"
+    assert starved(full, {"a"}) == ["n0-0"]
+    assert starved(full, {"b"}) == [], "who is late is not there"
+    assert starved(asked(15, ALONE, 30 * GB), {"a"}) == [], "half full"
+    assert starved(msgspec.structs.replace(full, pools={}), {"a"}) == [], "as large as it can be"
     only_a = msgspec.structs.replace(full, models=(A,))
     found = search(only_a)
     assert found.plan == ALONE
-    late = Prediction(attainment=0.9, normalised_latency=2.0, models={})
+    late = measured(40, 0.9)
     verdict = Replacement(settings, 0.0).judge(found, only_a, late)
     assert verdict.is_worth and verdict.cause == "larger_pools" and "n0-0" in verdict.reason
-    in_time = Prediction(attainment=1.0, normalised_latency=1.0, models={})
-    assert Replacement(settings, 0.0).judge(found, only_a, in_time).cause == "same_plan"
+    assert verdict.starved == ["n0-0"]
+    for what in (measured(40, 1.0), measured(settings.least_requests - 1, 0.5), None):
+        assert Replacement(settings, 0.0).judge(found, only_a, what).cause == "same_plan"
     assert Replacement(settings, 0.0).judge(found, msgspec.structs.replace(only_a, pools={}), late).cause == "same_plan"

@@ -22,6 +22,7 @@ from shared.policies.rebalancing import (
     InstanceView,
     Pair,
     Rebalancer,
+    is_as_cheap_there,
     is_memory_bound,
     least_left,
 )
@@ -479,3 +480,10 @@ def test_who_is_about_to_be_preempted_moves_whatever_the_taker_computes() -> Non
     assert is_memory_bound(source.view(), LOW)
     cluster = Cluster(source, Instance("b", prompts_s=9.0))
     assert [pair.source for pair in cluster.step()] == ["a"]
+
+
+def test_a_report_that_counts_no_request_of_the_one_that_would_move_is_a_report() -> None:
+    """Whatever a worker says of itself, dispatch goes on."""
+    odd = Instance("a", running=[3000, 3000], others=(("n", 2, STEP_S),))
+    view = odd.view()._replace(next_model="m", residents=[("m", 0, STEP_S), *odd.others])
+    assert isinstance(is_as_cheap_there(view, Instance("b").view()), bool)
