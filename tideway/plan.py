@@ -107,7 +107,7 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
         change = plan.change
         if change is None or change.number <= seen:
             proposal = _state(plan).proposal
-            if proposal is not None and proposal.plan == proposal.before and proposal.cause != "larger_pools":
+            if proposal is not None and not proposal.is_change:
                 say("The best plan found is the one that runs; nothing changes.")
                 return
             raise OperatorError(f"Nothing is carried out: {_state(plan).problem or 'placement says no reason'}.")

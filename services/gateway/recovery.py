@@ -180,6 +180,8 @@ class Recovery:
         finally:
             stream.is_placing = False
             stream.heard(self._bus.now())
+        if stream.must_announce:
+            self.announce(stream)
 
     # ---------------------------------------------------------------------------------------- a new scheduler
 
@@ -187,13 +189,16 @@ class Recovery:
         streams = list(self._table.streams.values())
         logger.info("scheduler %s serves now; %d streams are announced to it", scheduler.scheduler_id, len(streams))
         for stream in streams:
-            self._tasks.start(self._announce(stream))
+            if stream.is_placing:
+                stream.must_announce = True
+            else:
+                self.announce(stream)
+
+    def announce(self, stream: Stream) -> None:
+        self._tasks.start(self._announce(stream))
 
     async def _announce(self, stream: Stream) -> None:
         await asyncio.sleep(random.random() * ANNOUNCE_JITTER_S)
-        # One that is being placed may yet be taken by the scheduler before, whose answer is on its way.
-        while stream.is_placing:
-            await asyncio.sleep(ANNOUNCE_JITTER_S)
         async with self._slots:
             if stream.is_open:
                 try:

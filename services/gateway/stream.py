@@ -30,6 +30,8 @@ class Stream:
         self.is_placing = False
         self.is_replaying = False
         self.must_place = False
+        self.must_announce = False
+        """A new scheduler came while this was being placed: the last one, whose answer is on its way, may have taken it."""
         self.heard_at = arrived_at
         self.first_token_at: float | None = None
         self.quiet_s = QUIET_S
@@ -48,7 +50,7 @@ class Stream:
         return len(self._request.prompt) // 4 + len(self.state.tokens)
 
     def to_send(self, now: float) -> GenerationRequest:
-        self.must_place = False
+        self.must_place = self.must_announce = False
         return msgspec.structs.replace(
             self._request,
             epoch=self.state.epoch,

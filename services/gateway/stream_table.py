@@ -81,6 +81,8 @@ class StreamTable:
         stream.heard_at = self._bus.now()
         if stream.must_place:
             self._recovery.place_again(stream)
+        elif stream.must_announce:
+            self._recovery.announce(stream)
         return stream
 
     def close(self, stream: Stream) -> None:

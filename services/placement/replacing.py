@@ -33,6 +33,7 @@ from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
     NodeInfo,
+    PlacementPlan,
     PlanChange,
     StoredCostModel,
 )
@@ -207,7 +208,7 @@ class Replacing:
         found = self._proposal if query.action == "apply" else None
         if found is not None and found.version != plan.version:
             found = None
-        if found is not None and _changes(found):
+        if found is not None and found.is_change:
             await self._apply(found)
         elif not self._searching:
             if found is not None and now - found.found_s <= self._core.interval_s:
@@ -297,18 +298,12 @@ class Replacing:
         found = await self._run_search(problem)
         verdict = await asyncio.to_thread(judge, found, problem, self._core.interval_s, self._core.settings, seen)
         self._core.tried(found)
-        held_bytes = await asyncio.to_thread(kv_bytes, problem, found.plan)
-        if verdict.cause == "larger_pools":  # the others keep theirs
-            held_bytes = {name: held if name in verdict.starved else 0 for name, held in held_bytes.items()}
+        held_bytes = await asyncio.to_thread(kv_bytes, problem, found.plan, verdict.starved)
         target = await asyncio.to_thread(
             chosen, inputs.models, inputs.nodes, plan, found.plan.groups, kv_bytes=held_bytes
         )
-        last = plan.change
-        has_failed = last is not None and last.stage == "rolled_back" and _by_id(last.target) == _by_id(target)
-        if verdict.cause == "larger_pools" and (has_failed or _by_id(target) == _by_id(plan.instances)):
-            verdict = Verdict(
-                is_worth=False, cause="same_plan", reason="the plan that runs has the pools that it can have"
-            )
+        if verdict.cause == "larger_pools" and (reason := why_no_larger_pools(plan, target)):
+            verdict = Verdict(is_worth=False, cause="same_plan", reason=reason)
         assert problem.incumbent is not None
         proposal = PlanProposal(
             found_s=self._monitor.now(), why=why, version=plan.version, is_worth=verdict.is_worth, verdict=verdict.reason,
@@ -325,7 +320,7 @@ class Replacing:
         """Raises `ProblemError`, or `DoesNotFit`, where the plan is another than it was made for, or leaves models out."""
         plan, inputs = self._plans.current, self._inputs()
         is_same = plan.version == proposal.version
-        if is_same and not _changes(proposal):
+        if is_same and not proposal.is_change:
             return
         if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in inputs.models}):
             raise ProblemError(f"{', '.join(fewer)} would be on no group", "places_fewer")
@@ -480,8 +475,14 @@ class Replacing:
             self._stored = state
 
 
-def _changes(proposal: PlanProposal) -> bool:
-    return proposal.plan != proposal.before or proposal.cause == "larger_pools"
+def why_no_larger_pools(plan: PlacementPlan, target: Sequence[InstancePlan]) -> str:
+    """Empty: `target` has larger ones than the plan, and is not what was rolled back last."""
+    if _by_id(target) == _by_id(plan.instances):
+        return "the plan that runs has the pools that it can have"
+    last = plan.change
+    if last is not None and last.stage == "rolled_back" and _by_id(last.target) == _by_id(target):
+        return f"larger KV pools were rolled back: {last.failure}"
+    return ""
 
 
 def _by_id(places: Sequence[InstancePlan]) -> list[InstancePlan]:

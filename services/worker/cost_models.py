@@ -25,7 +25,7 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.profiled_steps import BRIEF, Extent
 from services.worker.profiler import ProfiledExecutor, ProfiledModel, ProfileError, Profiling
 from shared import checkpoint
-from shared.bus.interface import Bus, BusError
+from shared.bus.interface import Bus, BusError, UnreadableEntry
 from shared.checkpoint import CheckpointError, run_dtype
 from shared.cost_model import CostModel, CostSource
 from shared.engine.calls import BorrowBlocks, ReturnBlocks, SetCostModel
@@ -56,12 +56,13 @@ class CostModelStore:
         self._folder = folder
 
     async def get(self, key: str) -> CostModel | None:
-        stored, profiled_s, is_known_missing = None, 0.0, False
+        stored, profiled_s, is_missing = None, 0.0, False
         if self._bus is not None:
             try:
                 entry = await (await self._bus.key_value(COST_MODELS)).get(bucket_key(key))
-                stored, is_known_missing = (None, True) if entry is None else (entry.value.cost_model, False)
+                stored, is_missing = (None, True) if entry is None else (entry.value.cost_model, False)
             except BusError as error:
+                is_missing = isinstance(error, UnreadableEntry)
                 log.warning("no cost model can be read from the bus: %s", error)
         if stored is None and self._folder is not None:
             stored, profiled_s = await asyncio.to_thread(_read, self._file(self._folder, key))
@@ -72,7 +73,7 @@ class CostModelStore:
         except msgspec.MsgspecError as error:
             log.warning("the stored cost model of %s cannot be used: %s", key, error)
             return None
-        if is_known_missing:
+        if is_missing:
             # Who searches for a placement looks on the bus alone.
             await self._publish(StoredCostModel(key, stored, profiled_s))
         return cost_model

@@ -114,6 +114,11 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
     trial: Trial | None = None
     """What the change would take and bring; None: nothing has to change, or a model gets or loses its last place."""
 
+    @property
+    def is_change(self) -> bool:
+        """Whether something is another than what ran."""
+        return self.plan != self.before or self.cause == "larger_pools"
+
 
 class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
     """Of adaptive replacement. Times are Unix time."""

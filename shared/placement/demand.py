@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import numpy as np
 
@@ -26,9 +27,10 @@ def is_kept(pool_bytes: int, largest_bytes: int, held_bytes: float) -> bool:
     return pool_bytes >= min(largest_bytes / KEPT_POOL, POOL_HEADROOM * held_bytes)
 
 
-def kv_bytes(problem: Problem, plan: Plan) -> dict[str, int]:
+def kv_bytes(problem: Problem, plan: Plan, only: Collection[str] = ()) -> dict[str, int]:
     """By instance id of each group: bytes of KV that the online requests of all known traffic hold at the busiest moment of
-    each model, if a model's requests are spread evenly over its groups and hold all their tokens from arrival to end."""
+    each model, if a model's requests are spread evenly over its groups and hold all their tokens from arrival to end.
+    `only`: where not empty, the instances whose pools may be made anew for that; 0 for the others."""
     traffic = problem.traffic if problem.evidence is None else problem.evidence
     facts = {model.name: model for model in problem.models}
     kinds = {node.node_id: node.kind for node in problem.nodes}
@@ -50,7 +52,7 @@ def kv_bytes(problem: Problem, plan: Plan) -> dict[str, int]:
     found = {}
     for group in plan.groups:
         total = 0.0
-        for name in group.models:
+        for name in group.models if not only or group.instance_id in only else ():
             key = name, kinds[group.node_id], group.num_ranks
             if key not in most:
                 most[key] = most_bytes(*key)

@@ -20,11 +20,13 @@ def blocks(place: InstancePlan, model: ModelFacts) -> int:
     return blocks_per_merged(place.merged_bytes // p, -(-model.block_bytes // p))
 
 
-def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) -> list[InstancePlan]:
+def places(
+    problem: Problem, plan: Plan, before: Sequence[InstancePlan] = (), only: Collection[str] = ()
+) -> list[InstancePlan]:
     """The plan's instances. A group that runs keeps its KV pool where its models fit beside it, unless it could have a much
-    larger one and its requests may need that."""
+    larger one and its requests may need that; `only`: as in `kv_bytes`."""
     nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
-    keeps, found, held_bytes = fits(problem), [], kv_bytes(problem, plan) if before else {}
+    keeps, found, held_bytes = fits(problem), [], kv_bytes(problem, plan, only) if before else {}
     had = {(place.node_id, group_of(place).devices): place for place in before}
     for group in plan.groups:
         facts = [models[name] for name in group.models]

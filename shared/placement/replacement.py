@@ -88,10 +88,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which it pays, or does not."""
     change_s: float = 0.0
     """That the change takes."""
-    starved: Sequence[str] = ()
-    """Instances that are to have larger pools, where that is the cause."""
     lost_device_s: float = 0.0
     """Devices times seconds of that which would serve nobody."""
+    starved: Sequence[str] = ()
+    """Instances that are to have larger pools, where that is the cause."""
 
 
 class _Totals(msgspec.Struct, frozen=True):
@@ -394,6 +394,7 @@ class Replacement:
         return judge(proposal, problem, self.interval_s, self.settings, measured)
 
     def tried(self, proposal: Proposal) -> None:
+        """Remembers how long a change takes, by which the next window is chosen."""
         if proposal.trial is not None:
             self.state = msgspec.structs.replace(self.state, change_s=proposal.trial.change_s)
 

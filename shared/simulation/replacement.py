@@ -163,7 +163,7 @@ class FleetReplacement:
         if not verdict.is_worth:
             self.core.settled(now, proposal.incumbent)
             return
-        target = places(problem, proposal.plan, self._running)
+        target = places(problem, proposal.plan, self._running, verdict.starved)
         self._target, self._predicted = proposal.plan, {True: proposal.prediction, False: proposal.incumbent}
         self._change = begin(len(self.changes) + 1, verdict.reason, self._running, target, now)
         for node_id, sources in to_fetch(self._change).items():

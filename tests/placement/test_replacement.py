@@ -14,7 +14,7 @@ from services.placement import replacing as replacing_module
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
 from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS, REPLACEMENT
-from shared.messages.cluster import DeviceGroup, ModelSpec, PlanChange
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlacementPlan, PlanChange
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from shared.placement.carry_out import CarryOutSettings
@@ -479,3 +479,19 @@ async def test_settings_are_checked(nats_settings: BusSettings) -> None:
         with pytest.raises(SettingsError, match="TIDEWAY_REPLACEMENT"):
             async with placement(nats_settings, **wrong):
                 pass
+
+
+def test_larger_pools_are_not_asked_for_where_the_plan_has_them_or_they_were_rolled_back() -> None:
+    has, larger = (InstancePlan("node-0-0", "node-0", [], pool_bytes, 1) for pool_bytes in (10, 20))
+
+    def why_not(stage: str, tried: InstancePlan) -> str:
+        change = PlanChange(
+            number=1, reason="", stage=stage, begun_s=0.0, stage_s=0.0, step_s=0.0, before=[has], target=[tried],
+            failure="no memory",
+        )  # fmt: skip
+        plan = PlacementPlan(version=2, instances=[has], change=change)
+        return replacing_module.why_no_larger_pools(plan, [larger])
+
+    assert why_not("carried_out", has) == why_not("rolled_back", has) == ""
+    assert "no memory" in why_not("rolled_back", larger)
+    assert replacing_module.why_no_larger_pools(PlacementPlan(version=1, instances=[has]), [has])

@@ -34,6 +34,7 @@ def test_it_is_what_is_held_at_the_busiest_moment_of_each_model() -> None:
     assert kv_bytes(given(*together), ALONE) == {"n0-0": block_bytes(3, 510)}
     spread = Plan((Group("n0", (0,), ("a",)), Group("n0", (1,), ("a",))))
     assert kv_bytes(given(*together), spread) == dict.fromkeys(("n0-0", "n0-1"), block_bytes(3, 510) // 2)
+    assert kv_bytes(given(*together), spread, only=["n0-1"]) == {"n0-0": 0, "n0-1": block_bytes(3, 510) // 2}
 
 
 def test_offline_requests_and_models_without_traffic_hold_nothing() -> None:
