@@ -96,6 +96,8 @@ async def main() -> None:
         same = sum(text == expected for (_, text), (_, expected) in zip(answers, undisturbed, strict=True))
         print(f"{same} of {NUM_STREAMS} streams have the text of those that nobody disturbed")
         await wait_back(admin, drained, models)
+    if not num_moved:
+        sys.exit("no stream moved: those on the instance ended before a move was over, or no other instance had room")
 
 
 try:

@@ -155,6 +155,10 @@ def _describe(state: ReplacementState) -> str:
     age_s = time.time() - state.since_s
     text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); this interval of {state.interval_s:.0f} s began "
     text += f"{age_s:.0f} s ago"
+    if state.measured is not None and (num := state.measured.num_requests):
+        text += f": of {num} online requests since, {_attained(state.measured)}"
+        if state.predicted is not None:
+            text += f"; predicted are {_attained(state.predicted)}"
     if state.deviation is not None:
         text += f"; the last one differed from its prediction by {state.deviation:.0%}"
     if state.searching:
@@ -183,26 +187,25 @@ def _places(plan: ShownPlan, proposal: PlanProposal | None) -> Table:
 
 
 def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
-    """Attainment and normalised latency: measured in this interval, predicted for it, and by the last search under the
-    traffic that it saw, for the plan that ran and for the one it proposes. Then the `FIGURES` predicted of these two, or for
-    this interval."""
-    found = {
-        "measured": state.measured,
-        "predicted": state.predicted,
-        "as now": proposal.incumbent if proposal is not None else None,
-        "proposed": proposal.prediction if proposal is not None else None,
-    }
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    """Attainment and normalised latency of each model's online requests: of those that the last search saw, measured and
+    predicted for the plan that ran and for the one it proposes; without a search, of this interval. Then the `FIGURES` that
+    are predicted."""
+    if proposal is not None:
+        over = f"the {proposal.interval_s:.0f} s before the search"
+        measured = proposal.measured
+        predicted = {"as now": proposal.incumbent, "proposed": proposal.prediction}
+    else:
+        over, measured, predicted = "this interval", state.measured, {"predicted": state.predicted}
+    title = f"Online requests of {over}: attainment and normalised latency (times the execution alone)"
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model")
-    table.add_column("requests", justify="right")
-    for header in (*found, *FIGURES):
+    for header in ("requests", "measured", *predicted, *FIGURES):
         table.add_column(header, justify="right")
-    plans = [found["as now"], found["proposed"]] if proposal is not None else [state.predicted]
-    names = sorted({name for prediction in found.values() if prediction is not None for name in prediction.models})
-    for name in names:
-        num = state.measured.models[name].num_requests if state.measured and name in state.measured.models else 0
+    plans = list(predicted.values())
+    for name in sorted({name for one in (measured, *plans) if one is not None for name in one.models}):
+        num = measured.models[name].num_requests if measured and name in measured.models else 0
         figures = [_figure(plans, name, value) for value in FIGURES.values()]
-        table.add_row(escape(name), str(num), *(_cell(prediction, name) for prediction in found.values()), *figures)
+        table.add_row(escape(name), str(num), *(_cell(one, name) for one in (measured, *plans)), *figures)
     return table
 
 
@@ -229,6 +232,10 @@ def _trial(trial: Trial) -> RenderableType:
         cells = [f"{attainment:.1%} {latency:.2f}x" for attainment, latency in pairs]
         table.add_row(f"{one.seconds:.0f} s", str(one.num_requests), *cells)
     return table
+
+
+def _attained(prediction: Prediction) -> str:
+    return f"{prediction.attainment:.1%} within their objective, normalised latency {prediction.normalised_latency:.2f}"
 
 
 def _cell(prediction: Prediction | None, name: str) -> str:

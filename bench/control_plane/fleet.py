@@ -7,13 +7,13 @@ making them is not what is measured, and should not fill the processor's caches 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from random import Random
 from typing import NamedTuple
 
 import msgspec
 
-from shared.messages.cluster import FinishedStats, InstanceInfo, LoadedModel, ModelLoad
+from shared.messages.cluster import FinishedStats, InstanceInfo, LoadedModel, LoadReport, ModelLoad
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
@@ -23,7 +23,7 @@ from shared.messages.requests import (
     pack_tokens,
 )
 
-MODELS = ("llama", "opt")
+MODELS = ("llama", "opt", "qwen", "gemma")
 REPORTS_PER_S = 50
 """Of one instance: the most that it makes."""
 NUM_MERGED = 1000
@@ -37,8 +37,7 @@ PROMPT = pack_tokens(list(range(512)))
 
 encode = msgspec.msgpack.Encoder().encode
 
-NUM_FIELDS = 3 + 4 + 3 + 6
-"""Of a `LoadReport`: those made here; the rest have defaults."""
+NUM_FIELDS = len(LoadReport.__struct_fields__)
 HEADER = b"\xdc" + NUM_FIELDS.to_bytes(2, "big")
 """Of an array."""
 UINT32 = b"\xce"
@@ -134,21 +133,24 @@ class Fleet:
 
 
 def _walk(random: Random, *, is_short: bool) -> list[_Load]:
-    """The last one is near to the first. `is_short`: of an instance that has too little memory most of the time."""
+    """The last one is near to the first. `is_short`: of an instance that has too little memory most of the time. Each has
+    more requests of some models than of others, so that a request costs more turns here than there."""
     centre = 30.0 if is_short else random.uniform(100.0, 500.0)
+    shares = [random.random() ** 3 for _ in MODELS]
     left, there = 0.0, []
     for _ in range(NUM_STEPS // 2):
         left += random.gauss(0.0, 8.0)
         there.append(left)
     walk = []
     for offset in there + there[::-1]:
-        num_running = random.randint(14, 18)
         freeness = centre + offset
         merged = freeness / (BLOCK_SIZE * BLOCKS_PER_MERGED)
+        running = Counter(random.choices(MODELS, shares, k=random.randint(14, 18)))
+        num_running = running.total()
         loads = [
             ModelLoad(
                 model=model,
-                num_running=num_running // 2,
+                num_running=running[model],
                 num_waiting=int(random.random() < 0.1),
                 num_offline=0,
                 num_waiting_online=0,
@@ -158,7 +160,13 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
             )
             for model in MODELS
         ]
-        before = [merged, merged * num_running, num_running, loads]
-        after = [merged - 20.0, freeness, freeness, 0, [], []]
-        walk.append(_Load(b"".join(map(encode, before)), b"".join(map(encode, after))))
+        report = LoadReport(
+            instance_id="", incarnation="", sequence=0, dispatch_freeness=merged, free_merged=merged * num_running,
+            num_running=num_running, models=tuple(loads), admitted=(), ended=(), finished=(),
+            dispatch_freeness_high=merged - 20.0, migration_freeness=freeness, scaling_freeness=freeness,
+            next_migration_tokens=random.randint(100, 800), running_freeness=freeness + 5.0,
+            next_migration_model=random.choice(list(running)),
+        )  # fmt: skip
+        fields = [getattr(report, name) for name in LoadReport.__struct_fields__]
+        walk.append(_Load(b"".join(map(encode, fields[3:7])), b"".join(map(encode, fields[10:]))))
     return walk

@@ -112,7 +112,8 @@ class Bench:
         """To all that was sent of the other trace."""
         steps = samples(observed)
         calibrating = [one for run in self._calibrations for one in _within(steps, run)]
-        return fit(calibrating, *_delays_s(observed, self._calibrations))
+        submit_s, answer_s = np.mean(_delays_s(observed, self._calibrations), axis=0)
+        return fit(calibrating, float(submit_s), float(answer_s))
 
     def _compare(
         self,
@@ -128,8 +129,6 @@ class Bench:
         }
         cells: dict[tuple[str, float], Cell] = {}
         for (name, load, _), (run, number) in runs.items():
-            submit_s, answer_s = delays_s[load]
-            at_load = msgspec.structs.replace(timing, submit_s=submit_s, answer_s=answer_s)
             lengths: dict[str, list[tuple[int, int]]] = {model: [] for model in MODELS}
             for one in run.requests:
                 lengths[one.model].append((one.prompt_tokens, one.output_tokens))
@@ -141,7 +140,14 @@ class Bench:
                 [
                     figures(
                         simulated.run(
-                            observed, at_load, settings, run.requests, start_s=run.start_s, speed=factor, seed=seed
+                            observed,
+                            timing,
+                            settings,
+                            run.requests,
+                            delays_s=delays_s[load],
+                            start_s=run.start_s,
+                            speed=factor,
+                            seed=seed,
                         ),
                         alone_s,
                     )
@@ -162,19 +168,18 @@ class Bench:
         return Comparison(cells=list(cells.values()), timing=timing, capacity_rps=capacity)
 
 
-def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> tuple[float, float]:
-    """From clients to the engines, and back; means."""
+def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> list[tuple[float, float]]:
+    """Of each request, from the client to the engine and back."""
     submitted = {prompt: at_s for one in observed for prompt, at_s in one.submitted_s.items()}
     first = {prompt: at_s for one in observed for prompt, at_s in one.first_s.items()}
-    submit_s: list[float] = []
-    answer_s: list[float] = []
+    found = []
     for run in runs:
         ordered = sorted(run.requests, key=lambda request: request.request_id)
         for request, served in zip(ordered, run.served, strict=True):
             prompt = pack_tokens(prompt_token_ids(request, VOCABULARY, 0))
-            submit_s.append(submitted[prompt] - run.start_s - served.arrival_s)
-            answer_s.append(served.first_s + run.start_s - first[prompt])
-    return float(np.mean(submit_s)), float(np.mean(answer_s))
+            submit_s = submitted[prompt] - run.start_s - served.arrival_s
+            found.append((submit_s, served.first_s + run.start_s - first[prompt]))
+    return found
 
 
 def _within(steps: Sequence[Sample], run: _Run) -> list[Sample]:

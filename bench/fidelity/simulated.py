@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -28,14 +29,16 @@ def run(
     settings: SchedulerSettings,
     requests: Sequence[PlannedRequest],
     *,
+    delays_s: Sequence[tuple[float, float]] = (),
     start_s: float = math.inf,
     speed: float = 1.0,
     seed: int = 0,
     build: Callable[[Configuration], Engine] = Configuration.build,
 ) -> list[Served]:
     """Instances are those that were observed; engines know the cost models that the live ones were told, and the execution
-    times of models that these had been told by `start_s`. `speed`: factor of all step times, of the machine at that time.
-    Raises `RunFailed`."""
+    times of models that these had been told by `start_s`. `delays_s`: from the client to the engine and back, of which each
+    request draws one; empty: the mean ones. `speed`: factor of all step times, of the machine at that time. Raises
+    `RunFailed`."""
     # The fleet's noise has the median 1, a cost model says the mean.
     scale = speed / float(np.exp(timing.noise**2 / 2))
 
@@ -55,19 +58,18 @@ def run(
         ]
         instance = fleet.add_instance(f"instance-{number}", device, models, engine=build(one.configuration))
         _tell(instance.engine, one)
-    first_s = max(0.0, timing.submit_s - CONTROL_S)
-    jobs = [
-        Job(one.at_s + first_s, one.prompt_tokens, one.output_tokens, model=one.model)
-        for one in sorted(requests, key=lambda request: request.at_s)
+    delays_s = delays_s or [(timing.submit_s, timing.answer_s)]
+    drawn = np.random.default_rng(seed).integers(len(delays_s), size=len(requests))
+    sent = [
+        (one.at_s + max(0.0, delays_s[at][0] - CONTROL_S), one, delays_s[at][1])
+        for one, at in zip(requests, drawn, strict=True)
     ]
-    records = fleet.run(jobs).records
+    sent.sort(key=itemgetter(0))
+    jobs = [Job(at_s, one.prompt_tokens, one.output_tokens, model=one.model) for at_s, one, _ in sent]
     return [
-        Served(
-            job.model, job.at_s - first_s, record.first_s + timing.answer_s, record.last_s + timing.answer_s,
-            record.num_tokens,
-        )
-        for job, record in zip(jobs, records, strict=True)
-    ]  # fmt: skip
+        Served(one.model, one.at_s, record.first_s + answer_s, record.last_s + answer_s, record.num_tokens)
+        for (_, one, answer_s), record in zip(sent, fleet.run(jobs).records, strict=True)
+    ]
 
 
 def _tell(engine: Engine, observed: Observed) -> None:

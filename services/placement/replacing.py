@@ -308,9 +308,9 @@ class Replacing:
         proposal = PlanProposal(
             found_s=self._monitor.now(), why=why, version=plan.version, is_worth=verdict.is_worth, verdict=verdict.reason,
             cause=verdict.cause, trial=found.trial, plan=found.plan, prediction=found.prediction, before=problem.incumbent,
-            incumbent=found.incumbent, rejected=list(found.rejected[:SHOWN_REJECTED]), unplaced=found.unplaced,
-            search_s=self._monitor.now() - began_s, interval_s=window_s, num_requests=traffic.num_requests,
-            target=target, kv_bytes=held_bytes,
+            incumbent=found.incumbent, measured=seen, rejected=list(found.rejected[:SHOWN_REJECTED]),
+            unplaced=found.unplaced, search_s=self._monitor.now() - began_s, interval_s=window_s,
+            num_requests=traffic.num_requests, target=target, kv_bytes=held_bytes,
         )  # fmt: skip
         return proposal, verdict
 

@@ -98,6 +98,8 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
     """That ran then."""
     incumbent: Prediction | None
     """Of that."""
+    measured: Prediction | None = None
+    """Of that, in the same interval."""
     rejected: list[Rejected]
     """Best first."""
     unplaced: dict[str, str]

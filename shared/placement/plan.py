@@ -77,6 +77,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     use: dict[str, float] = {}
     """Instance id -> share of the time in which it computes."""
 
+    @property
+    def num_requests(self) -> int:
+        """Online ones."""
+        return sum(model.num_requests for model in self.models.values())
+
 
 class Horizon(msgspec.Struct, frozen=True, kw_only=True):
     """The last `seconds` of traffic, estimated three times for the same requests: on the plan that runs (`stay`), with a

@@ -120,12 +120,8 @@ def _num(prediction: Prediction, name: str) -> int:
     return 0 if model is None else model.num_requests
 
 
-def num_requests(prediction: Prediction) -> int:
-    return sum(model.num_requests for model in prediction.models.values())
-
-
 def _other_share(prediction: Prediction, names: Collection[str]) -> float:
-    total = num_requests(prediction)
+    total = prediction.num_requests
     return 1.0 - sum(_num(prediction, name) for name in names) / total if total else 0.0
 
 
@@ -148,7 +144,7 @@ def next_interval_s(
     interval_s: float, predicted: Prediction, measured: Prediction, settings: ReplacementSettings
 ) -> float:
     """Equation 8, within the bounds. It stays where both had too few requests to tell."""
-    if max(num_requests(predicted), num_requests(measured)) < settings.least_requests:
+    if max(predicted.num_requests, measured.num_requests) < settings.least_requests:
         return interval_s
     factor = -settings.beta if deviation(predicted, measured) > settings.beta else settings.beta
     return min(max(interval_s * (1.0 + factor), settings.least_s), settings.most_s)
@@ -241,7 +237,7 @@ class _Better(NamedTuple):
 
 
 def _better(predicted: Prediction, measured: Prediction | None, settings: ReplacementSettings) -> _Better:
-    if measured is None or num_requests(measured) < settings.least_requests:
+    if measured is None or measured.num_requests < settings.least_requests:
         return _Better()
     latency = 0.0
     if predicted.normalised_latency > 0:
@@ -255,7 +251,7 @@ def _untried(proposal: Proposal, problem: Problem, interval_s: float) -> Trial:
     assert before is not None
     seconds = change_s(problem.incumbent, proposal.plan, problem)
     share = min(1.0, seconds / (sum(node.num_devices for node in problem.nodes) * interval_s))
-    num = max(1, num_requests(after))
+    num = max(1, after.num_requests)
     horizon = Horizon(
         seconds=interval_s, num_requests=num, stay_attainment=before.attainment, free_attainment=after.attainment,
         change_attainment=after.attainment - share,

@@ -35,8 +35,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from heapq import nlargest
-from itertools import islice
+from heapq import merge, nlargest
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -59,6 +59,10 @@ hundreds of pairs everything else would wait for it."""
 
 NUM_COMPARED = 8
 """Destinations whose costs are compared for a source."""
+MAX_LOOKED = 64
+"""Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
+MAX_LOOKS = 1024
+"""Likewise for all sources of a step: some milliseconds. Those that get none come first in the next one."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
@@ -241,6 +245,10 @@ class Rebalancer:
         """Pairs into each instance, of those that are not for a drain."""
         self._backoffs: dict[str, _Backoff] = {}
         self._bucket = _TokenBucket(pairings_per_s)
+        self._num_looks = 0
+        """In this step."""
+        self._in_vain_s: dict[str, float] = {}
+        """When a destination was last looked for, of sources that found none while others wait for their turn."""
 
     @property
     def is_idle(self) -> bool:
@@ -321,7 +329,7 @@ class Rebalancer:
             if not is_kept:
                 self._end(pair, changes)
         unpaired = [
-            (freeness, name)
+            (self._in_vain_s.get(name, -math.inf), freeness, name)
             for name, freeness in self._sources.items()
             if name not in self.pairs and name not in self._draining and not self._is_backing_off(name, now)
         ]
@@ -363,7 +371,7 @@ class Rebalancer:
 
     def _pair_sources(
         self,
-        unpaired: list[tuple[float, str]],
+        unpaired: list[tuple[float, float, str]],
         destinations: Iterable[Destination],
         view_of: Callable[[str], InstanceView | None],
         changes: Changes,
@@ -374,7 +382,10 @@ class Rebalancer:
             able = [destination for destination in able if not self._is_backing_off(destination.instance_id, now)]
         free = self._freest([destination for destination in able if destination.freeness >= self.low / 2], _freeness_of)
         roomy: list[list[Destination]] | None = None
-        for _, name in unpaired:
+        self._num_looks = 0
+        for _, _, name in unpaired:
+            if self._num_looks >= MAX_LOOKS:
+                return
             if not able or not self._bucket.has_one(now):
                 return
             source = view_of(name)
@@ -389,13 +400,16 @@ class Rebalancer:
             if destination is not None:
                 self._bucket.take()
                 self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
+            else:
+                self._in_vain_s[name] = now
+        self._in_vain_s.clear()
 
     def _freest(self, destinations: list[Destination], key: Callable[[Destination], float]) -> list[list[Destination]]:
-        """By the models served: those that can be paired now, and some to choose from."""
+        """By the models served, in order: those that can be looked at in this step for one source, whichever others take."""
         groups: dict[frozenset[str], list[Destination]] = {}
         for destination in destinations:
             groups.setdefault(destination.models, []).append(destination)
-        return [nlargest(self._bucket.capacity + NUM_COMPARED, group, key=key) for group in groups.values()]
+        return [nlargest(self._bucket.capacity + MAX_LOOKED, group, key=key) for group in groups.values()]
 
     def _destination_for(
         self,
@@ -409,9 +423,15 @@ class Rebalancer:
         if source.instance_id in self._taking:
             return None
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
-        free = [each for group in serving for each in group if key(each) >= bar and self._may_take(each.instance_id)]
-        views = (view_of(each.instance_id) for each in sorted(free, key=key, reverse=True))
-        able = list(islice((v for v in views if v is not None and self._is_worth_it(source, v)), NUM_COMPARED))
+        freest = takewhile(lambda each: key(each) >= bar, merge(*serving, key=key, reverse=True))
+        able: list[InstanceView] = []
+        for each in islice((each for each in freest if self._may_take(each.instance_id)), MAX_LOOKED):
+            self._num_looks += 1
+            view = view_of(each.instance_id)
+            if view is not None and self._is_worth_it(source, view):
+                able.append(view)
+                if len(able) == NUM_COMPARED:
+                    break
         return able[first_cheap([cost_there_s(source, view) for view in able])].instance_id if able else None
 
     def _is_worth_it(self, source: InstanceView, destination: InstanceView) -> bool:

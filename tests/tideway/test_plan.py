@@ -52,7 +52,8 @@ TRIAL = Trial(
 )  # fmt: skip
 PROPOSAL = PlanProposal(
     found_s=0.0, why="asked", version=3, is_worth=True, verdict="more is attained", cause="pays", plan=APART,
-    prediction=predicted(0.95, 10.0), before=BOTH, incumbent=predicted(0.8, 20.0), unplaced={"huge": "memory"},
+    prediction=predicted(0.95, 10.0), before=BOTH, incumbent=predicted(0.8, 20.0), measured=predicted(0.7, 25.0),
+    unplaced={"huge": "memory"},
     rejected=[Rejected(WIDE, predicted(0.7, 30.0), "attains less"), Rejected(BOTH, None, "it runs [already]")],
     search_s=1.0, interval_s=600.0, num_requests=40, target=[place("node-0", "chat"), place("node-1", "code")],
     trial=TRIAL,
@@ -84,10 +85,13 @@ def test_a_change_of_which_no_traffic_is_known_is_told_without_a_table() -> None
 def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_was_rejected() -> None:
     lines = shown(PROPOSAL)
     assert "node-0 1 chat, code chat" in lines and "node-1 1 - code" in lines
-    assert "model requests measured predicted as now proposed P99 s TTFT s TPOT ms" in lines
-    attained = "chat 40 75.0% 1.50x 90.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
+    assert "model requests measured as now proposed P99 s TTFT s TPOT ms" in lines
+    text = " ".join(lines)
+    assert "of 40 online requests since, 75.0% within their objective" in text and "predicted are 90.0%" in text
+    assert "Online requests of the 600 s before the search" in text
+    attained = "chat 40 70.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
     assert f"{attained} 20 -> 10 0.2 -> 0.1 20 -> 10" in lines
-    assert "code 0 - - - - - - -" in lines
+    assert "code 0 - - - - - -" in lines
     assert "Proposed, worth a change (pays): more is attained." in lines
     title = " ".join(lines).partition("The change takes 42 s")[2]
     assert "30 s of devices" in title and "2.5 GB" in title and "+3.4%" in title and "code would wait" in title
@@ -98,10 +102,10 @@ def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_w
 
 
 def test_figures_give_way_where_there_is_no_room() -> None:
-    attained = "chat 40 75.0% 1.50x 90.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
-    for width, figures in ((80, " 20 -> 10"), (70, "")):
+    attained = "chat 40 70.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
+    for width, figures in ((70, " 20 -> 10"), (60, "")):
         lines = shown(PROPOSAL, width=width)
-        assert f"model requests measured predicted as now proposed{' P99 s' if figures else ''}" in lines
+        assert f"model requests measured as now proposed{' P99 s' if figures else ''}" in lines
         assert f"{attained}{figures}" in lines
 
 
@@ -113,7 +117,7 @@ def test_figures_give_way_where_there_is_no_room() -> None:
 def test_without_a_proposal_figures_are_those_of_the_interval(proposal: PlanProposal | None, said: str) -> None:
     lines = shown(proposal, version=4)
     assert any(line.startswith(said) for line in lines)
-    assert "chat 40 75.0% 1.50x 90.0% 1.50x - - 15 0.15 15" in lines
+    assert "chat 40 75.0% 1.50x 90.0% 1.50x 15 0.15 15" in lines
 
 
 def test_what_is_not_worth_a_change_says_so() -> None:

@@ -16,8 +16,9 @@ from shared.policies.rebalancing import (
     BURST_S,
     MAX_BACKOFF_S,
     MAX_CHECKED,
+    MAX_LOOKED,
+    MAX_LOOKS,
     MOST_PROMPTS_S,
-    NUM_COMPARED,
     Destination,
     InstanceView,
     Pair,
@@ -208,10 +209,24 @@ def test_where_the_next_request_cannot_go_another_goes_only_if_there_is_no_other
 
 
 def test_a_free_one_that_is_as_cheap_is_found_behind_many_that_are_not() -> None:
-    dear = [spread(f"dear-{n}", others=(("n", 60, STEP_S),)) for n in range(NUM_COMPARED)]
-    cluster = Cluster(spread("full", *FULL), *dear, spread("half", *HALF), per_s=10.0)
+    for count, found in ((MAX_LOOKED - 1, {"full": ("half",)}), (MAX_LOOKED, {})):
+        dear = [spread(f"dear-{n}", others=(("n", 60, STEP_S),)) for n in range(count)]
+        cluster = Cluster(spread("full", *FULL), *dear, spread("half", *HALF), per_s=10.0)
+        cluster.step()
+        assert cluster.pairs() == found
+
+
+def test_sources_that_find_none_take_their_turns_with_others() -> None:
+    count = MAX_LOOKS // MAX_LOOKED
+    dear = [spread(f"dear-{n}", others=(("n", 60, STEP_S),)) for n in range(MAX_LOOKED)]
+    vain = [spread(f"vain-{n}", *FULL) for n in range(count)]  # two looks for each, as they are memory-bound
+    freer = spread("freer", *FULL[1:], models=frozenset({"k"}))
+    cluster = Cluster(*vain, freer, *dear, spread("idle", models=frozenset({"k"})))
+    for _ in range(2):
+        cluster.step()
+        assert cluster.pairs() == {}, "its turn is after those that are less free"
     cluster.step()
-    assert cluster.pairs() == {"full": ("half",)}
+    assert cluster.pairs() == {"freer": ("idle",)}
 
 
 def test_a_pair_ends_where_others_make_turns_dear() -> None:

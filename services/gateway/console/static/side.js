@@ -87,7 +87,7 @@ export function showPlan(plan, {onPlan}) {
   const proposal = told?.proposal;
   const rows = [
     {name: "this interval, predicted", of: told?.predicted}, {name: "this interval, measured", of: told?.measured},
-    ...(proposal ? [{name: "as it is, predicted", of: proposal.incumbent}, {name: "proposed, predicted", of: proposal.prediction}] : []),
+    ...(proposal ? [{name: "last search's, measured", of: proposal.measured}, {name: "as it is, predicted", of: proposal.incumbent}, {name: "proposed, predicted", of: proposal.prediction}] : []),
   ];
   const key = JSON.stringify([plan.version, rows.map((row) => [share(row.of), latency(row.of)]), told?.searching, told?.problem, proposal?.verdict, plan.change?.stage]);
   if (container.dataset.made === key) return;
