@@ -49,7 +49,6 @@ class Steps:
     """Steps of one executor, whose rows hold sequences of `CONTEXT` tokens, and one as long as the longest prompt."""
 
     def __init__(self, source: Path, *, deterministic: bool) -> None:
-        self._clock = step_clock(torch.device("cpu"))
         spec = ModelSpec("model", str(source))
         probe = Executor("cpu", 1, 1 << 30, 1).prepare_model(spec)
         block_bytes = probe.model.kv_shape(probe.block_size).block_bytes
@@ -57,6 +56,7 @@ class Steps:
         blocks = -(-(CONTEXT + 1) // probe.block_size)
         num_blocks = max(DECODES) * blocks + -(-max(PROMPTS) // probe.block_size)
         self._executor = Executor("cpu", num_blocks, merged_bytes, num_rows, deterministic=deterministic)
+        self._clock = step_clock(self._executor)
         self._executor.add_model(self._executor.prepare_model(spec))
         vocab_size, chance = probe.model.vocab_size, random.Random(0)
         sampling, free = SamplingParams(max_tokens=1 << 20, temperature=0.0), iter(range(num_blocks))

@@ -120,7 +120,7 @@ def _run_instance() -> None:
             return result
 
     executor.Executor = EmulatedExecutor  # type: ignore[misc]
-    profiler.step_clock = lambda device: time.perf_counter
+    profiler.step_clock = lambda executor: time.perf_counter
     runpy.run_module("services.worker.instance_main", run_name="__main__", alter_sys=True)
 
 

@@ -47,7 +47,7 @@ class Place:
         kind = executor.device.type
         self.executor, self.shape = executor, shape
         self.num_sequences, self.context = DECODES[kind]
-        self.clock = step_clock(executor.device)
+        self.clock = step_clock(executor)
         self._rows = list(range(first_row, first_row + self.num_sequences + 1))
         self._step_id = 1000 * (first_row + 1)
         lengths = [self.context + 1] * self.num_sequences + [PREFILL[kind]]

@@ -14,8 +14,8 @@ from array import array
 from enum import Enum, auto
 
 from shared.messages.requests import (
+    PLACE_AGAIN_CODES,
     UNKNOWN_LOGPROB,
-    ErrorCode,
     ErrorInfo,
     FinishReason,
     RequestTiming,
@@ -25,9 +25,6 @@ from shared.messages.requests import (
     TokenLogprob,
     next_placement,
 )
-
-PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})
-"""An owner that ends a request for one of these has only given it up; another can continue it."""
 
 
 class Outcome(Enum):

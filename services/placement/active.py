@@ -314,6 +314,8 @@ class ActivePlacement:
         """Publishes the plan for the models as they are, if it differs. `fleet`: in place of the stored one. Call it with
         `_changing` held."""
         await self._plans.refresh()
+        if await self._replacing.stays_right(self._inputs(self._models, fleet)):
+            return
         if not await self._replacing.supersede("models or instances were changed"):
             if fleet is not None and fleet != Fleet.of(self._plans.plan):
                 message = "a replacement is under way: nothing can be drained or scaled now"

@@ -25,6 +25,10 @@ from shared.placement.places import pools
 from shared.placement.plan import group_of, plan_of
 from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Prediction, Problem, Traffic
 
+_NOTHING = ModelPrediction(
+    num_requests=0, attainment=1.0, normalised_latency=0.0, mean_latency_s=0.0, p99_latency_s=0.0
+)
+
 
 class ProblemError(Exception):
     """There is nothing to search with, or what was found is not carried out; the message says why."""
@@ -94,11 +98,11 @@ def live_problem(
     )
 
 
-def measured_prediction(traffic: Mapping[str, ModelTraffic]) -> Prediction:
-    """What was measured, in the form of what is predicted."""
-    models = {}
+def measured_prediction(traffic: Mapping[str, ModelTraffic], bases: Mapping[str, str]) -> Prediction:
+    """What was measured, in the form of what is predicted. `bases`: of adapters, the models whose requests theirs are."""
+    measured: dict[str, list[ModelPrediction]] = {}
     for name, online in ((name, one.online) for name, one in traffic.items()):
-        models[name] = ModelPrediction(
+        model = ModelPrediction(
             num_requests=online.num_decided,
             attainment=1.0 if online.attainment is None else online.attainment,
             normalised_latency=online.normalised_latency,
@@ -108,13 +112,30 @@ def measured_prediction(traffic: Mapping[str, ModelTraffic]) -> Prediction:
             p99_ttft_s=online.ttft_s.p99,
             mean_tpot_s=online.tpot_s.mean,
         )
-    total = sum(model.num_requests for model in models.values())
-    if not total:
-        return Prediction(attainment=1.0, normalised_latency=0.0, models=models)
-    return Prediction(
-        attainment=sum(model.attainment * model.num_requests for model in models.values()) / total,
-        normalised_latency=sum(model.normalised_latency * model.num_requests for model in models.values()) / total,
-        models=models,
+        measured.setdefault(bases.get(name, name), []).append(model)
+    models = {name: _merged(parts) for name, parts in measured.items()}
+    every = _merged(list(models.values()))
+    return Prediction(attainment=every.attainment, normalised_latency=every.normalised_latency, models=models)
+
+
+def _merged(parts: Sequence[ModelPrediction]) -> ModelPrediction:
+    """Means over all of their requests; a P99 is the highest."""
+    num = sum(part.num_requests for part in parts)
+    if not num:
+        return parts[0] if parts else _NOTHING
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * part.num_requests for value, part in zip(values, parts, strict=True)) / num
+
+    return ModelPrediction(
+        num_requests=num,
+        attainment=mean(part.attainment for part in parts),
+        normalised_latency=mean(part.normalised_latency for part in parts),
+        mean_latency_s=mean(part.mean_latency_s for part in parts),
+        p99_latency_s=max(part.p99_latency_s for part in parts),
+        mean_ttft_s=mean(part.mean_ttft_s for part in parts),
+        p99_ttft_s=max(part.p99_ttft_s for part in parts),
+        mean_tpot_s=mean(part.mean_tpot_s for part in parts),
     )
 
 

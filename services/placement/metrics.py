@@ -71,7 +71,7 @@ class PlacementMetrics:
         )
         self.roll_backs = Counter(
             "tideway_placement_roll_backs",
-            "Replacements that were rolled back: fetch, node_gone, instance, timeout, superseded, operator",
+            "Replacements that were rolled back: fetch, node_gone, instance, no_room, timeout, superseded, operator",
             ["cause"],
             registry=registry,
         )

@@ -4,8 +4,8 @@ interval of it, and its copy in JetStream.
     PLACEMENT_REQUESTS (the scheduler's rows) -> RequestLog -> REQUEST_LOG
     PLACEMENT_TRAFFIC -> ModelTraffic of each model
 
-Rows are stored before they are acknowledged, and told again where they are not: a restart or a change of leader forgets
-none.
+Rows are told until they are acknowledged, and stored before that, or as soon as NATS can: a restart or a change of leader
+forgets none then.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from services.placement.live_problem import measured_prediction
 from services.placement.metrics import PlacementMetrics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.messages.admin import Done
@@ -35,6 +36,7 @@ from shared.monitor.request_log import RequestLog
 from shared.monitor.summary import traffic_by_model
 
 if TYPE_CHECKING:
+    from shared.placement.plan import Prediction
     from shared.placement.problem import Traffic
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ SHOWN_S = 60.0
 """That metrics are over."""
 SHOW_INTERVAL_S = 5.0
 """Between two looks at them: with some ten thousand requests in the log each takes a tenth of a second."""
+MAX_SEARCHED = 500_000
+"""Requests that a search is given: arrays of them are made on the event loop, in a tenth of a second or so."""
 FREED_SHARE = 0.25
 """Of the log's time that is given up, from the oldest on, where the store is full."""
 
@@ -92,9 +96,11 @@ class PlacementMonitor:
     # -------------------------------------------------------------------------------------------- what is measured
 
     def traffic(self, interval_s: float) -> Traffic:
-        """What arrived in the last `interval_s` for the models that are configured."""
-        bases = {name: spec.base for name, spec in self._adapters.items()}
-        return self._log.traffic(self.now() - interval_s, self.now(), self._models, bases)
+        """What arrived in the last `interval_s` for the models that are configured; in the last part of it, where that is
+        too much for a search."""
+        bases, now = {name: spec.base for name, spec in self._adapters.items()}, self.now()
+        since_s = self._log.since_s(now - interval_s, now, MAX_SEARCHED)
+        return self._log.traffic(since_s, now, self._models, bases)
 
     def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
         """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""
@@ -103,6 +109,12 @@ class PlacementMonitor:
         for name, adapter in sorted(self._adapters.items()):
             scales[name] = adapter.slo_scale or scales.get(adapter.base, self._slo_scale)
         return traffic_by_model(self._log, scales, now - interval_s, now)
+
+    def prediction(self, interval_s: float) -> Prediction:
+        """Likewise, in the form of what is predicted: an adapter's requests are its model's."""
+        return measured_prediction(
+            self.measured(interval_s), {name: spec.base for name, spec in self._adapters.items()}
+        )
 
     def execution_s(self) -> dict[str, float]:
         """Mean execution time of each model's online requests over the whole log; without those that none is known of."""

@@ -18,9 +18,9 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
-from services.placement.fleet import serving
+from services.placement.fleet import Fleet, serving
 from services.placement.inputs import Inputs
-from services.placement.live_problem import ProblemError, live_problem, measured_prediction
+from services.placement.live_problem import ProblemError, live_problem
 from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
@@ -199,8 +199,12 @@ class Replacing:
             elif plan.change is None or plan.change.stage != "carried_out":
                 raise refuse("no replacement was carried out that could be rolled back", "action", ErrorCode.CONFLICT)
             else:
-                reason = f"the operator rolls replacement {plan.change.number} back"
-                await self._begin_change(reason, self._before(plan.change), is_chosen=plan.change.was_chosen)
+                reason, target = f"the operator rolls replacement {plan.change.number} back", self._before(plan.change)
+                # It had room, but models and adapters may have been added since.
+                if (place := await self._without_room(target, self._inputs())) is not None:
+                    names = ", ".join(spec.name for spec in place.models)
+                    raise ProblemError(f"{place.instance_id} has no room for {names} at once, as far as is known now")
+                await self._begin_change(reason, target, is_chosen=plan.change.was_chosen)
             return
         if change is not None:
             message = f"replacement {change.number} is under way (stage {change.stage}); roll it back, or wait"
@@ -216,6 +220,16 @@ class Replacing:
             self._begin_search("an operator asked for it", is_applied=query.action == "apply")
         else:
             raise refuse(f"a search is under way ({self._searching})", "action", ErrorCode.CONFLICT)
+
+    async def stays_right(self, inputs: Inputs) -> bool:
+        """Whether a change is under way to which these inputs make no difference: it begins with the plan that follows from
+        them, and what it goes to has room."""
+        change, plan = self.change, self._plans.current
+        if change is None or inputs.fleet != Fleet.of(plan):
+            return False
+        if change.stage == "fetch" and _by_id((await inputs.plan()).instances) != _by_id(plan.instances):
+            return False
+        return not await self._without_room(change.target, inputs)
 
     async def supersede(self, why: str) -> bool:
         """Another plan is to be made. A change that has changed nothing yet is over; else False: it comes first."""
@@ -245,7 +259,7 @@ class Replacing:
 
     def _measured_in(self, last_s: float) -> Prediction:
         """In the last time of that length, as far as the log knows it."""
-        return measured_prediction(self._monitor.measured(min(MAX_AGE_S, max(SLOT_S, last_s))))
+        return self._monitor.prediction(min(MAX_AGE_S, max(SLOT_S, last_s)))
 
     def _begin_search(self, why: str, *, is_applied: bool) -> None:
         self._searching, self._problem = why, ""
@@ -287,7 +301,7 @@ class Replacing:
         self._core.begin(self._monitor.now(), self._measured())
         traffic, execution_s = self._monitor.traffic(window_s), self._monitor.execution_s()
         evidence = self._monitor.traffic(min(MAX_AGE_S, evidence_s(window_s)))
-        seen = measured_prediction(self._monitor.measured(max(SLOT_S, window_s)))
+        seen = self._monitor.prediction(max(SLOT_S, window_s))
         stored = [entry.value for entry in (await self._costs.entries()).values()]
         problem = await asyncio.to_thread(
             live_problem, inputs.models, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
@@ -344,10 +358,21 @@ class Replacing:
         for place in change.before:
             there = now[place.instance_id].models if place.instance_id in now else []
             added = [spec for spec in there if spec.name not in had]
-            specs = [spec for spec in place.models if spec.name in configured] + added
+            # A model may have been removed and added as another one.
+            known = [configured[spec.name] for spec in place.models if spec.name in configured]
+            specs = [msgspec.structs.replace(spec, replicas=None) for spec in known] + added
             if specs:
                 places.append(msgspec.structs.replace(place, models=sorted(specs, key=lambda spec: spec.name)))
         return places
+
+    async def _without_room(self, target: Sequence[InstancePlan], inputs: Inputs) -> InstancePlan | None:
+        """One of these that has none for its models, as far as is known now."""
+        can_hold = fits(inputs.models, inputs.nodes)
+
+        def find() -> InstancePlan | None:
+            return next((place for place in target if not can_hold(place, place.models)), None)
+
+        return await asyncio.to_thread(find)
 
     async def _begin_change(self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool) -> None:
         plan, now = self._plans.current, self._monitor.now()
@@ -370,7 +395,7 @@ class Replacing:
 
     async def _go_on(self, change: PlanChange, inputs: Inputs) -> None:
         plan = self._plans.current
-        if change.stage == "fetch" and _by_id((await inputs.plan()).instances) != _by_id(plan.instances):
+        if change.stage == "fetch" and not await self.stays_right(inputs):
             await self.supersede("models, nodes or drained instances changed")
             return
         there = {spec.name for place in (*change.before, *change.target, *plan.instances) for spec in place.models}
@@ -407,13 +432,16 @@ class Replacing:
                 instance_id, _, reason = text.partition(" ")
                 if not reason.startswith("could not load"):  # which the instance says itself
                     problems.setdefault(instance_id, reason)
-        nodes = {place.node_id for place in (*change.before, *change.target)}
+        places = (*change.before, *change.target)
+        nodes, names = {place.node_id for place in places}, {spec.name for place in places for spec in place.models}
+        is_known = all(model.shape is not None for model in inputs.models if model.spec.name in names)
         return View(
             held=held,
             fetched={(node.node_id, source) for node in registered for source in node.fetched},
             fetch_problems={(n.node_id, source): text for n in registered for source, text in n.fetch_problems.items()},
             problems=problems,
             gone_nodes=nodes - {node.node_id for node in inputs.nodes} - inputs.held_nodes,
+            is_certain=is_known and not nodes & inputs.held_nodes,
         )
 
     async def _publish(self, change: PlanChange, instances: Sequence[InstancePlan] | None = None) -> None:

@@ -97,6 +97,7 @@ from shared.scheduling.calls import (
 )
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.recording import Configuration, recorded
+from shared.scheduling.request_rows import RequestRecorder
 from shared.scheduling.scaling import CALL_TIMEOUT_S, call_of
 from shared.settings import SchedulerSettings
 from shared.tasks import TaskSet
@@ -124,16 +125,20 @@ class ActiveScheduler:
         is_leader: Callable[[], bool],
         inherited: Mapping[str, ExecutionStatistics],
         models: Mapping[str, ModelSpec],
+        former: RequestRecorder | None = None,
     ) -> None:
         """`info`: this scheduler and its term. `is_leader`: whether the lease may be used at this moment. `inherited`: the
-        last leader's execution statistics. `models`: the MODELS bucket, as it is at each moment."""
+        last leader's execution statistics. `models`: the MODELS bucket, as it is at each moment. `former`: with what the
+        service monitor was not told in this process's last term."""
         self._bus = bus
         self._info = info
         self._observer = observer
         self._is_leader = is_leader
         self._core = _core(settings, info, inherited)
-        self._recorder = self._core.life.recorder
-        self._recorder.is_on = True
+        self.recorder = self._core.life.recorder
+        self.recorder.is_on = True
+        if former is not None:
+            self.recorder.take_over(former)
         self._events = EventPost(bus, info.scheduler_id)
         self._subscriptions: list[Subscription] = []
         self._tasks = TaskSet()
@@ -397,9 +402,9 @@ class ActiveScheduler:
     async def _tell(self, timeout_s: float) -> None:
         """Requests that came and ended, to the service monitor. What it does not acknowledge is told again."""
         try:
-            while told := self._recorder.told(self._info.scheduler_id, self._bus.now()):
+            while told := self.recorder.told(self._info.scheduler_id, self._bus.now()):
                 await self._bus.request(PLACEMENT_REQUESTS, told, timeout_s=timeout_s)
-                self._recorder.acknowledge(told)
+                self.recorder.acknowledge(told)
         except BusError as error:
             logger.debug("placement does not take what requests there were: %s", error)
 

@@ -91,6 +91,7 @@ class SchedulerService:
             lambda: self._lease.is_held,
             self._statistics,
             self._models.entries,
+            None if self._former is None else self._former.recorder,
         )
         for model in self._removed_models:
             self._active.on_model(model, False)

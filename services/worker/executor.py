@@ -18,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -232,9 +233,19 @@ class Executor:
     def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
         views = prepared.views = self._attach(prepared)
         max_blocks = -(-prepared.max_model_len // prepared.block_size)
-        graphs = DecodeGraphs(prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture)
-        graphs.capture_all()
+        graphs = DecodeGraphs(
+            prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture, self._all_can
+        )
+        with self._together():
+            graphs.capture_all(is_alone=self._group is ALONE)
         return graphs
+
+    def _all_can(self, can: bool) -> bool:
+        """Whether all ranks can go on to what they do together."""
+        if self._group is ALONE:
+            return can
+        counted = self._group.all_reduce(torch.tensor([float(can)], device=self.device))
+        return int(counted.item()) == self._group.size
 
     def _attach(self, prepared: PreparedModel) -> KvViews:
         """Raises `CheckpointError` where the model's KV blocks do not fit the pool."""
@@ -258,7 +269,8 @@ class Executor:
             raise ValueError(f"model {prepared.name!r} is here already")
         if self._group is not ALONE:
             with beside_steps(self.device):
-                _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
+                with self._together():
+                    _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
                 if self._capture is not None:
                     prepared.graphs = self._captured(prepared, self._capture)
         views = prepared.views or self._attach(prepared)
@@ -318,6 +330,11 @@ class Executor:
     def drop_adapter(self, version: str) -> None:
         """Between steps. Suspended ones keep what they need of it."""
         self._adapters.pop(version, None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else computes a part of its steps."""
+        return self._group is ALONE
 
     @property
     def launching_computes(self) -> bool:
@@ -415,20 +432,37 @@ class Executor:
         if plan.resumes:
             forward = self._resumed(plan, loaded)
             rows, layout = forward.rows, forward.layout
-            state = self._advance(plan, loaded, forward)
         else:
+            forward = None
             self._update_rows(plan, loaded)
             rows = np.array(plan.rows, np.int64)
             if plan.drafts:
                 self._rows.enter_drafts(plan)
             layout = self._rows.layout(plan, rows, loaded.block_size, loaded.model)
-            state = self._forward(plan, loaded, rows, layout)
-        if state is None:
-            share = self._suspended[plan.step_id].share
-            return _Launched(plan.step_id, done=self._mark(), suspended_share=share)
-        if self._group.is_last_stage:
-            return self._sample(plan, loaded, rows, layout, state)
-        return self._hand_on(plan, rows, layout, state)
+        with self._together():
+            if forward is not None:
+                state = self._advance(plan, loaded, forward)
+            else:
+                state = self._forward(plan, loaded, rows, layout)
+            if state is None:
+                share = self._suspended[plan.step_id].share
+                return _Launched(plan.step_id, done=self._mark(), suspended_share=share)
+            if self._group.is_last_stage:
+                return self._sample(plan, loaded, rows, layout, state)
+            return self._hand_on(plan, rows, layout, state)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """While ranks compute: one that fails then has made other calls to the rest than they expect, wherever they are."""
+        try:
+            yield
+        except GroupError:
+            raise
+        except Exception as error:
+            if self._group is ALONE:
+                raise
+            told = f"{type(error).__name__}: {error}"
+            raise GroupError(f"rank {self._group.rank} failed in the middle of computing: {told}") from error
 
     def _hand_on(self, plan: StepPlan, rows: np.ndarray, layout: BatchLayout, state: ForwardState) -> _Launched:
         """To the next stage. The tokens come back by `enter_tokens`."""

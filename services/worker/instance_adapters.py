@@ -218,7 +218,7 @@ class InstanceAdapters:
                 await self._read(model, adapter)
                 seconds = self._loop.now() - started_s
                 if not self._is_ready(model):
-                    self._executor.drop_adapter(adapter.version)
+                    await asyncio.to_thread(self._executor.drop_adapter, adapter.version)
                     return
                 self._loaded[adapter.version] = _Loaded(adapter, model, num_bytes)
         except Exception as error:

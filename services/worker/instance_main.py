@@ -61,6 +61,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
     if bus is None:
+        await asyncio.to_thread(executor.close)
         return
 
     def provide_cost_models(loop: EngineLoop) -> OnReady:

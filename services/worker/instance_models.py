@@ -152,7 +152,11 @@ class InstanceModels:
         model = self._models.get(name)
         if model is None:
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is not on this instance", "name")
-        if model.state == "failed":
+        if model.state == "failed" and model.shape is not None:
+            # Its unloading failed: engine and executor may hold it still.
+            model.state, model.error = "unloading", ""
+            self._tasks.start(self._unload(model, grace_s))
+        elif model.state == "failed":
             del self._models[name]
         elif model.state == "loading":
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {name!r} is still being loaded", "name")

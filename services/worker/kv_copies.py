@@ -14,6 +14,7 @@ A copy is reported when it is complete in memory. `start`, `finished` and `close
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -113,8 +114,11 @@ class KvCopies:
 
     def finished(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
-        finished = self._finished
-        return [finished.popleft() for _ in range(len(finished))]
+        finished = []
+        with contextlib.suppress(IndexError):  # several threads may ask
+            while True:
+                finished.append(self._finished.popleft())
+        return finished
 
     def close(self) -> None:
         """Ends the thread after the copy that it is at; those that wait fail. The pool must not be used any more."""

@@ -53,6 +53,9 @@ class ProfiledExecutor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     @property
+    def is_alone(self) -> bool: ...
+
+    @property
     def launching_computes(self) -> bool: ...
 
     def set_layers_per_safepoint(self, name: str, num_layers: int) -> None: ...
@@ -92,7 +95,7 @@ class Profiling:
         """`num_blocks`: KV blocks of the model at most, all of which may be needed. `clock`: None: `step_clock`."""
         shape = model.shape
         self._executor, self._model, self._extent = executor, model, extent
-        self._clock = clock or step_clock(executor.device)
+        self._clock = clock or step_clock(executor)
         self._random = random.Random(seed)
         self._rows = Rows(executor.num_rows, num_blocks, shape, max_step_tokens)
         self._essential = [work for work in grid(ESSENTIAL, self._random) if self._rows.admit(work)]
@@ -247,10 +250,11 @@ class Profiling:
         return seconds
 
 
-def step_clock(device: torch.device) -> Callable[[], float]:
+def step_clock(executor: ProfiledExecutor) -> Callable[[], float]:
     """Where one thread computes, its own time: other processes on its core do not count. It is what a clock on the wall
     shows on a quiet machine; what it shows on this one, the engine learns from real steps."""
-    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    is_one_thread = executor.is_alone and executor.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_one_thread else time.perf_counter
 
 
 def profile(

@@ -12,6 +12,7 @@ from shared.engine.model_queue import ModelQueue
 from shared.engine.sequence import Handover, PriorityClass, Sequence, State, priority_class_of
 from shared.messages.cluster import FinishedStats
 from shared.messages.requests import (
+    PLACE_AGAIN_CODES,
     ErrorCode,
     ErrorInfo,
     FinishReason,
@@ -62,6 +63,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """When this instance was given it: its submission, or its adoption from another."""
     max_itl_s: float = 0.0
     """The longest time between two of its tokens."""
+    is_given_up: bool = False
+    """Only here: the request goes on elsewhere."""
 
     def stats(self) -> FinishedStats:
         """What the load report says of it."""
@@ -83,6 +86,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             is_tpot_met=is_tpot_met,
             adapter="" if self.request.adapter is None else self.request.adapter.name,
             is_mirror=self.request.is_mirror,
+            is_given_up=self.is_given_up,
         )
 
     @property
@@ -299,6 +303,7 @@ class RequestTable:
                 num_migrations=sequence.num_migrations,
                 here_since_s=sequence.here_since_s,
                 max_itl_s=sequence.max_itl_s,
+                is_given_up=error is not None and error.code in PLACE_AGAIN_CODES,
             )
         )
         self.drop(sequence)

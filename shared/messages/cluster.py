@@ -177,6 +177,8 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     adapter: str = ""
     """Name of the LoRA adapter that it was computed with; empty: none."""
     is_mirror: bool = False
+    is_given_up: bool = False
+    """Only here: the request goes on elsewhere."""
 
     @property
     def public_model(self) -> str:
@@ -352,7 +354,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     """Why it is rolled back."""
     cause: str = ""
-    """Of that: fetch | node_gone | instance | timeout | superseded | operator"""
+    """Of that: fetch | node_gone | instance | no_room | timeout | superseded | operator"""
     is_chosen: bool = True
     """`PlacementPlan.is_chosen` of the target; likewise of before."""
     was_chosen: bool = False

@@ -96,6 +96,10 @@ class ErrorCode(StrEnum):
     """NATS cannot write to its disk, which is full."""
 
 
+PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})
+"""An owner that ends a request for one of these has only given it up; another can continue it."""
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     code: ErrorCode
     message: str

@@ -288,6 +288,15 @@ class RequestLog:
         touched = self.slots(since_s, until_s)
         return merged(slot.sums[model, is_online] for slot in touched if (model, is_online) in slot.sums)
 
+    def since_s(self, since_s: float, until_s: float, num: int) -> float:
+        """From when on hardly more than `num` requests arrived, those too that were left out: `since_s`, or the beginning of
+        a later slot."""
+        for slot in reversed(list(self.slots(since_s, until_s))):
+            num -= sum(sums.arrived for sums in slot.sums.values())
+            if num <= 0:
+                return max(since_s, slot.index * SLOT_S)
+        return since_s
+
     def arrived(self, since_s: float, until_s: float) -> Iterator[LoggedRequest]:
         """Those that arrived in the interval, slot by slot."""
         for slot in self.slots(since_s, until_s):

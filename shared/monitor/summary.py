@@ -84,13 +84,15 @@ def _summary(
 
 def _decided(log: RequestLog, slos: Mapping[str, float], since_s: float, until_s: float) -> dict[Key, tuple[int, int]]:
     """Requests that met their SLO, and all that were decided: each is when it ends, or when its SLO has passed. So those
-    that wait for ever count as well, and each in one interval only. A client that goes before says nothing."""
+    that wait for ever count as well, and each in one interval only. A client that goes before says nothing. While no
+    execution time of a model is known, those that failed count alone."""
     counts: dict[Key, tuple[int, int]] = {}
     for request in log.arrived(since_s - max(slos.values(), default=0.0) - SLOT_S, until_s):
         row, slo_s = request.row, slos.get(request.model, 0.0)
-        if not slo_s or not row.is_online:
+        is_failed = row.outcome in (Outcome.FAILED, Outcome.LATE, Outcome.REFUSED)
+        if request.model not in slos or not row.is_online or not (slo_s or is_failed):
             continue
-        is_over = row.outcome != Outcome.PENDING and row.latency_s <= slo_s
+        is_over = is_failed if not slo_s else row.outcome != Outcome.PENDING and row.latency_s <= slo_s
         decided_s = request.arrived_s + (row.latency_s if is_over else slo_s)
         if not since_s <= decided_s < until_s or (is_over and row.outcome == Outcome.CANCELLED):
             continue

@@ -11,7 +11,7 @@ publishes the instances that it answers and shows what came of them (SeaLLM, sec
 | fetch     | a node cannot fetch, is gone, or takes too long | rolled_back (nothing had changed)        |
 | change    | a step is possible                             | change, with other instances             |
 | change    | all is as the target has it                    | settle                                   |
-| change    | an instance fails, a node is gone, a step takes too long | roll_back                      |
+| change    | an instance fails, a node is gone, a step takes too long, the target fits no more | roll_back |
 | settle    | all serves for `settle_s`                      | carried_out                              |
 | settle    | an instance fails or is away for as long as a step may take, a node is gone | roll_back   |
 | roll_back | a step is possible                             | roll_back, with other instances          |
@@ -71,6 +71,8 @@ class View(NamedTuple):
     problems: Mapping[str, str] = {}
     """Instance id -> why it does not become what it should be."""
     gone_nodes: Collection[str] = ()
+    is_certain: bool = True
+    """False: a checkpoint was not read yet, or a node is away for a moment, so `Fits` may say no of what fits."""
 
 
 Progress = tuple[PlanChange, list[InstancePlan]]
@@ -124,7 +126,7 @@ def advance(
         case "fetch":
             return _fetching(change, running, view, now_s, settings)
         case "change" | "settle":
-            cause, failure = _failure(change, running, view, now_s, settings)
+            cause, failure = _failure(change, running, view, now_s, fits, settings)
             if cause:
                 return advance(abandon(change, cause, failure, now_s), running, view, now_s, fits, settings)
             if change.stage == "change":
@@ -183,7 +185,12 @@ def _fetching(
 
 
 def _failure(
-    change: PlanChange, running: Sequence[InstancePlan], view: View, now_s: float, settings: CarryOutSettings
+    change: PlanChange,
+    running: Sequence[InstancePlan],
+    view: View,
+    now_s: float,
+    fits: Fits,
+    settings: CarryOutSettings,
 ) -> tuple[str, str]:
     """Its cause, and why; empty: there is none."""
     if gone := sorted({place.node_id for place in change.target}.intersection(view.gone_nodes)):
@@ -193,6 +200,11 @@ def _failure(
         # What was so before is no fault of the change.
         if (problem := view.problems.get(place.instance_id)) and before.get(place.instance_id) != place:
             return "instance", f"{place.instance_id} {problem}"
+    if change.stage == "change" and view.is_certain:
+        # Adapters were added since, say.
+        for place in change.target:
+            if not fits(place, place.models):
+                return "no_room", f"{place.instance_id} has no room any more for {', '.join(sorted(_names(place)))}"
     is_waiting = change.stage == "change" or not _is_reached(change, running, view)
     if is_waiting and now_s - change.step_s >= settings.step_s:
         late = [place.instance_id for place in running if not _serves(change, place, view)]
@@ -214,7 +226,7 @@ def _step(
         stage = "settle" if change.stage == "change" else "rolled_back"
         return _replace(change, stage=stage, stage_s=now_s, step_s=now_s), list(running)
     step = _Step(change, running, goal, view, fits)
-    if not (step.add() or step.take_away()) and is_reached and not step.detour():
+    if not (step.add() or step.take_away()) and is_reached and view.is_certain and not step.detour():
         step.interrupt()
     after = step.instances()
     if after == _sorted(running):
@@ -336,8 +348,9 @@ class _Step:
         # What is still being unloaded takes memory as well.
         leaving = (held.models.keys() - _names(place) - {spec.name}) if held is not None else set()
         known = {s.name: s for p in (*self._change.before, *self._change.target) for s in p.models}
-        specs = [*place.models, spec, *(known[name] for name in sorted(leaving) if name in known)]
-        return self._fits(place, specs)
+        if leaving - known.keys():
+            return False  # it was removed meanwhile: nobody knows what it takes
+        return self._fits(place, [*place.models, spec, *(known[name] for name in sorted(leaving))])
 
     def _load(self, instance_id: str, spec: ModelSpec) -> None:
         self._now[instance_id] = _with(self._now[instance_id], [spec])
@@ -388,15 +401,21 @@ class _Step:
         )
 
     def _is_spare(self, name: str, instance_id: str) -> bool:
-        """Whether the model can be taken from there. One that does not serve there is missed by nobody."""
+        """Whether the model can be taken from there. One that does not serve there is missed by nobody; but an instance of
+        which nothing is heard for a moment may serve."""
         serving = self._serving(name)
         if name not in self._wanted:
             return True
         if instance_id not in serving:
-            return name not in self._needed_detours(instance_id)
+            return self._is_heard_of(instance_id) and name not in self._needed_detours(instance_id)
         ends = (self._change.before, self._change.target)
         num = min(sum(name in _names(place) for place in places) for places in ends)
         return len(serving) > max(1, min(num - 1, math.ceil(KEPT_SHARE * num)))
+
+    def _is_heard_of(self, instance_id: str) -> bool:
+        view = self._view
+        is_lost = instance_id in view.problems or self._now[instance_id].node_id in view.gone_nodes
+        return instance_id in view.held or is_lost
 
     def _needed_detours(self, instance_id: str) -> set[str]:
         """Models that are there for the time in which no instance serves them that is to go on doing so."""

@@ -149,7 +149,7 @@ class SchedulerCore:
         for request_id, stats in zip(report.ended, report.finished, strict=False):
             tracked = self.requests.get(request_id)
             # Of one that is another's by now, it was an older epoch that ended there.
-            if tracked is None or tracked.instance_id == report.instance_id:
+            if not stats.is_given_up and (tracked is None or tracked.instance_id == report.instance_id):
                 self.life.recorder.ended(request_id, stats, now)
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:

@@ -47,6 +47,14 @@ class RequestRecorder:
         self._num_dropped = 0
         """Since it was last acknowledged."""
 
+    def take_over(self, other: RequestRecorder) -> None:
+        """What another one of this process, of an earlier term, was not acknowledged."""
+        self._events.extendleft(reversed(other._events))
+        self._num_dropped += other._num_dropped
+        while len(self._events) > MAX_KEPT:
+            self._forget_first()
+            self._num_dropped += 1
+
     def arrived(self, request: GenerationRequest, now: float) -> None:
         self._of(request, now, Outcome.PENDING)
 

@@ -230,11 +230,17 @@ def test_what_is_measured_is_of_requests_that_nobody_serves_too() -> None:
     found = measured_prediction(
         {
             name: ModelTraffic(model=name, online=online, offline=ModelSummary(interval_s=60.0))
-            for name, online in (("a", waits), ("b", serves), ("c", ModelSummary(interval_s=60.0)))
-        }
+            for name, online in (("a", waits), ("b", serves), ("c", ModelSummary(interval_s=60.0)), ("lora", serves))
+        },
+        {"lora": "a"},
     )
-    assert {name: model.num_requests for name, model in found.models.items()} == {"a": 30, "b": 10, "c": 0}
-    assert (found.attainment, found.normalised_latency) == (0.25, 4.0)
+    assert {name: model.num_requests for name, model in found.models.items()} == {"a": 40, "b": 10, "c": 0}
+    assert (found.models["a"].attainment, found.models["a"].normalised_latency) == (0.25, 4.0), (
+        "its adapter's are its own"
+    )
+    assert (found.attainment, found.normalised_latency) == (0.4, 3.4)
+    nothing = measured_prediction({}, {})
+    assert (nothing.attainment, nothing.num_requests) == (1.0, 0)
 
 
 def test_lengths_are_shown_with_mean_and_deviation_until_their_model_is_gone() -> None:

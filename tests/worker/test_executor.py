@@ -17,9 +17,11 @@ from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
 from services.worker.executor import WARM_UP, Executor
-from services.worker.models.decode_graphs import Replayable
+from services.worker.models.decode_graphs import Capture, Replayable
 from services.worker.models.decoder import ForwardState
 from services.worker.native import library
+from services.worker.ranks.group import Alone, GroupError
+from services.worker.ranks.shared_memory import RankMemory
 from services.worker.transfer import Field
 from shared.checkpoint import CheckpointError
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
@@ -487,6 +489,39 @@ def test_where_a_graph_cannot_be_captured_steps_run_without(
     driver.step([(row, LENGTHS[2])])
     driver.decode([row], STEPS - 1)
     assert row.output == expected["llama"][2] and not backend.filled
+
+
+class FirstOfTwo(Alone):
+    """The other rank has memory for so many sizes of graphs."""
+
+    size = 2
+
+    def __init__(self, num_sizes: int) -> None:
+        self.num_left = num_sizes
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (1,):
+            self.num_left -= 1
+            return tensor + float(self.num_left >= 0)
+        return tensor
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_ranks_capture_the_sizes_that_all_of_them_can(checkpoints: dict[str, Path]) -> None:
+    def executor_of(group: Alone, capture: Capture) -> Executor:
+        executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture, group=group, shared=RankMemory.create(2, 0))
+        executor._backends = [StaticTorchBackend(torch.device("cpu"))]
+        return executor
+
+    def fails(_: Callable[[], Any]) -> tuple[Any, Replayable]:
+        raise RuntimeError("out of memory")
+
+    executor = executor_of(FirstOfTwo(2), eager_capture)
+    load(executor, checkpoints["llama"])
+    graphs = executor._models["llama"].graphs
+    assert graphs is not None and graphs.num_captured == 2
+    with pytest.raises(GroupError, match="in the middle of computing: RuntimeError: out of memory"):
+        load(executor_of(FirstOfTwo(9), fails), checkpoints["llama"])
 
 
 def test_the_warm_up_covers_long_prompts_and_many_sequences_on_cuda(

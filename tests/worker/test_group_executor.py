@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker.executor import Executor
 from services.worker.ranks import group_executor, messages
-from services.worker.ranks.group import ALONE, GroupError
+from services.worker.ranks.group import ALONE, Alone, GroupError
 from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import (
     Answer,
     Copy,
     CopyEnded,
+    Forget,
     FromRank,
     Launch,
     Prepare,
@@ -28,9 +30,12 @@ from services.worker.ranks.messages import (
     ToRank,
     framed,
 )
+from services.worker.ranks.shared_memory import RankMemory
 from services.worker.ranks.starting import RankProcess
-from shared.engine.plan import CopyKind, KvCopy, StepPlan
+from shared.checkpoint import CheckpointError, CheckpointMissing
+from shared.engine.plan import CopyKind, KvCopy, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import SamplingParams, pack_tokens
 from tests.worker.checkpoints import write_checkpoint
 
 UNKNOWN = StepPlan(
@@ -108,15 +113,62 @@ def test_a_last_stage_that_says_nothing_ends_the_group(scene: Scene) -> None:
     assert scene.lost
 
 
-def test_a_model_that_one_rank_cannot_read_ends_the_group(scene: Scene, tmp_path: Path) -> None:
+def test_a_model_that_one_rank_cannot_add_ends_the_group(scene: Scene, tmp_path: Path) -> None:
     spec = ModelSpec("model", str(write_checkpoint(tmp_path, "llama")))
     scene.answers[Prepare] = lambda message: Answer(message.call_id)  # type: ignore[union-attr]
     prepared = scene.executor.prepare_model(spec)
     with pytest.raises(GroupError, match="ranks differ in adding a model: rank 0: succeeded; the others: no word"):
         scene.executor.add_model(prepared)
-    scene.answers[Prepare] = lambda message: Answer(message.call_id, error="OSError: gone")  # type: ignore[union-attr]
-    with pytest.raises(GroupError, match="rank 0: succeeded; the others: OSError: gone"):
+    assert scene.lost
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "reason"),
+    [
+        ("OSError: gone", RuntimeError, "another rank failed in reading .*: OSError: gone"),
+        ("CheckpointError: odd", CheckpointError, "^odd$"),
+        ("CheckpointMissing: no file", CheckpointMissing, "^no file$"),
+    ],
+)
+def test_what_one_rank_cannot_read_is_given_up_on_all_and_the_group_goes_on(
+    scene: Scene, tmp_path: Path, told: str, kind: type[Exception], reason: str
+) -> None:
+    spec, forgotten = ModelSpec("model", str(write_checkpoint(tmp_path, "llama"))), threading.Event()
+    scene.answers[Prepare] = lambda message: Answer(message.call_id, error=told)  # type: ignore[union-attr]
+    scene.answers[Forget] = lambda _: forgotten.set()
+    with pytest.raises(kind, match=reason):
         scene.executor.prepare_model(spec)
+    scene.answers[Prepare] = lambda message: Answer(message.call_id)  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        scene.executor.prepare_model(ModelSpec("model", str(tmp_path / "nothing")))
+    assert forgotten.wait(5.0) and scene.executor.prepare_model(spec) is not None and not scene.lost
+
+
+def test_a_step_that_fails_while_ranks_compute_it_is_no_error_that_they_agree_on(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All fail, but in the middle of calls to each other, of which some have made more than others."""
+
+    class Two(Alone):
+        size = 2
+
+    executor = Executor("cpu", 8, 1 << 18, 2, group=Two(), shared=RankMemory.create(2, 0))
+    shape = executor.add_model(executor.prepare_model(ModelSpec("m", str(write_checkpoint(tmp_path, "llama")))))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("a layer")
+
+    monkeypatch.setattr(executor._models["m"].model, "forward", fail)
+    plan = msgspec.structs.replace(
+        UNKNOWN,
+        model=shape.name,
+        new_sequences=[NewSequence(0, pack_tokens([1]), 1, SamplingParams(max_tokens=5), [0])],
+    )
+    with pytest.raises(GroupError, match="failed in the middle of computing: MemoryError: a layer"):
+        executor.launch(plan)
+    executor.launch(UNKNOWN)
+    assert "nobody" in executor.collect().error, "that is found before it computes"
+    executor.close()
 
 
 def test_a_copy_has_ended_when_it_has_on_all_ranks_and_failed_if_on_one(scene: Scene) -> None:

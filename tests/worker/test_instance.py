@@ -8,6 +8,7 @@ import math
 import msgspec
 import pytest
 
+from services.worker.instance_models import InstanceModels
 from shared.bus.interface import BusError
 from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.messages.admin import Drain, LoadModel, UnloadModel
@@ -206,6 +207,26 @@ async def test_unload_ends_what_outlives_the_grace_period(stage):
     stage.executor.gate.set()
     await stage.until(lambda: stage.end("r1"))
     assert stage.end("r1").error.code == ErrorCode.GONE
+
+
+async def test_an_unload_that_failed_can_be_asked_for_again(stage, monkeypatch):
+    """Engine and executor hold the model still: what is forgotten only could never be loaded again."""
+    detach = InstanceModels._detach
+
+    async def fail(models, name):
+        monkeypatch.setattr(InstanceModels, "_detach", detach)
+        raise TimeoutError("its KV blocks are still in use")
+
+    def states():
+        return [m.state for m in stage.instances.entries["node-0"].models if m.name == "a"]
+
+    monkeypatch.setattr(InstanceModels, "_detach", fail)
+    await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=5)
+    await stage.until(lambda: states() == ["failed"])
+    await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=5)
+    await stage.until(lambda: not states())
+    await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("a", "/models/a")), timeout_s=5)
+    await stage.until(lambda: states() == ["ready"])
 
 
 async def test_drain_refuses_new_requests_and_finishes_old_ones(stage):

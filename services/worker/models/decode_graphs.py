@@ -61,10 +61,13 @@ class DecodeGraphs:
         max_rows: int,
         max_pages: int,
         capture: Capture,
+        all_can: Callable[[bool], bool] = lambda can: can,
     ) -> None:
+        """`all_can`: whether all ranks that compute the model can record the next size, as they must together."""
         self._model, self._views, self._attention = model, views, attention
         self._max_pages = max_pages
         self._capture = capture
+        self._all_can = all_can
         steps = range(_SIZE_STEP, max_rows + _SIZE_STEP, _SIZE_STEP)
         self._sizes = [s for s in _SMALL_SIZES if s <= max_rows] + list(steps)
         self._graphs: dict[int, _Graph] = {}
@@ -79,17 +82,24 @@ class DecodeGraphs:
         return len(self._graphs)
 
     @torch.inference_mode()
-    def capture_all(self) -> None:
-        """In any thread, while other models run. A size that cannot be captured, and those below it, run without."""
+    def capture_all(self, *, is_alone: bool = True) -> None:
+        """In any thread, while other models run. A size that cannot be captured, and those below it, run without. Of several
+        ranks one that fails while it records raises what it failed with: the others are at another call."""
         for size in reversed(self._sizes):
+            made: tuple[StaticInputs, ForwardBatch] | None = None
             try:
-                graph = self._record(size)
+                made = self._allocated(size)
             except Exception as error:
                 logger.warning("decode steps of up to %d rows run without CUDA graphs: %s", size, error)
+            if not self._all_can(made is not None) or made is None:
                 return
-            if graph is None:
+            try:
+                self._graphs[size] = self._recorded(*made)
+            except Exception as error:
+                if not is_alone:
+                    raise
+                logger.warning("decode steps of up to %d rows run without CUDA graphs: %s", size, error)
                 return
-            self._graphs[size] = graph
 
     def run(self, tokens: torch.Tensor, places: np.ndarray, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers of a decode batch, of which only the first rows are real; valid until the next
@@ -127,7 +137,8 @@ class DecodeGraphs:
             block_tables=np.concatenate((layout.block_tables, scratch)),
         )
 
-    def _record(self, size: int) -> _Graph | None:
+    def _allocated(self, size: int) -> tuple[StaticInputs, ForwardBatch] | None:
+        """What a graph of that size reads; None: the attention back end has none."""
         model, device = self._model, self._model.device
         layout = BatchLayout(
             np.zeros(size, np.int64),
@@ -150,7 +161,10 @@ class DecodeGraphs:
             layout, inputs.tensors, self._max_pages, None if larger is None else larger.batch.metadata
         )
         token_ids = torch.zeros(size, dtype=torch.int32, device=device)
-        batch = ForwardBatch(token_ids, inputs.tensors["positions"], self._views, self._attention, metadata)
+        return inputs, ForwardBatch(token_ids, inputs.tensors["positions"], self._views, self._attention, metadata)
+
+    def _recorded(self, inputs: StaticInputs, batch: ForwardBatch) -> _Graph:
+        model = self._model
         state, layers = self._capture(lambda: model.forward(batch))
         most_likely, head = self._capture(lambda: model.logits(state, None).argmax(-1))
         return _Graph(inputs, batch, state, layers, most_likely, head)

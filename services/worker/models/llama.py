@@ -89,7 +89,8 @@ class LlamaModel(DecoderModel):
         if is_first or (is_last and is_tied):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
             self._embedding = TokenEmbedding(embedding, self._group)
-        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", i, config, shape) for i in layers]
+        names = tuple(f"{prefix}layers.{i}." for i in layers)
+        self._layers = [self._read_layer(reader, name, i, config, shape) for i, name in zip(layers, names, strict=True)]
         self._compiled = None
         if is_plain and self._is_llama(parts):
             self._compiled = CompiledLayers.of(self._layers, self, parts.activation, self._eps)
@@ -98,7 +99,7 @@ class LlamaModel(DecoderModel):
         if is_last:
             self._norm = self._read_norm(reader, f"{prefix}norm.weight", shape.hidden_size)
             self._head = reader.head(shape.vocab_size, shape.hidden_size, tied_to=self._embedding if is_tied else None)
-        reader.finish(ignored=("lm_head.weight",) if is_tied else ())
+        reader.finish(("lm_head.weight",) if is_tied else (), names)
 
     def _is_llama(self, parts: Parts) -> bool:
         """Without what the compiled layers do not have."""

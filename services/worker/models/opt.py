@@ -66,7 +66,8 @@ class OptModel(DecoderModel):
             if width != hidden:
                 self._project_in = reader.linear([f"{prefix}project_in"], width, [hidden])
         ffn = positive_int(config, "ffn_dim", reader.config_file)
-        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", hidden, ffn) for i in layers]
+        names = tuple(f"{prefix}layers.{i}." for i in layers)
+        self._layers = [self._read_layer(reader, name, hidden, ffn) for name in names]
         modules = {f"{x}_proj": Adaptable("qkv", hidden, (hidden,), OUTPUTS) for x in "qkv"}
         modules["out_proj"] = Adaptable("out", hidden, (hidden,), INPUTS)
         modules |= {"fc1": Adaptable("fc1", hidden, (ffn,), OUTPUTS), "fc2": Adaptable("fc2", ffn, (hidden,), INPUTS)}
@@ -78,7 +79,7 @@ class OptModel(DecoderModel):
             if width != hidden:
                 self._project_out = reader.linear([f"{prefix}project_out"], hidden, [width])
             self._head = reader.head(shape.vocab_size, width, tied_to=self._embedding if is_tied else None)
-        reader.finish(ignored=("lm_head.weight",) if is_tied else ())
+        reader.finish(("lm_head.weight",) if is_tied else (), names)
 
     @staticmethod
     def _read_layer(reader: WeightReader, prefix: str, hidden: int, ffn: int) -> _Layer:

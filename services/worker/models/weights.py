@@ -286,14 +286,14 @@ class WeightReader:
         linear = self.linear(["lm_head"], hidden_size, [vocab_size]) if tied_to is None else tied_to.head(self.numerics)
         return TokenHead(linear, vocab_size, self.group)
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raises if a tensor was never read; names that end like `ignored` may be left. Of several stages none reads all, so
-        nothing is checked."""
-        if self.group.num_stages > 1:
-            return
+    def finish(self, ignored: tuple[str, ...], layers: tuple[str, ...]) -> None:
+        """Raises if a tensor was never read; names that end like `ignored` may be left. `layers`: prefixes of this rank's;
+        of several stages each looks at its own, as none reads all of the rest."""
         if self.stored is not None:
             ignored += stored_weights.IGNORED
         left = sorted(n for n in self._unread if not n.endswith(_DERIVED + ignored))
+        if self.group.num_stages > 1:
+            left = [name for name in left if name.startswith(layers)]
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             raise CheckpointError(f"{self.path} holds tensors that its architecture does not use: {shown}.")

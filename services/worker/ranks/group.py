@@ -24,6 +24,8 @@ from services.worker.ranks.exchange import Exchange, meet
 
 JOIN_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 60.0
+STAGES_SHARE = 2.5
+"""Likewise between stages, as a multiple: one waits for all before it, for longer than a step may take (STUCK_STEP_S)."""
 LOOPBACK = "127.0.0.1"
 """The ranks of a group are on one machine."""
 
@@ -135,24 +137,26 @@ class Ranks(RankGroup):
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._in_order = in_order and size > 2
-        self._timeout = datetime.timedelta(seconds=timeout_s)
         self._across: Any = None
         try:
             store: Any = dist.FileStore(str(rendezvous), size * num_stages)  # type: ignore[attr-defined]
             store.set_timeout(datetime.timedelta(seconds=join_timeout_s))
             of_stage = PrefixStore(f"stage {stage}", store)
-            self._within = self._join(of_stage, rank, size)
+            self._within = self._join(of_stage, rank, size, timeout_s)
             if device.type == "cpu" and size > 1:
                 self.exchange = meet(of_stage, rank, size, timeout_s)
             if num_stages > 1:
-                self._across = self._join(PrefixStore(f"rank {rank}", store), stage, num_stages)
+                self._across = self._join(
+                    PrefixStore(f"rank {rank}", store), stage, num_stages, STAGES_SHARE * timeout_s
+                )
         except (RuntimeError, OSError) as error:
             raise GroupError(f"rank {rank} of {size} did not find the others: {error}") from error
 
-    def _join(self, store: Store, rank: int, size: int) -> Any:
+    def _join(self, store: Store, rank: int, size: int, timeout_s: float) -> Any:
+        timeout = datetime.timedelta(seconds=timeout_s)
         if self._device.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options._timeout = timeout
             group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             # Else the first call makes the communicator, which cannot be captured in a graph.
             group.eager_connect_single_device(self._device)
@@ -160,7 +164,7 @@ class Ranks(RankGroup):
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        options._timeout = self._timeout
+        options._timeout = timeout
         return gloo(store, rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ from services.worker.ranks.messages import (
     ToRank,
     framed,
 )
+from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter
@@ -67,6 +68,10 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 60.0
 """For the other ranks, after rank 0 has done its part."""
+READ_TIMEOUT_S = 900.0
+"""Likewise where each reads files of its own. One that dies is noticed at once."""
+SAMPLE_TIMEOUT_S = 2.5 * ANSWER_TIMEOUT_S
+"""For the stages after the first, whose grammars may take `MAX_MASK_WAIT_S`; more than a step may take (STUCK_STEP_S)."""
 AGREE_TIMEOUT_S = 10.0
 """A step that fails on one rank has failed on all by then; else the ranks are not where they should be."""
 CLOSE_TIMEOUT_S = 5.0
@@ -150,11 +155,15 @@ class GroupExecutor:
     # ----------------------------------------------------------------------------------------------- models
 
     def prepare_model(self, spec: ModelSpec) -> Prepared:
-        """Raises `CheckpointError`."""
+        """Raises `CheckpointError`, also where another rank cannot read its part."""
         number, call = self._begin_call()
         self._tell(Prepare(number, spec))
-        with self._settled(call, f"reading {spec.name!r}"):
-            own = self._own.prepare_model(spec)
+        try:
+            with self._read(call, f"reading {spec.name!r}"):
+                own = self._own.prepare_model(spec)
+        except BaseException:
+            self._forgotten.append(number)
+            raise
         prepared = Prepared(number, own)
         weakref.finalize(prepared, self._forgotten.append, number)
         return prepared
@@ -182,8 +191,13 @@ class GroupExecutor:
         """Returns when all ranks have it. Raises `CheckpointError`."""
         number, call = self._begin_call()
         self._tell(LoadAdapter(number, model, adapter))
-        with self._settled(call, f"reading the adapter {adapter.name!r}"):
-            self._own.load_adapter(model, adapter)
+        try:
+            with self._read(call, f"reading the adapter {adapter.name!r}"):
+                self._own.load_adapter(model, adapter)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.drop_adapter(adapter.version)
+            raise
 
     def drop_adapter(self, version: str) -> None:
         self._tell(DropAdapter(version))
@@ -207,6 +221,10 @@ class GroupExecutor:
     def grammar_counters(self) -> GrammarCounters:
         """Of this rank; the last of several stages has its own."""
         return self._own.grammar_counters
+
+    @property
+    def is_alone(self) -> bool:
+        return False
 
     @property
     def launching_computes(self) -> bool:
@@ -236,12 +254,12 @@ class GroupExecutor:
     def _sampled(self, step_id: int) -> StepResult:
         """By the last stage; the first one is told, before a later step computes these tokens."""
         with self._changes:
-            self._changes.wait_for(lambda: self._results or self._is_over, ANSWER_TIMEOUT_S)
+            self._changes.wait_for(lambda: self._results or self._is_over, SAMPLE_TIMEOUT_S)
             if self._is_over:
                 raise GroupError("a rank is lost")
             result = self._results.popleft() if self._results else None
         if result is None:
-            self._lose(f"the last stage has not ended step {step_id} {ANSWER_TIMEOUT_S:g} s after the first")
+            self._lose(f"the last stage has not ended step {step_id} {SAMPLE_TIMEOUT_S:g} s after the first")
         assert result.step_id == step_id, "stages compute the steps in one order"
         self._tell(EnterTokens(step_id, result.tokens), self._others[: self._group.size - 1])
         self._own.enter_tokens(step_id, result.tokens)
@@ -321,8 +339,9 @@ class GroupExecutor:
     def close(self) -> None:
         """Ends the other ranks too."""
         self._is_over = True
-        with contextlib.suppress(OSError):
-            self._tell(Close())
+        for other in self._others:
+            with contextlib.suppress(OSError):  # it is gone
+                other.stream.send(framed(Close()))
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for other in self._others:
             try:
@@ -361,6 +380,8 @@ class GroupExecutor:
         failure = ""
         try:
             yield
+        except GroupError as error:
+            self._lose(str(error))
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             raise
@@ -370,6 +391,19 @@ class GroupExecutor:
             if not is_answered or any(bool(error) != bool(failure) for error in failures):
                 told = "; ".join(error or "succeeded" for error in failures)
                 self._lose(f"ranks differ in {what}: rank 0: {failure or 'succeeded'}; the others: {told or 'no word'}")
+
+    @contextlib.contextmanager
+    def _read(self, call: _Call, what: str) -> Iterator[None]:
+        """What is read within the others read as well, without a call to each other. Raises what one of them failed with."""
+        try:
+            yield
+        finally:
+            if not call.done.wait(READ_TIMEOUT_S):
+                self._lose(f"not all ranks have ended {what} {READ_TIMEOUT_S:g} s after rank 0")
+        if failed := next((answer.error for answer in call.answers if answer.error), ""):
+            kind, _, reason = failed.partition(": ")
+            error = {one.__name__: one for one in (CheckpointError, CheckpointMissing)}.get(kind)
+            raise RuntimeError(f"another rank failed in {what}: {failed}") if error is None else error(reason)
 
     def _listen(self, other: RankProcess) -> None:
         """In a thread of its own."""

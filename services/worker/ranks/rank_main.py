@@ -135,9 +135,13 @@ class Member:
         self._answer(message.call_id, load)
 
     def _answer(self, call_id: int, call: Callable[[], ModelShape | None]) -> None:
-        """An error is for rank 0 to compare with its own."""
+        """An error is for rank 0 to compare with its own. Raises `GroupError`: this rank is behind the others."""
+        from services.worker.ranks.group import GroupError
+
         try:
             answer = Answer(call_id, call())
+        except GroupError:
+            raise
         except Exception as error:
             logger.exception("what rank 0 asked for failed")
             answer = Answer(call_id, error=f"{type(error).__name__}: {error}")

@@ -231,6 +231,30 @@ def test_traffic_has_what_waits_and_what_was_refused() -> None:
     assert (empty.num_requests, empty.interval_s) == (0, 30.0)
 
 
+def test_traffic_may_be_cut_to_the_latest_requests() -> None:
+    log = RequestLog(BEGAN_S, max_requests=100)
+    play(log, poisson(10, 60), BEGAN_S + 100)
+    until_s = BEGAN_S + 60
+    assert log.since_s(BEGAN_S, until_s, 600 + 1) == BEGAN_S
+    since_s = log.since_s(BEGAN_S + 1, until_s, 200)
+    assert BEGAN_S + 30 <= since_s <= BEGAN_S + 50
+    assert log.traffic(since_s, until_s).num_requests == pytest.approx(200, abs=2 * SLOT_S * 10)
+    assert log.since_s(BEGAN_S + 55, until_s, 1) == BEGAN_S + 55
+
+
+def test_requests_that_failed_count_where_no_execution_time_is_known() -> None:
+    rows = [
+        RequestRow(8, 0, True, 9.0, 100),
+        RequestRow(16, 0, True, 8.0, 200, Outcome.FAILED, 0, 1.0),
+        RequestRow(24, 0, True, 8.0, 200, Outcome.LATE, 0, 2.0),
+        RequestRow(32, 0, True, 7.0, 300, Outcome.CANCELLED, 40, 1.0),
+    ]
+    log = RequestLog(BEGAN_S)
+    log.add(RequestRows("s", MODELS, rows), BEGAN_S + 10)
+    online = traffic_by_model(log, {"a": 0.0}, BEGAN_S, BEGAN_S + 10)["a"].online
+    assert (online.num_decided, online.attainment, online.slo_s) == (2, 0.0, 0.0)
+
+
 def test_slots_that_are_too_old_go_and_so_does_what_they_had() -> None:
     log = RequestLog(BEGAN_S, max_age_s=60)
     play(log, poisson(5, 30), BEGAN_S + 100)

@@ -122,6 +122,41 @@ def test_a_change_can_be_abandoned(stage: str, after: str) -> None:
     assert abandon(at(stage, BEFORE, TARGET), "operator", "because", 5.0).stage == after
 
 
+def test_what_is_not_heard_of_for_a_moment_may_serve() -> None:
+    """`b` has not come to n-1 yet, and nobody knows what n-0 does."""
+    before, target = [place("n-0", "ab"), place("n-1", "c")], [place("n-0", "a"), place("n-1", "bc")]
+    running, held = [before[0], target[1]], shown([target[1]], b="loading")
+    change = at("change", before, target)
+    assert names(advance(change, running, View(held), 1.0, fits, SETTINGS)[1]) == {"n-0": "ab", "n-1": "bc"}
+    crashed = View(held, problems={"n-0": "crashed"})
+    assert names(advance(change, running, crashed, 1.0, fits, SETTINGS)[1]) == {"n-0": "a", "n-1": "bc"}
+
+
+def test_nothing_is_interrupted_while_it_is_not_certain_what_fits() -> None:
+    before, target = [place("n-0", "abc"), place("n-1", "def")], [place("n-0", "abf"), place("n-1", "dec")]
+    change, view = at("change", before, target), View(shown(before))
+    assert names(advance(change, before, view, 1.0, fits, SETTINGS)[1]) != names(before), "one of them waits"
+    change, after = advance(change, before, view._replace(is_certain=False), 1.0, lambda *_: False, SETTINGS)
+    assert (change.stage, names(after)) == ("change", names(before))
+
+
+def test_what_has_no_room_any_more_is_rolled_back_before_a_model_is_interrupted() -> None:
+    before, target = [place("n-0", "abc"), place("n-1", "def")], [place("n-0", "abf"), place("n-1", "dec")]
+    change, after = advance(
+        at("change", before, target), before, View(shown(before)), 1.0, lambda _, specs: len(specs) < 3, SETTINGS
+    )
+    assert (change.cause, names(after)) == ("no_room", names(before))
+    assert "n-0 has no room any more for a, b, f" in change.failure
+
+
+def test_a_model_that_was_removed_takes_its_room_until_it_is_unloaded() -> None:
+    before, target = [place("n-0", "ab"), place("n-1", "c")], [place("n-0", "abc"), place("n-1", "c")]
+    change = at("change", before, target)
+    held = shown(before) | {"n-0": Held(1, {"a": "ready", "b": "ready", "x": "unloading"})}
+    assert names(advance(change, before, View(held), 1.0, fits, SETTINGS)[1]) == names(before)
+    assert names(advance(change, before, View(shown(before)), 1.0, fits, SETTINGS)[1]) == names(target)
+
+
 def test_models_that_are_removed_are_in_neither_placement() -> None:
     change, running = forget(at("change", BEFORE, TARGET), TARGET, {"b"})
     assert names(change.before) == names(change.target) == names(running) == {"n-0": "a"}

@@ -101,6 +101,33 @@ def test_what_an_older_owner_says_is_not_its_end() -> None:
     assert told(driver) == [(R, Outcome.FINISHED)]
 
 
+def test_who_gives_a_request_up_does_not_end_it() -> None:
+    driver = recording()
+    driver.up("a")
+    running(driver, "a", "r")
+    driver.report("a", ended=["r"], finished=[ends(1.0, FinishReason.ERROR, is_given_up=True)])
+    assert told(driver) == [(R, Outcome.PENDING)]
+    running(driver, "a", "s")
+    driver.report("a", ended=["s"], finished=[ends(1.0, FinishReason.ERROR)])
+    assert told(driver) == [(S, Outcome.PENDING), (S, Outcome.FAILED)]
+
+
+def test_what_a_term_did_not_tell_the_next_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_rows, "MAX_KEPT", 3)
+    first, second = recording(), recording()
+    for name in "rs":
+        first.submit(make_request(name))
+    told_last = first.core.life.recorder.told("s", first.now)
+    second.submit(make_request("t"))
+    second.core.life.recorder.take_over(first.core.life.recorder)
+    assert told_last is not None and told(second) == [(R, Outcome.PENDING), (S, Outcome.PENDING), (T, Outcome.PENDING)]
+    for name in "uv":
+        second.submit(make_request(name))
+    second.core.life.recorder.take_over(first.core.life.recorder)
+    message = second.core.life.recorder.told("s", second.now)
+    assert message is not None and (len(message.rows), message.num_dropped) == (3, 1), "it is bounded"
+
+
 def test_one_that_moved_and_ended_in_the_same_report_has_ended() -> None:
     driver = recording()
     driver.up("a")
