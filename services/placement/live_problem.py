@@ -119,23 +119,26 @@ def measured_prediction(traffic: Mapping[str, ModelTraffic], bases: Mapping[str,
 
 
 def _merged(parts: Sequence[ModelPrediction]) -> ModelPrediction:
-    """Means over all of their requests; a P99 is the highest."""
+    """Means over all of their requests, of latencies over those of which any is known; a P99 is the highest."""
     num = sum(part.num_requests for part in parts)
     if not num:
         return parts[0] if parts else _NOTHING
+    served = [part for part in parts if part.normalised_latency > 0 and part.num_requests]
+    num_served = max(1, sum(part.num_requests for part in served))
 
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * part.num_requests for value, part in zip(values, parts, strict=True)) / num
+    def mean(name: str) -> float:
+        total: float = sum(getattr(part, name) * part.num_requests for part in served)
+        return total / num_served
 
     return ModelPrediction(
         num_requests=num,
-        attainment=mean(part.attainment for part in parts),
-        normalised_latency=mean(part.normalised_latency for part in parts),
-        mean_latency_s=mean(part.mean_latency_s for part in parts),
+        attainment=sum(part.attainment * part.num_requests for part in parts) / num,
+        normalised_latency=mean("normalised_latency"),
+        mean_latency_s=mean("mean_latency_s"),
         p99_latency_s=max(part.p99_latency_s for part in parts),
-        mean_ttft_s=mean(part.mean_ttft_s for part in parts),
+        mean_ttft_s=mean("mean_ttft_s"),
         p99_ttft_s=max(part.p99_ttft_s for part in parts),
-        mean_tpot_s=mean(part.mean_tpot_s for part in parts),
+        mean_tpot_s=mean("mean_tpot_s"),
     )
 
 

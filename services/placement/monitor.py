@@ -32,8 +32,9 @@ from shared.messages.traffic import (
     StoredTraffic,
     TrafficReply,
 )
-from shared.monitor.request_log import RequestLog
+from shared.monitor.request_log import SLOT_S, RequestLog
 from shared.monitor.summary import traffic_by_model
+from shared.placement.stretches import evidence_s
 
 if TYPE_CHECKING:
     from shared.placement.plan import Prediction
@@ -46,7 +47,7 @@ SHOWN_S = 60.0
 SHOW_INTERVAL_S = 5.0
 """Between two looks at them: with some ten thousand requests in the log each takes a tenth of a second."""
 MAX_SEARCHED = 500_000
-"""Requests that a search is given: arrays of them are made on the event loop, in a tenth of a second or so."""
+"""Requests of all the traffic that a search is given: arrays of them are made on the event loop, in a tenth of a second."""
 FREED_SHARE = 0.25
 """Of the log's time that is given up, from the oldest on, where the store is full."""
 
@@ -96,11 +97,17 @@ class PlacementMonitor:
     # -------------------------------------------------------------------------------------------- what is measured
 
     def traffic(self, interval_s: float) -> Traffic:
-        """What arrived in the last `interval_s` for the models that are configured; in the last part of it, where that is
-        too much for a search."""
-        bases, now = {name: spec.base for name, spec in self._adapters.items()}, self.now()
-        since_s = self._log.since_s(now - interval_s, now, MAX_SEARCHED)
-        return self._log.traffic(since_s, now, self._models, bases)
+        """What arrived in the last `interval_s` for the models that are configured."""
+        bases = {name: spec.base for name, spec in self._adapters.items()}
+        return self._log.traffic(self.now() - interval_s, self.now(), self._models, bases)
+
+    def window_s(self, wanted_s: float) -> float:
+        """The time before now that a search may be over: less where what a plan of it is tried on would be too much."""
+        now, all_s = self.now(), evidence_s(wanted_s)
+        since_s = self._log.since_s(now - all_s, now, MAX_SEARCHED)
+        if since_s <= max(now - all_s, self._log.began_s):
+            return wanted_s
+        return max(SLOT_S, (now - since_s) * wanted_s / all_s)
 
     def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
         """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""

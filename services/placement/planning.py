@@ -222,12 +222,14 @@ def fits(
 ) -> Callable[[InstancePlan, Sequence[ModelSpec]], bool]:
     """Whether an instance can hold such models with the KV pool that it has."""
     configured = {model.spec.name: model for model in models if model.shape is not None}
+    by_id = {node.node_id: node for node in nodes}
 
     def hold(place: InstancePlan, specs: Sequence[ModelSpec]) -> bool:
         names = {spec.name for spec in specs}
         first = node_of(place.instance_id)[1]
         incumbent = PlacementPlan(0, [place])
-        rooms = _rooms({}, nodes, {place.node_id: [(first, place.group.num_ranks)]}, incumbent, (), ())
+        there = [by_id[place.node_id]] if place.node_id in by_id else []
+        rooms = _rooms({}, there, {place.node_id: [(first, place.group.num_ranks)]}, incumbent, (), ())
         if not rooms or not names <= configured.keys():
             return False
         placement = _Placement({name: configured[name] for name in sorted(names)}, rooms, has_nodes=True)

@@ -222,14 +222,14 @@ class Replacing:
             raise refuse(f"a search is under way ({self._searching})", "action", ErrorCode.CONFLICT)
 
     async def stays_right(self, inputs: Inputs) -> bool:
-        """Whether a change is under way to which these inputs make no difference: it begins with the plan that follows from
-        them, and what it goes to has room."""
+        """Whether weights are fetched for a change to which these inputs make no difference: it begins with the plan that
+        follows from them, and what it goes to has room."""
         change, plan = self.change, self._plans.current
-        if change is None or inputs.fleet != Fleet.of(plan):
+        if change is None or change.stage != "fetch" or inputs.fleet != Fleet.of(plan):
             return False
-        if change.stage == "fetch" and _by_id((await inputs.plan()).instances) != _by_id(plan.instances):
+        if _by_id((await inputs.plan()).instances) != _by_id(plan.instances):
             return False
-        return not await self._without_room(change.target, inputs)
+        return not _is_certain(change, inputs) or await self._without_room(change.target, inputs) is None
 
     async def supersede(self, why: str) -> bool:
         """Another plan is to be made. A change that has changed nothing yet is over; else False: it comes first."""
@@ -297,7 +297,7 @@ class Replacing:
 
     async def _found(self, why: str) -> tuple[PlanProposal, Verdict]:
         inputs, plan, settings = self._inputs(), self._plans.current, self._settings
-        window_s = min(MAX_AGE_S, self._core.window_s)
+        window_s = self._monitor.window_s(min(MAX_AGE_S, self._core.window_s))
         self._core.begin(self._monitor.now(), self._measured())
         traffic, execution_s = self._monitor.traffic(window_s), self._monitor.execution_s()
         evidence = self._monitor.traffic(min(MAX_AGE_S, evidence_s(window_s)))
@@ -432,16 +432,14 @@ class Replacing:
                 instance_id, _, reason = text.partition(" ")
                 if not reason.startswith("could not load"):  # which the instance says itself
                     problems.setdefault(instance_id, reason)
-        places = (*change.before, *change.target)
-        nodes, names = {place.node_id for place in places}, {spec.name for place in places for spec in place.models}
-        is_known = all(model.shape is not None for model in inputs.models if model.spec.name in names)
+        nodes = {place.node_id for place in (*change.before, *change.target)}
         return View(
             held=held,
             fetched={(node.node_id, source) for node in registered for source in node.fetched},
             fetch_problems={(n.node_id, source): text for n in registered for source, text in n.fetch_problems.items()},
             problems=problems,
             gone_nodes=nodes - {node.node_id for node in inputs.nodes} - inputs.held_nodes,
-            is_certain=is_known and not nodes & inputs.held_nodes,
+            is_certain=_is_certain(change, inputs),
         )
 
     async def _publish(self, change: PlanChange, instances: Sequence[InstancePlan] | None = None) -> None:
@@ -511,6 +509,14 @@ def why_no_larger_pools(plan: PlacementPlan, target: Sequence[InstancePlan]) -> 
     if last is not None and last.stage == "rolled_back" and _by_id(last.target) == _by_id(target):
         return f"larger KV pools were rolled back: {last.failure}"
     return ""
+
+
+def _is_certain(change: PlanChange, inputs: Inputs) -> bool:
+    """Whether it is known of all models and nodes of a change what fits."""
+    places = (*change.before, *change.target)
+    nodes, names = {place.node_id for place in places}, {spec.name for place in places for spec in place.models}
+    is_known = all(model.shape is not None for model in inputs.models if model.spec.name in names)
+    return is_known and not nodes & inputs.held_nodes
 
 
 def _by_id(places: Sequence[InstancePlan]) -> list[InstancePlan]:

@@ -236,8 +236,7 @@ class Executor:
         graphs = DecodeGraphs(
             prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture, self._all_can
         )
-        with self._together():
-            graphs.capture_all(is_alone=self._group is ALONE)
+        graphs.capture_all()
         return graphs
 
     def _all_can(self, can: bool) -> bool:
@@ -439,11 +438,12 @@ class Executor:
             if plan.drafts:
                 self._rows.enter_drafts(plan)
             layout = self._rows.layout(plan, rows, loaded.block_size, loaded.model)
+            places, adapters = self._rows.token_places(rows, layout), self._batch_adapters(rows, layout)
         with self._together():
             if forward is not None:
                 state = self._advance(plan, loaded, forward)
             else:
-                state = self._forward(plan, loaded, rows, layout)
+                state = self._forward(plan, loaded, rows, layout, places, adapters)
             if state is None:
                 share = self._suspended[plan.step_id].share
                 return _Launched(plan.step_id, done=self._mark(), suspended_share=share)
@@ -480,10 +480,16 @@ class Executor:
         is_same = self._rows.versions[awaited.rows] == awaited.versions
         self._rows.enter(awaited.rows[is_same], awaited.positions[is_same], np.array(tokens, np.int32)[is_same])
 
-    def _forward(self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout) -> ForwardState | None:
+    def _forward(
+        self,
+        plan: StepPlan,
+        loaded: _Loaded,
+        rows: np.ndarray,
+        layout: BatchLayout,
+        places: np.ndarray,
+        adapters: BatchAdapters | None,
+    ) -> ForwardState | None:
         """The state after all layers, whose first T tokens are those of the step; None: it was suspended."""
-        places = self._rows.token_places(rows, layout)
-        adapters = self._batch_adapters(rows, layout)
         if adapters is None and loaded.graphs is not None and layout.all_decode and not plan.is_interruptible:
             state = loaded.graphs.run(self._rows.tokens, places, layout)
             if state is not None:

@@ -241,11 +241,16 @@ class InstanceAdapters:
             # The thread goes on; what it brings nobody waits for.
             reading.add_done_callback(lambda done: self._discard(adapter.version, done))
             raise
+        except Exception:
+            await asyncio.to_thread(self._executor.drop_adapter, adapter.version)  # some ranks may have it
+            raise
 
     def _discard(self, version: str, read: asyncio.Future[None]) -> None:
-        is_there = not read.cancelled() and read.exception() is None
-        if is_there and version not in self._loaded and version not in self._loading:
-            self._executor.drop_adapter(version)
+        """Also where it failed: some ranks may have it."""
+        if not read.cancelled():
+            read.exception()
+        if version not in self._loaded and version not in self._loading:
+            self._tasks.start(asyncio.to_thread(self._executor.drop_adapter, version))
 
     def _fail(self, model: str, adapter: Adapter, error: Exception) -> None:
         if not self._is_ready(model):

@@ -141,6 +141,9 @@ class InstanceModels:
             if known.spec == spec:
                 return
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is here with another source", "spec")
+        if known is not None and known.state == "failed" and known.shape is not None:
+            # Its unloading failed, so engine and executor may hold it still: first it has to go.
+            self.begin_unload(spec.name, 0.0)
         if known is not None and known.state == "unloading":
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is being unloaded", "spec")
         self._models[spec.name] = _Model(spec, "loading")

@@ -9,7 +9,7 @@ thread copies whole blocks, each one run of bytes:
 
 A move within the device is not copied here: its end is waited for, and reported.
 
-A copy is reported when it is complete in memory. `start`, `finished` and `close` belong to the thread of the steps.
+A copy is reported when it is complete in memory. `start` and `close` belong to the thread of the steps.
 """
 
 from __future__ import annotations

@@ -87,12 +87,17 @@ def _decided(log: RequestLog, slos: Mapping[str, float], since_s: float, until_s
     that wait for ever count as well, and each in one interval only. A client that goes before says nothing. While no
     execution time of a model is known, those that failed count alone."""
     counts: dict[Key, tuple[int, int]] = {}
+    for request in log.ended(since_s, until_s):
+        row = request.row
+        is_failed = row.outcome in (Outcome.FAILED, Outcome.LATE, Outcome.REFUSED)
+        if is_failed and row.is_online and slos.get(request.model) == 0.0:
+            num_met, num_decided = counts.get((request.model, True), (0, 0))
+            counts[request.model, True] = (num_met, num_decided + request.weight)
     for request in log.arrived(since_s - max(slos.values(), default=0.0) - SLOT_S, until_s):
         row, slo_s = request.row, slos.get(request.model, 0.0)
-        is_failed = row.outcome in (Outcome.FAILED, Outcome.LATE, Outcome.REFUSED)
-        if request.model not in slos or not row.is_online or not (slo_s or is_failed):
+        if not slo_s or not row.is_online:
             continue
-        is_over = is_failed if not slo_s else row.outcome != Outcome.PENDING and row.latency_s <= slo_s
+        is_over = row.outcome != Outcome.PENDING and row.latency_s <= slo_s
         decided_s = request.arrived_s + (row.latency_s if is_over else slo_s)
         if not since_s <= decided_s < until_s or (is_over and row.outcome == Outcome.CANCELLED):
             continue

@@ -413,9 +413,13 @@ class _Step:
         return len(serving) > max(1, min(num - 1, math.ceil(KEPT_SHARE * num)))
 
     def _is_heard_of(self, instance_id: str) -> bool:
-        view = self._view
-        is_lost = instance_id in view.problems or self._now[instance_id].node_id in view.gone_nodes
-        return instance_id in view.held or is_lost
+        view, place = self._view, self._now[instance_id]
+        if instance_id in view.held or instance_id in view.problems or place.node_id in view.gone_nodes:
+            return True
+        # One that this change has started need not have served yet.
+        return self._change.stage == "roll_back" and not any(
+            had.instance_id == instance_id and _is_same_process(had, place) for had in self._change.before
+        )
 
     def _needed_detours(self, instance_id: str) -> set[str]:
         """Models that are there for the time in which no instance serves them that is to go on doing so."""

@@ -239,6 +239,15 @@ def test_what_is_measured_is_of_requests_that_nobody_serves_too() -> None:
         "its adapter's are its own"
     )
     assert (found.attainment, found.normalised_latency) == (0.4, 3.4)
+    fails = ModelSummary(interval_s=60.0, num_arrived=50, attainment=0.0, num_decided=50)
+    found = measured_prediction(
+        {
+            name: ModelTraffic(model=name, online=online, offline=ModelSummary(interval_s=60.0))
+            for name, online in (("a", fails), ("b", serves))
+        },
+        {},
+    )
+    assert (found.attainment, found.normalised_latency) == (pytest.approx(10 / 60), 1.0), "of those that have a latency"
     nothing = measured_prediction({}, {})
     assert (nothing.attainment, nothing.num_requests) == (1.0, 0)
 

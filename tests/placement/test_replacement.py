@@ -24,7 +24,7 @@ from shared.placement.replacement import Replacement
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.placement.node_agent import ScriptedNode
-from tests.placement.test_scaling import drain
+from tests.placement.test_scaling import drain, scale
 from tests.placement.test_service import Cluster, cluster, placement, sources, until, where
 
 __all__ = ["cluster", "sources"]
@@ -100,7 +100,11 @@ EVERYWHERE = {"n-0": {"a", "b"}, "n-1": {"a", "b"}}
 
 
 async def test_what_is_applied_stays_and_can_be_rolled_back(
-    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+    nats_settings: BusSettings,
+    cluster: Cluster,
+    node: ScriptedNode,
+    sources: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problems: list[Problem] = []
     models = {name: sources[name] for name in "ab"}
@@ -138,11 +142,19 @@ async def test_what_is_applied_stays_and_can_be_rolled_back(
         assert cluster.plans[-1].version == version, "a restart changes nothing"
         assert (await show(cluster)).predicted == predicted(1.0), "what was predicted is remembered"
         await cluster.remove("c")
+        await cluster.remove("b")
+        await cluster.add(ModelSpec("b", sources["c"]))
+        with monkeypatch.context() as patched:
+            patched.setattr(replacing_module, "fits", lambda *_: lambda *_: False)
+            with pytest.raises(ServiceError, match="n-0 has no room for a, b at once"):
+                await ask(cluster, "roll_back")
         await ask(cluster, "roll_back")
         change = await ended(cluster, 2)
         assert change.stage == "carried_out" and not cluster.plans[-1].is_chosen
         await served(cluster, node, EVERYWHERE)
-        assert not node.ever_missing - {"c"}
+        defined = {(spec.name, spec.source) for place in cluster.plans[-1].instances for spec in place.models}
+        assert defined == {("a", sources["a"]), ("b", sources["c"])}, "as it is configured now"
+        assert not node.ever_missing - {"b", "c"}
 
 
 async def until_problem(cluster: Cluster, text: str) -> None:
@@ -454,6 +466,8 @@ async def test_the_next_leader_goes_on_with_a_change_and_an_operator_may_stop_it
         with pytest.raises(ServiceError) as caught:
             await ask(cluster, "search")
         assert caught.value.code is ErrorCode.CONFLICT
+        await scale(cluster, 2)
+        assert stage() == "fetch", "there are two already: nothing follows from it"
         assert first.is_active
     node.is_fetching = True
     async with placement(nats_settings, models, name="placement-2", search=finds(APART)):

@@ -82,7 +82,8 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(group_executor, "AGREE_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(group_executor, "ANSWER_TIMEOUT_S", 0.6)
+    for timeout in ("ANSWER_TIMEOUT_S", "SAMPLE_TIMEOUT_S"):
+        monkeypatch.setattr(group_executor, timeout, 0.6)
     made = Scene(tmp_path)
     yield made
     made.process.kill()

@@ -209,7 +209,8 @@ async def test_unload_ends_what_outlives_the_grace_period(stage):
     assert stage.end("r1").error.code == ErrorCode.GONE
 
 
-async def test_an_unload_that_failed_can_be_asked_for_again(stage, monkeypatch):
+@pytest.mark.parametrize("asks_to_unload", [True, False])
+async def test_what_follows_an_unload_that_failed_is_carried_out(stage, monkeypatch, asks_to_unload):
     """Engine and executor hold the model still: what is forgotten only could never be loaded again."""
     detach = InstanceModels._detach
 
@@ -223,7 +224,12 @@ async def test_an_unload_that_failed_can_be_asked_for_again(stage, monkeypatch):
     monkeypatch.setattr(InstanceModels, "_detach", fail)
     await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=5)
     await stage.until(lambda: states() == ["failed"])
-    await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=5)
+    if asks_to_unload:
+        await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=5)
+    else:
+        with pytest.raises(BusError, match="is being unloaded"):
+            load = LoadModel(ModelSpec("a", "/models/a"))
+            await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), load, timeout_s=5)
     await stage.until(lambda: not states())
     await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("a", "/models/a")), timeout_s=5)
     await stage.until(lambda: states() == ["ready"])

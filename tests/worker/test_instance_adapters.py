@@ -49,8 +49,9 @@ class Adapting(SteppedExecutor):
         self.held.append(adapter.version)
 
     def drop_adapter(self, version: str) -> None:
-        self.held.remove(version)
-        self.dropped.append(version)
+        if version in self.held:
+            self.held.remove(version)
+            self.dropped.append(version)
 
     def execute(self, plan: Any) -> Any:
         assert {new.adapter for new in plan.new_sequences} <= {"", *self.held}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,11 +21,13 @@ import torch
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import KvViews
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.ranks.group import GroupError
 from services.worker.transfer import Field, StaticInputs
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", ForwardState, torch.Tensor)
+R = TypeVar("R")
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -63,7 +66,7 @@ class DecodeGraphs:
         capture: Capture,
         all_can: Callable[[bool], bool] = lambda can: can,
     ) -> None:
-        """`all_can`: whether all ranks that compute the model can record the next size, as they must together."""
+        """`all_can`: whether all ranks that compute the model can go on, as they must together."""
         self._model, self._views, self._attention = model, views, attention
         self._max_pages = max_pages
         self._capture = capture
@@ -82,24 +85,26 @@ class DecodeGraphs:
         return len(self._graphs)
 
     @torch.inference_mode()
-    def capture_all(self, *, is_alone: bool = True) -> None:
-        """In any thread, while other models run. A size that cannot be captured, and those below it, run without. Of several
-        ranks one that fails while it records raises what it failed with: the others are at another call."""
+    def capture_all(self) -> None:
+        """In any thread, while other models run. A size that cannot be captured, on one of several ranks, and those below
+        it, run without."""
         for size in reversed(self._sizes):
-            made: tuple[StaticInputs, ForwardBatch] | None = None
-            try:
-                made = self._allocated(size)
-            except Exception as error:
-                logger.warning("decode steps of up to %d rows run without CUDA graphs: %s", size, error)
+            made = self._tried(size, partial(self._allocated, size))
             if not self._all_can(made is not None) or made is None:
                 return
-            try:
-                self._graphs[size] = self._recorded(*made)
-            except Exception as error:
-                if not is_alone:
-                    raise
-                logger.warning("decode steps of up to %d rows run without CUDA graphs: %s", size, error)
+            graph = self._tried(size, partial(self._recorded, *made))
+            if not self._all_can(graph is not None) or graph is None:
                 return
+            self._graphs[size] = graph
+
+    def _tried(self, size: int, function: Callable[[], R | None]) -> R | None:
+        try:
+            return function()
+        except GroupError:
+            raise
+        except Exception as error:
+            logger.warning("decode steps of up to %d rows run without CUDA graphs: %s", size, error)
+            return None
 
     def run(self, tokens: torch.Tensor, places: np.ndarray, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers of a decode batch, of which only the first rows are real; valid until the next

@@ -188,16 +188,12 @@ class GroupExecutor:
         return self._own.adapter_bytes(model, adapter)
 
     def load_adapter(self, model: str, adapter: Adapter) -> None:
-        """Returns when all ranks have it. Raises `CheckpointError`."""
+        """Returns when all ranks have it. Raises `CheckpointError`, also where another rank cannot read its part; some have
+        it then."""
         number, call = self._begin_call()
         self._tell(LoadAdapter(number, model, adapter))
-        try:
-            with self._read(call, f"reading the adapter {adapter.name!r}"):
-                self._own.load_adapter(model, adapter)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self.drop_adapter(adapter.version)
-            raise
+        with self._read(call, f"reading the adapter {adapter.name!r}"):
+            self._own.load_adapter(model, adapter)
 
     def drop_adapter(self, version: str) -> None:
         self._tell(DropAdapter(version))
@@ -377,20 +373,21 @@ class GroupExecutor:
     @contextlib.contextmanager
     def _settled(self, call: _Call, what: str) -> Iterator[None]:
         """What is done within the others do as well; all succeed or all fail."""
-        failure = ""
+        failed: Exception | None = None
         try:
             yield
         except GroupError as error:
             self._lose(str(error))
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            is_answered = call.done.wait(ANSWER_TIMEOUT_S)
-            failures = [answer.error for answer in call.answers]
-            if not is_answered or any(bool(error) != bool(failure) for error in failures):
-                told = "; ".join(error or "succeeded" for error in failures)
-                self._lose(f"ranks differ in {what}: rank 0: {failure or 'succeeded'}; the others: {told or 'no word'}")
+            failed = error
+        is_answered = call.done.wait(ANSWER_TIMEOUT_S)
+        failures = [answer.error for answer in call.answers]
+        if not is_answered or any(bool(error) != (failed is not None) for error in failures):
+            here = "succeeded" if failed is None else f"{type(failed).__name__}: {failed}"
+            told = "; ".join(error or "succeeded" for error in failures)
+            self._lose(f"ranks differ in {what}: rank 0: {here}; the others: {told or 'no word'}")
+        if failed is not None:
+            raise failed
 
     @contextlib.contextmanager
     def _read(self, call: _Call, what: str) -> Iterator[None]:

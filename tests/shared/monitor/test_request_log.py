@@ -246,10 +246,10 @@ def test_requests_that_failed_count_where_no_execution_time_is_known() -> None:
     rows = [
         RequestRow(8, 0, True, 9.0, 100),
         RequestRow(16, 0, True, 8.0, 200, Outcome.FAILED, 0, 1.0),
-        RequestRow(24, 0, True, 8.0, 200, Outcome.LATE, 0, 2.0),
+        RequestRow(24, 0, True, 305.0, 200, Outcome.LATE, 0, 300.0),
         RequestRow(32, 0, True, 7.0, 300, Outcome.CANCELLED, 40, 1.0),
     ]
-    log = RequestLog(BEGAN_S)
+    log = RequestLog(BEGAN_S - 1000)
     log.add(RequestRows("s", MODELS, rows), BEGAN_S + 10)
     online = traffic_by_model(log, {"a": 0.0}, BEGAN_S, BEGAN_S + 10)["a"].online
     assert (online.num_decided, online.attainment, online.slo_s) == (2, 0.0, 0.0)

@@ -132,6 +132,16 @@ def test_what_is_not_heard_of_for_a_moment_may_serve() -> None:
     assert names(advance(change, running, crashed, 1.0, fits, SETTINGS)[1]) == {"n-0": "a", "n-1": "bc"}
 
 
+def test_an_instance_that_a_change_has_started_ends_with_its_roll_back_though_it_never_served() -> None:
+    before = [place("n-0", "ab")]
+    change = at("roll_back", before, [place("n-0", "a"), place("n-1", "b")])
+    running = [before[0], place("n-1", "b")]
+    assert names(advance(change, running, View(shown(before)), 1.0, fits, SETTINGS)[1]) == {"n-0": "ab"}
+    was_there = at("roll_back", [*before, place("n-1", "bc")], [place("n-0", "abc"), place("n-1", "b")])
+    running = [place("n-0", "abc"), place("n-1", "bc")]
+    assert names(advance(was_there, running, View({}), 1.0, fits, SETTINGS)[1]) == names(running)
+
+
 def test_nothing_is_interrupted_while_it_is_not_certain_what_fits() -> None:
     before, target = [place("n-0", "abc"), place("n-1", "def")], [place("n-0", "abf"), place("n-1", "dec")]
     change, view = at("change", before, target), View(shown(before))
