@@ -22,6 +22,8 @@ from tideway.nats_config import nats_users
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
+END_TIMEOUT_S = 30.0
+"""A node agent gives its instances 22 s to drain before it kills them."""
 """More than a worker that drains takes."""
 TEST_USER = "operator-test"
 """May do everything, and is who gives no name. Below the inboxes of operators every service may answer."""
@@ -192,10 +194,10 @@ class Stack:
                 process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(15)
+                process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(5)
+                process.wait(STOP_TIMEOUT_S)
         self.nats.close()
         refused = [
             line for name in self._commands for line in self.log(name, 10**6).splitlines() if "NATS refuses" in line
