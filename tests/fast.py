@@ -83,7 +83,8 @@ def _imports(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             to_visit.extend(node.orelse)
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            to_visit.extend(ast.iter_child_nodes(node))
+            for block in ("body", "orelse", "handlers", "finalbody"):
+                to_visit.extend(getattr(node, block, ()))
     return frozenset(names)
 
 
