@@ -320,6 +320,7 @@ class ActivePlacement:
             if fleet is not None and fleet != Fleet.of(self._plans.plan):
                 message = "a replacement is under way: nothing can be drained or scaled now"
                 raise ServiceError.of(ErrorCode.UNAVAILABLE, message, retry_after_s=10.0)
+            await self._tell_waiting()
             return  # it is planned for when the replacement is over
         for _ in range(PUBLISH_ATTEMPTS):
             inputs = self._inputs(self._models, fleet)
@@ -332,6 +333,15 @@ class ActivePlacement:
             self._tell_waste(wasted(new, inputs.models, inputs.nodes))
             return
         raise BusError(ErrorInfo(ErrorCode.CONFLICT, "the plan is being changed by somebody else"))
+
+    async def _tell_waiting(self) -> None:
+        """Models that were added while a replacement is under way."""
+        plan = self._plans.current
+        placed = {spec.name for place in plan.instances for spec in place.models}
+        waiting = dict.fromkeys(sorted(self._models.keys() - placed), "it is placed when the replacement is over")
+        unplaced = waiting | {name: reason for name, reason in plan.unplaced.items() if name in waiting}
+        if unplaced != plan.unplaced:
+            await self._plans.publish(msgspec.structs.replace(plan, version=plan.version + 1, unplaced=unplaced))
 
     def _tell_waste(self, shares: dict[tuple[str, int], dict[str, float]]) -> None:
         """Where it is another than was told before."""

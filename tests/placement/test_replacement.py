@@ -428,6 +428,26 @@ async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(
         assert entry is not None and entry.value.predicted == predicted(1.0) and entry.value.proposal is None
 
 
+async def test_a_model_that_is_added_meanwhile_is_told_to_wait_and_is_placed_afterwards(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, search=finds(APART)):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        await ended(cluster)
+        node.is_loading = False
+        await ask(cluster, "roll_back")
+        await until(lambda: cluster.plans[-1].change.stage == "change" and cluster.plans[-1].change.steps)
+        await cluster.add(ModelSpec("c", sources["c"]))
+        await until(lambda: cluster.plans[-1].unplaced == {"c": "it is placed when the replacement is over"})
+        node.is_loading = True
+        assert (await ended(cluster, 2)).stage == "carried_out"
+        await served(cluster, node, {"n-0": {"a", "b", "c"}, "n-1": {"a", "b", "c"}})
+        assert not cluster.plans[-1].unplaced
+
+
 async def test_weights_that_cannot_be_fetched_change_nothing(
     nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
 ) -> None:
