@@ -74,7 +74,9 @@ def search(client: AdminClient, *, wait_s: float, say: Callable[[str], None]) ->
     say("Searching.")
     state = _searched(client, wait_s)
     assert state.proposal is not None
-    say(f"The search over {state.proposal.num_requests} requests took {state.proposal.search_s:.1f} s.")
+    say(
+        f"The search over {state.proposal.num_requests} requests, online and offline, took {state.proposal.search_s:.1f} s."
+    )
 
 
 def _searched(client: AdminClient, wait_s: float) -> ReplacementState:
@@ -156,9 +158,9 @@ def _describe(state: ReplacementState) -> str:
     text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); this interval of {state.interval_s:.0f} s began "
     text += f"{age_s:.0f} s ago"
     if state.measured is not None and (num := state.measured.num_requests):
-        text += f": of {num} online requests since, {_attained(state.measured)}"
+        text += f": {num} online requests since, {_attained(state.measured)}"
         if state.predicted is not None:
-            text += f"; predicted are {_attained(state.predicted)}"
+            text += f"; predicted: {_attained(state.predicted)}"
     if state.deviation is not None:
         text += f"; the last one differed from its prediction by {state.deviation:.0%}"
     if state.searching:
@@ -196,7 +198,7 @@ def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
         predicted = {"as now": proposal.incumbent, "proposed": proposal.prediction}
     else:
         over, measured, predicted = "this interval", state.measured, {"predicted": state.predicted}
-    title = f"Online requests of {over}: attainment and normalised latency (times the execution alone)"
+    title = f"Online requests of {over}: within their SLO, and latency over the model's mean execution time"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model")
     for header in ("requests", "measured", *predicted, *FIGURES):
@@ -235,7 +237,7 @@ def _trial(trial: Trial) -> RenderableType:
 
 
 def _attained(prediction: Prediction) -> str:
-    return f"{prediction.attainment:.1%} within their objective, normalised latency {prediction.normalised_latency:.2f}"
+    return f"{prediction.attainment:.1%} within their SLO, normalised latency {prediction.normalised_latency:.2f}"
 
 
 def _cell(prediction: Prediction | None, name: str) -> str:

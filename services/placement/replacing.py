@@ -171,7 +171,7 @@ class Replacing:
         elif is_on and not self._searching:
             now = self._monitor.now()
             if now >= self._core.look_s:
-                self._core.watch(now, self._measured_in(self._core.settings.least_s))
+                self._core.watch(now, self._measured_in(max(SLOT_S, self._core.settings.least_s)))
             if why := self._core.due(now):
                 self._begin_search(why, is_applied=False)
         await self._store()
@@ -259,7 +259,7 @@ class Replacing:
 
     def _measured_in(self, last_s: float) -> Prediction:
         """In the last time of that length, as far as the log knows it."""
-        return self._monitor.prediction(min(MAX_AGE_S, max(SLOT_S, last_s)))
+        return self._monitor.prediction(min(MAX_AGE_S, last_s))
 
     def _begin_search(self, why: str, *, is_applied: bool) -> None:
         self._searching, self._problem = why, ""

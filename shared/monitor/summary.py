@@ -23,15 +23,16 @@ def traffic_by_model(
     execution_s: Mapping[str, float] | None = None,
 ) -> dict[str, ModelTraffic]:
     """Of each model in `slo_scales`: mean execution times that its online requests may take; 0: the default. `execution_s`:
-    those means; of one that is missing, as of the whole log. Offline requests have no SLO."""
-    since_s = max(log.began_s, slot_index(since_s) * SLOT_S)
+    those means; of one that is missing, as of the whole log. Offline requests have no SLO. Counted from
+    `since_s` on is whose SLO was met or missed; the rest from the beginning of its slot on."""
+    exact_s, since_s = max(log.began_s, since_s), max(log.began_s, slot_index(since_s) * SLOT_S)
     means = {model: (execution_s or {}).get(model) or log.mean_execution_s(model) for model in slo_scales}
     slos = {model: means[model] * (scale or DEFAULT_SLO_SCALE) for model, scale in slo_scales.items()}
     finished: dict[Key, list[tuple[RequestRow, int]]] = {}
     for request in log.ended(since_s, until_s):
         if request.row.outcome == Outcome.FINISHED:
             finished.setdefault((request.model, request.row.is_online), []).append((request.row, request.weight))
-    decided = _decided(log, slos, since_s, until_s)
+    decided = _decided(log, slos, exact_s, until_s)
 
     def summary(model: str, is_online: bool) -> ModelSummary:
         key = (model, is_online)
@@ -90,7 +91,8 @@ def _decided(log: RequestLog, slos: Mapping[str, float], since_s: float, until_s
     for request in log.ended(since_s, until_s):
         row = request.row
         is_failed = row.outcome in (Outcome.FAILED, Outcome.LATE, Outcome.REFUSED)
-        if is_failed and row.is_online and slos.get(request.model) == 0.0:
+        is_within = since_s <= request.arrived_s + row.latency_s < until_s
+        if is_failed and is_within and row.is_online and slos.get(request.model) == 0.0:
             num_met, num_decided = counts.get((request.model, True), (0, 0))
             counts[request.model, True] = (num_met, num_decided + request.weight)
     for request in log.arrived(since_s - max(slos.values(), default=0.0) - SLOT_S, until_s):

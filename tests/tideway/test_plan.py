@@ -87,7 +87,7 @@ def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_w
     assert "node-0 1 chat, code chat" in lines and "node-1 1 - code" in lines
     assert "model requests measured as now proposed P99 s TTFT s TPOT ms" in lines
     text = " ".join(lines)
-    assert "of 40 online requests since, 75.0% within their objective" in text and "predicted are 90.0%" in text
+    assert "40 online requests since, 75.0% within their SLO" in text and "predicted: 90.0%" in text
     assert "Online requests of the 600 s before the search" in text
     attained = "chat 40 70.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
     assert f"{attained} 20 -> 10 0.2 -> 0.1 20 -> 10" in lines

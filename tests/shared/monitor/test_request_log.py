@@ -255,6 +255,17 @@ def test_requests_that_failed_count_where_no_execution_time_is_known() -> None:
     assert (online.num_decided, online.attainment, online.slo_s) == (2, 0.0, 0.0)
 
 
+def test_who_met_its_slo_is_counted_from_the_moment_on_that_is_asked_for() -> None:
+    log = RequestLog(BEGAN_S)
+    rows = [
+        RequestRow(8 * n, 0, True, age_s, 100, Outcome.FINISHED, 9, 0.5, 0.1, 0.4) for n, age_s in enumerate((7, 5, 2))
+    ]
+    log.add(RequestRows("s", MODELS, rows), BEGAN_S + 9)
+    for last_s, num in ((9.0, 3), (5.0, 2), (2.0, 1), (0.5, 0)):
+        online = traffic_by_model(log, {"a": 5.0}, BEGAN_S + 9 - last_s, BEGAN_S + 9)["a"].online
+        assert (online.num_decided, online.num_finished) == (num, 3)
+
+
 def test_slots_that_are_too_old_go_and_so_does_what_they_had() -> None:
     log = RequestLog(BEGAN_S, max_age_s=60)
     play(log, poisson(5, 30), BEGAN_S + 100)
