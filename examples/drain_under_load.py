@@ -1,4 +1,7 @@
-"""Streams go on, token by token the same, while their instance is emptied."""
+"""Streams go on, token by token the same, while their instance is emptied.
+
+drain_under_load.py [MODEL [TOKENS]]
+"""
 
 import asyncio
 import os
@@ -76,7 +79,8 @@ async def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else next(iter(cards), "")
     if model not in cards:
         sys.exit(f"there is no model {model!r}; models: {', '.join(cards) or 'none'}")
-    num_tokens = min(NUM_TOKENS, (cards[model].max_model_len or NUM_TOKENS) - PROMPT_TOKENS)
+    wanted = int(sys.argv[2]) if len(sys.argv) > 2 else NUM_TOKENS
+    num_tokens = min(wanted, (cards[model].max_model_len or wanted) - PROMPT_TOKENS)
     undisturbed = await all_streams(client, model, num_tokens)
     async with httpx.AsyncClient(base_url=URL, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=30) as admin:
         streams = asyncio.create_task(all_streams(client, model, num_tokens))

@@ -15,6 +15,7 @@ from tests.e2e.checkpoints import make_llama, make_opt
 from tests.e2e.otlp_collector import CollectedSpan, OtlpCollector
 from tests.e2e.stack import Stack
 from tests.e2e.streams import Stream, run_streams, stream_completion
+from tests.e2e.test_examples import run
 from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 20
@@ -203,6 +204,13 @@ async def test_a_drain_is_undone_by_the_command(machine, undisturbed):
     assert "worker-0-0 is to come back" in printed and "ready" in printed
     machine.wait_ready()
     assert machine.draining() == []
+
+
+def test_the_example_drains_an_instance_under_streams(machine):
+    ran, moved, same = run(machine, "drain_under_load", "llama", "250")
+    assert ran.endswith("which is drained") and moved.endswith("of 6 streams moved to another instance")
+    with whatever_the_machine_does():
+        assert same.startswith("6 of 6 "), same
 
 
 async def test_instances_come_and_go_under_load(machine, undisturbed):
