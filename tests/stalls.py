@@ -3,7 +3,7 @@
 A shared virtual machine's host may lend its cores to others for seconds; to what runs on them that is a jump of the
 clock. Leases run out and timeouts strike that would not have, on whichever side notices first. As a program this file
 looks at the clock, from each core, and prints what it missed; it is a process of its own so that nothing that a test does
-keeps it from looking.
+keeps it from looking. Its disk may stand still as well, which the kernel counts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ MIN_STALL_S = 0.3
 """Longer than a process waits for a core that others of this machine want."""
 AFTERMATH_S = 5.0
 """How long after a stall something that was told dead in it may still be missing."""
+
+MIN_DISK_STALL_S = 2.0
+"""In which some process waited for the disk: what starts then does not, and does not even end when it is killed."""
+IO_PRESSURE = Path("/proc/pressure/io")
 
 MAX_STALLS = 1000
 """Known from before a test."""
@@ -47,14 +51,14 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._began_s = self._failed_s = 0.0
+        self._began_s = self._failed_s = self._disk_s = 0.0
         self._unread = b""
         self._stalls: list[tuple[int, float, float]] = []
         """Core, when it ended, its seconds."""
 
     def test_begins(self) -> None:
         """Starts the process where there is none: a pytest that only collects needs none."""
-        self._began_s, self._failed_s = time.monotonic(), 0.0
+        self._began_s, self._failed_s, self._disk_s = time.monotonic(), 0.0, disk_waits_s()
         if self._process is None:
             command = [sys.executable, "-I", "-S", __file__]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -90,7 +94,10 @@ class StallWatch:
         if stalls:
             said = f"the machine stood still for {max(stalls):.1f} s, and this failed: it runs again"
             warnings.warn(said, stacklevel=2)
-        return bool(stalls)
+        if (waits_s := disk_waits_s() - self._disk_s) > MIN_DISK_STALL_S:
+            said = f"the disk was waited for {waits_s:.1f} s, and this failed: it runs again"
+            warnings.warn(said, stacklevel=2)
+        return bool(stalls) or waits_s > MIN_DISK_STALL_S
 
     def _read_after_the_last(self) -> None:
         time.sleep(2 * LOOK_INTERVAL_S)  # of a stall that just ended the process has yet to tell
@@ -104,6 +111,15 @@ class StallWatch:
         for line in lines:
             core, end_s, seconds = line.split()
             self._stalls.append((int(core), float(end_s), float(seconds)))
+
+
+def disk_waits_s() -> float:
+    """Since the machine started, the time in which a process waited for a disk; 0 where the kernel does not say."""
+    try:
+        some = IO_PRESSURE.read_text().partition("\n")[0]
+    except OSError:
+        return 0.0
+    return int(some.rpartition("=")[2]) / 1e6
 
 
 watch = StallWatch()
