@@ -3,7 +3,8 @@
 A shared virtual machine's host may lend its cores to others for seconds; to what runs on them that is a jump of the
 clock. Leases run out and timeouts strike that would not have, on whichever side notices first. As a program this file
 looks at the clock, from each core, and prints what it missed; it is a process of its own so that nothing that a test does
-keeps it from looking. Its disk may stand still as well, which the kernel counts.
+keeps it from looking. It looks at the processes of the tests as well: where the kernel reclaims memory, one that maps a
+library, or ends, may wait for it for a minute, during which nothing, not even SIGKILL, ends it (state D).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ MIN_STALL_S = 0.3
 AFTERMATH_S = 5.0
 """How long after a stall something that was told dead in it may still be missing."""
 
-MIN_DISK_STALL_S = 2.0
-"""In which some process waited for the disk: what starts then does not, and does not even end when it is killed."""
-IO_PRESSURE = Path("/proc/pressure/io")
+HELD_INTERVAL_S = 0.5
+MIN_HELD_S = 1.5
+"""That the kernel held a process, which got nothing done meanwhile."""
 
+HELD = b"held"
 MAX_STALLS = 1000
 """Known from before a test."""
 
@@ -51,14 +53,16 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._began_s = self._failed_s = self._disk_s = 0.0
+        self._began_s = self._failed_s = 0.0
         self._unread = b""
         self._stalls: list[tuple[int, float, float]] = []
         """Core, when it ended, its seconds."""
+        self._held: list[tuple[float, float]] = []
+        """When a process was held still, and for how many seconds by then."""
 
     def test_begins(self) -> None:
         """Starts the process where there is none: a pytest that only collects needs none."""
-        self._began_s, self._failed_s, self._disk_s = time.monotonic(), 0.0, disk_waits_s()
+        self._began_s, self._failed_s = time.monotonic(), 0.0
         if self._process is None:
             command = [sys.executable, "-I", "-S", __file__]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -66,7 +70,7 @@ class StallWatch:
             self._process.stdout.readline()  # it looks
             os.set_blocking(self._process.stdout.fileno(), False)
         self._read()  # a full pipe would keep it from looking
-        del self._stalls[:-MAX_STALLS]
+        del self._stalls[:-MAX_STALLS], self._held[:-MAX_STALLS]
 
     @property
     def pid(self) -> int | None:
@@ -94,10 +98,11 @@ class StallWatch:
         if stalls:
             said = f"the machine stood still for {max(stalls):.1f} s, and this failed: it runs again"
             warnings.warn(said, stacklevel=2)
-        if (waits_s := disk_waits_s() - self._disk_s) > MIN_DISK_STALL_S:
-            said = f"the disk was waited for {waits_s:.1f} s, and this failed: it runs again"
+        held = [s for end_s, s in self._held if end_s > since_s and end_s - s < until_s]
+        if held:
+            said = f"the kernel held a process for {max(held):.1f} s, and this failed: it runs again"
             warnings.warn(said, stacklevel=2)
-        return bool(stalls) or waits_s > MIN_DISK_STALL_S
+        return bool(stalls or held)
 
     def _read_after_the_last(self) -> None:
         time.sleep(2 * LOOK_INTERVAL_S)  # of a stall that just ended the process has yet to tell
@@ -109,17 +114,11 @@ class StallWatch:
         self._unread += self._process.stdout.read() or b""
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            core, end_s, seconds = line.split()
-            self._stalls.append((int(core), float(end_s), float(seconds)))
-
-
-def disk_waits_s() -> float:
-    """Since the machine started, the time in which a process waited for a disk; 0 where the kernel does not say."""
-    try:
-        some = IO_PRESSURE.read_text().partition("\n")[0]
-    except OSError:
-        return 0.0
-    return int(some.rpartition("=")[2]) / 1e6
+            where, end_s, seconds = line.split()
+            if where == HELD:
+                self._held.append((float(end_s), float(seconds)))
+            else:
+                self._stalls.append((int(where), float(end_s), float(seconds)))
 
 
 watch = StallWatch()
@@ -152,7 +151,7 @@ def _waits_s() -> Mapping[str, float]:
     """For how long each thread of this process and of those it started has been ready without a core so far, as the kernel
     says: the second number of `schedstat`, in ns."""
     waits = {}
-    for pid in _family():
+    for pid in _family(os.getpid()):
         with contextlib.suppress(OSError):  # the process has ended
             for file in list(Path(f"/proc/{pid}/task").glob("*/schedstat")):
                 with contextlib.suppress(OSError):  # the thread has
@@ -160,13 +159,13 @@ def _waits_s() -> Mapping[str, float]:
     return waits
 
 
-def _family() -> set[int]:
-    """This process and those it started, themselves or through others; but not the one that looks at the clock."""
+def _family(root: int) -> set[int]:
+    """A process and those it started, themselves or through others; but not the one that looks at the clock."""
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    family, before = {os.getpid()}, 0
+    family, before = {root}, 0
     while len(family) > before:
         before = len(family)
         family |= {pid for pid, parent in parents.items() if parent in family and pid != watch.pid}
@@ -185,8 +184,27 @@ def _look(core: int) -> None:
         before_s = now_s
 
 
+def _look_at_processes(root: int) -> None:
+    held: dict[int, tuple[list[str], float]] = {}
+    while True:
+        time.sleep(HELD_INTERVAL_S)
+        now_s, found = time.monotonic(), dict[int, tuple[list[str], float]]()
+        for pid in _family(root):
+            with contextlib.suppress(OSError):  # it has ended
+                state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                used = fields[10:12]  # processor time
+                if state != "D":
+                    continue
+                before, since_s = held.get(pid, (used, now_s))
+                found[pid] = used, since_s if before == used else now_s
+                if now_s - found[pid][1] > MIN_HELD_S:
+                    os.write(1, b"%b %f %f\n" % (HELD, now_s, now_s - found[pid][1]))
+        held = found
+
+
 if __name__ == "__main__":
     os.write(1, b"looking\n")
     for one in sorted(os.sched_getaffinity(0)):
         threading.Thread(target=_look, args=(one,), daemon=True).start()
+    threading.Thread(target=_look_at_processes, args=(os.getppid(),), daemon=True).start()
     sys.stdin.buffer.read()  # until whoever started this is gone

@@ -75,6 +75,11 @@ class _Model(msgspec.Struct):
     is_final: bool = False
     """Of one that failed: it would fail again."""
 
+    @property
+    def is_stuck(self) -> bool:
+        """Its unloading failed: engine and executor may hold it still."""
+        return self.state == "failed" and self.shape is not None
+
 
 class InstanceModels:
     """`intake` is told which of them are ready. `on_change` is called after each change of state; `users` are told where KV
@@ -141,8 +146,7 @@ class InstanceModels:
             if known.spec == spec:
                 return
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is here with another source", "spec")
-        if known is not None and known.state == "failed" and known.shape is not None:
-            # Its unloading failed, so engine and executor may hold it still: first it has to go.
+        if known is not None and known.is_stuck:
             self.begin_unload(spec.name, 0.0)
         if known is not None and known.state == "unloading":
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is being unloaded", "spec")
@@ -155,8 +159,7 @@ class InstanceModels:
         model = self._models.get(name)
         if model is None:
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is not on this instance", "name")
-        if model.state == "failed" and model.shape is not None:
-            # Its unloading failed: engine and executor may hold it still.
+        if model.is_stuck:
             model.state, model.error = "unloading", ""
             self._tasks.start(self._unload(model, grace_s))
         elif model.state == "failed":

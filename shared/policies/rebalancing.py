@@ -279,6 +279,7 @@ class Rebalancer:
         """The instance is gone; the pair that it gives in ends with the next step, those that it takes in in their turn."""
         self._backoffs.pop(instance_id, None)
         self._sources.pop(instance_id, None)
+        self._in_vain_s.pop(instance_id, None)
         self._draining.discard(instance_id)
 
     def on_move(self, source: str, destination: str, reason: str | None, now: float) -> None:

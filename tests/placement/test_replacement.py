@@ -99,6 +99,15 @@ async def served(cluster: Cluster, node: ScriptedNode, expected: dict[str, set[s
 EVERYWHERE = {"n-0": {"a", "b"}, "n-1": {"a", "b"}}
 
 
+async def come_apart(cluster: Cluster, node: ScriptedNode) -> None:
+    """From everywhere to `APART`, which the search is to find."""
+    await served(cluster, node, EVERYWHERE)
+    await tell_requests(cluster)
+    await ask(cluster, "apply")
+    assert (await ended(cluster)).stage == "carried_out"
+    await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+
+
 async def test_what_is_applied_stays_and_can_be_rolled_back(
     nats_settings: BusSettings,
     cluster: Cluster,
@@ -415,10 +424,7 @@ async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(
     monkeypatch.setattr(replacing_module, "STORED_SHARE", 0.0)
     bucket = await cluster.bus.key_value(REPLACEMENT)
     async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=finds(APART)):
-        await served(cluster, node, EVERYWHERE)
-        await tell_requests(cluster)
-        await ask(cluster, "apply")
-        assert (await ended(cluster)).stage == "carried_out"
+        await come_apart(cluster, node)
         assert (await show(cluster)).proposal is not None
         for _ in range(100):
             entry = await bucket.get("current")
@@ -433,10 +439,7 @@ async def test_a_model_that_is_added_meanwhile_is_told_to_wait_and_is_placed_aft
 ) -> None:
     models = {name: sources[name] for name in "ab"}
     async with placement(nats_settings, models, search=finds(APART)):
-        await served(cluster, node, EVERYWHERE)
-        await tell_requests(cluster)
-        await ask(cluster, "apply")
-        await ended(cluster)
+        await come_apart(cluster, node)
         node.is_loading = False
         await ask(cluster, "roll_back")
         await until(lambda: cluster.plans[-1].change.stage == "change" and cluster.plans[-1].change.steps)
@@ -453,11 +456,7 @@ async def test_weights_that_cannot_be_fetched_change_nothing(
 ) -> None:
     models = {name: sources[name] for name in "ab"}
     async with placement(nats_settings, models, search=finds(APART)):
-        await served(cluster, node, EVERYWHERE)
-        await tell_requests(cluster)
-        await ask(cluster, "apply")
-        await ended(cluster)
-        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        await come_apart(cluster, node)
         node.fetch_problems = {sources["b"]: "the disk is full"}
         await ask(cluster, "roll_back")
         change = await ended(cluster, 2)
@@ -476,10 +475,7 @@ async def test_the_next_leader_goes_on_with_a_change_and_an_operator_may_stop_it
         return change.stage if change is not None else ""
 
     async with placement(nats_settings, models, search=finds(APART)) as first:
-        await served(cluster, node, EVERYWHERE)
-        await tell_requests(cluster)
-        await ask(cluster, "apply")
-        await ended(cluster)
+        await come_apart(cluster, node)
         node.is_fetching = False
         await ask(cluster, "roll_back")
         await until(lambda: stage() == "fetch")
