@@ -3,8 +3,9 @@
 A shared virtual machine's host may lend its cores to others for seconds; to what runs on them that is a jump of the
 clock. Leases run out and timeouts strike that would not have, on whichever side notices first. As a program this file
 looks at the clock, from each core, and prints what it missed; it is a process of its own so that nothing that a test does
-keeps it from looking. It looks at the processes of the tests as well: where the kernel reclaims memory, one that maps a
-library, or ends, may wait for it for a minute, during which nothing, not even SIGKILL, ends it (state D).
+keeps it from looking. It looks at the processes of the tests as well. Where the kernel reclaims memory, one that maps a
+library, or ends, may wait for it for a minute, during which nothing, not even SIGKILL, ends it (state D); and one that is
+ready may be given no core for seconds though others are (state R).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ AFTERMATH_S = 5.0
 
 HELD_INTERVAL_S = 0.5
 MIN_HELD_S = 1.5
-"""That the kernel held a process, which got nothing done meanwhile."""
+"""That the kernel held a process, or let it wait for a core: it got nothing done meanwhile."""
 
 HELD = b"held"
 MAX_STALLS = 1000
@@ -185,15 +186,15 @@ def _look(core: int) -> None:
 
 
 def _look_at_processes(root: int) -> None:
-    held: dict[int, tuple[list[str], float]] = {}
+    held: dict[int, tuple[str, float]] = {}
     while True:
         time.sleep(HELD_INTERVAL_S)
-        now_s, found = time.monotonic(), dict[int, tuple[list[str], float]]()
+        now_s, found = time.monotonic(), dict[int, tuple[str, float]]()
         for pid in _family(root):
             with contextlib.suppress(OSError):  # it has ended
-                state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                used = fields[10:12]  # processor time
-                if state != "D":
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                used = Path(f"/proc/{pid}/schedstat").read_text().split()[0]  # time on a core, in ns
+                if state not in "DR":
                     continue
                 before, since_s = held.get(pid, (used, now_s))
                 found[pid] = used, since_s if before == used else now_s
