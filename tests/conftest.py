@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -112,11 +113,19 @@ def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
     sched.config.failures_db.set_test_reruns(crashitem, 0)
 
 
+_PORTS_EACH = 1_000
+_first_port = 10_000 + _PORTS_EACH * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_ports = itertools.cycle(range(_first_port, _first_port + _PORTS_EACH))
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Below those that the kernel gives to outgoing connections and those of `make up`, of this test process alone, and not
+    again soon: whoever asked for it may take a while to listen."""
+    for port in itertools.islice(_ports, _PORTS_EACH):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port from {_first_port} on")
 
 
 def _server_binary() -> str:

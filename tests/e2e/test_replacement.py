@@ -4,6 +4,7 @@ the way. A third model is added to the loaded cluster meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 import httpx
@@ -48,11 +49,20 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
     async def streams(disturb=None, after_tokens: int = 0) -> list[Stream]:
         return await run_streams(stack.url, models, NUM_STREAMS, MAX_TOKENS, after_tokens=after_tokens, disturb=disturb)
 
+    def num_measured() -> int:
+        state = httpx.get(f"{stack.url}/admin/plan", timeout=20).json()["replacement"]
+        return sum(model["num_requests"] for model in state["measured"]["models"].values())
+
     told: list[str] = []
+    before = num_measured()
     expected = await streams()
+    stack.wait_until(lambda: num_measured() >= before + NUM_STREAMS, "placement has heard how they ended")
     stack.tideway("plan", "--search")
     shown = stack.tideway("plan")
-    assert "breaks a limit" in shown and "100.0%" in shown
+    assert "breaks a limit" in shown
+    figures = r"\d+\.\d% \d+\.\d\dx"
+    for model in models:  # requests, measured, as now (not allowed), proposed
+        assert re.search(rf"^{model} +[1-9]\d* +{figures} +- +{figures}", shown, re.MULTILINE), shown
 
     assert_same(await streams(lambda: told.append(stack.tideway("plan", "--apply")), NUM_STREAMS * 5), expected)
     assert "unload" in told[0] and "carried_out" in told[0]
