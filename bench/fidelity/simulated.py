@@ -47,7 +47,7 @@ def run(
         return timing.beside if any(one.host.is_computing for one in others) else 1.0
 
     statistics = observed[0].statistics_at(start_s)
-    # Live ones are of the last thousand requests, and change little during a run.
+    # Live ones, of the last thousand requests, change on. Those of a run's end gave the same figures, within chance.
     fleet = Fleet(
         settings, noise=timing.noise, seed=seed, slowdown=slowdown, statistics=statistics, tells_statistics=not statistics
     )  # fmt: skip
