@@ -16,7 +16,7 @@ from bench.gpu.__main__ import Part, Run
 from bench.gpu.wheels import archive, requirements
 
 PARTS = (
-    Part("fails", 30, "Fails"), Part("hangs", 1.5, "Hangs"), Part("works", 30, "Works"),
+    Part("fails", 30, "Fails"), Part("hangs", 3, "Hangs"), Part("works", 30, "Works"),
     Part("waits", 30, "Waits", ("fails",)),
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(run: Run) -> None:
     document = json.loads((run.options.output / "gpu.json").read_text())
     states = {outcome["part"]: outcome["state"] for outcome in document["parts"]}
     assert states == {
-        "works": "done", "fails": "failed with status 3, see gpu.log", "hangs": "ended after its limit of 2 s",
+        "works": "done", "fails": "failed with status 3, see gpu.log", "hangs": "ended after its limit of 3 s",
         "waits": "left out: needs fails",
     }  # fmt: skip
     assert [outcome["rows"] for outcome in document["parts"]] == [[], [{"a": 7}], [{"a": 1, "b": 2.5}], []]
