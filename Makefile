@@ -4,7 +4,7 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# Those that need no running Tideway; bench/load.py puts load on one.
+# The short ones, which need no running Tideway.
 BENCHES ?= planning dispatching stack gateway steps
 
 # Else each process that a test starts compiles its sources again.
@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help up down status test test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
-	bench-unified bench-peers gpu gpu-wheels clean install development
+	bench-placement bench-unified bench-peers gpu gpu-wheels clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-control-plane    load reports of up to 1,024 instances to one scheduler, about 2 minutes"
 	@echo "make bench-sharing          SeaLLM's evaluation on 32 simulated A800, about half an hour; ARGS=figure6: that alone"
 	@echo "make bench-fidelity         simulated against live, two instances and three models, about 15 minutes"
+	@echo "make bench-placement        the search's time and distance from the best plan, about 10 minutes; ARGS='day --day 5': others"
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
 	@echo "make gpu      everything that only a CUDA machine shows, within 9 minutes; ARGS=--quick: small shapes, on any machine"
@@ -102,6 +103,9 @@ bench-control-plane: development
 
 bench-sharing: development
 	$(BIN)/python -m bench.sharing $(ARGS)
+
+bench-placement: development
+	$(BIN)/python -m bench.placement $(or $(ARGS),speed optimum) --output bench/results
 
 bench-fidelity: development
 	$(BIN)/python -m bench.fidelity --output bench/results $(ARGS)

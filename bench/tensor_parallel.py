@@ -2,7 +2,7 @@
 are left out, and those calls alone, back to back, as one step makes them. On two GPUs, where decodes are captured with their
 calls, only on one and on two.
 
-    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--device cuda] [--realtime]
+    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--gloo] [--device cuda] [--realtime]
 
 The kinds alternate, so that a drift of the machine cancels. Of each the least time counts: whatever else runs here takes one
 of the two cores, and both ranks wait for the slower one. Times are those of rank 0. `--realtime` gives the ranks precedence
@@ -98,7 +98,14 @@ def take_precedence() -> None:
 
 
 def compute(
-    rank: int, kind: str, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int, is_first: bool
+    rank: int,
+    kind: str,
+    rendezvous: Path,
+    memory: tuple[str, int],
+    checkpoint: Path,
+    rounds: int,
+    is_first: bool,
+    over_gloo: bool,
 ) -> dict[str, list[float]]:
     """Seconds of each kind in each round, on this rank; all ranks do the same. `kind`: of device."""
     torch.set_num_threads(1)
@@ -106,7 +113,10 @@ def compute(
     if kind == "cuda":
         device = torch.device(kind, rank)
         torch.cuda.set_device(device)
-    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, device), device)
+    ranks = Ranks(rank, NUM_RANKS, rendezvous, device)
+    if over_gloo:
+        ranks.exchange = None
+    group = Switch(ranks, device)
     spec = ModelSpec("model", str(checkpoint))
     one = Executor(device, 1, 1 << 30, 1)
     prepared = one.prepare_model(spec)
@@ -175,18 +185,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
     parser.add_argument("--device", choices=KINDS, default="cpu", help="cuda: the first two of them, with an 8B shape")
+    parser.add_argument("--gloo", action="store_true", help="as where no kernels are compiled: sums over gloo")
     parser.add_argument("--realtime", action="store_true", help="precedence over all other processes")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args(arguments)
     on_cpu = options.device == "cpu"
-    with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as root:
+        folder = Path(root)
         shape = SHAPE if on_cpu else SHAPES["llama-3.1-8b"]
         checkpoint = make_checkpoint(folder / "model", shape, options.dtype, options.device)
         memory = RankMemory.create(NUM_RANKS, region_bytes(POOL_BYTES["cpu"] >> 20, 1 << 20, 0) if on_cpu else 0)
         common = (
             options.device, folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds,
-            options.realtime,
+            options.realtime, options.gloo,
         )  # fmt: skip
         other = multiprocessing.get_context("spawn").Process(target=compute, args=(1, *common), daemon=True)
         other.start()
@@ -214,15 +225,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"# Two ranks on {options.device}, {date}", "",
         f"{machine()}, {options.dtype}, {'135M parameters, a thread a rank' if on_cpu else '8B parameters'}; decode of "
         f"{DECODES[options.device][0]} sequences at {DECODES[options.device][1]} tokens, prefill of "
-        f"{PREFILL[options.device]}; {options.rounds} rounds", "",
+        f"{PREFILL[options.device]}; {options.rounds} rounds{', sums over gloo' if options.gloo else ''}", "",
         *table_of(rows), "", *map(str, targets),
     ])  # fmt: skip
     print(text)
     result = {
-        "date": date, "machine": machine(), "dtype": options.dtype, "realtime": options.realtime, "shape": shape,
-        "rows": rows, "seconds": seconds, "targets": judged(targets),
+        "date": date, "machine": machine(), "dtype": options.dtype, "realtime": options.realtime, "gloo": options.gloo,
+        "shape": shape, "rows": rows, "seconds": seconds, "targets": judged(targets),
     }  # fmt: skip
-    print(f"written: {write(options.output, f'tensor-parallel-{date}', result, text)}.json, .md")
+    name = f"tensor-parallel-{'gloo-' if options.gloo else ''}{date}"
+    print(f"written: {write(options.output, name, result, text)}.json, .md")
     return 0
 
 

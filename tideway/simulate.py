@@ -96,6 +96,8 @@ def simulate(
     console = TableConsole()
     for result in results:
         show(result, console)
+    if len(results) > 1:
+        console.print(_compared(results))
     if json_file is not None:
         write_json(json_file, settings, results)
     if plot is not None:
@@ -245,6 +247,16 @@ def show(result: Result, console: Console) -> None:
         f"{metrics.seconds:.0f} s simulated in {result.simulation_s:.1f} s of CPU time"
         + (f", placement found in {result.search_s:.1f} s" if result.search_s >= 0.05 else "")
     )
+
+
+def _compared(results: Sequence[Result]) -> Table:
+    """A row of all models together for each setting."""
+    table = Table("setting", title="[bold]All models, by setting[/]", title_justify="left")
+    for head in HEAD[1:]:
+        table.add_column(head, justify="right")
+    for result in results:
+        table.add_row(*_row(escape(result.name), result.metrics.total))
+    return table
 
 
 def _row(name: str, one: Metrics) -> list[str]:
