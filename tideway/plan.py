@@ -199,6 +199,8 @@ def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
     else:
         over, measured, predicted = "this interval", state.measured, {"predicted": state.predicted}
     title = f"Online requests of {over}: within their SLO, and latency over the model's mean execution time"
+    if any(one is not None for one in predicted.values()):
+        title += "; the last columns are predicted"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("model")
     for header in ("requests", "measured", *predicted, *FIGURES):
