@@ -33,7 +33,7 @@ help:
 	@echo "make bench-control-plane    load reports of up to 1,024 instances to one scheduler, about 2 minutes"
 	@echo "make bench-sharing          SeaLLM's evaluation on 32 simulated A800, about half an hour; ARGS=figure6: that alone"
 	@echo "make bench-fidelity         simulated against live, two instances and three models, about 15 minutes"
-	@echo "make bench-placement        the search's time and distance from the best plan, about 10 minutes; ARGS='day --day 5': others"
+	@echo "make bench-placement        the search's time and distance from the best plan, about 4 minutes; ARGS='day --day 5': others"
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
 	@echo "make gpu      everything that only a CUDA machine shows, within 9 minutes; ARGS=--quick: small shapes, on any machine"

@@ -189,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--realtime", action="store_true", help="precedence over all other processes")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args(arguments)
+    if options.gloo and options.device != "cpu":
+        parser.error("--gloo is for CPUs: GPUs sum over NCCL")
     on_cpu = options.device == "cpu"
     with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as root:
         folder = Path(root)

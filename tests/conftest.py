@@ -114,13 +114,13 @@ def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
 
 
 _PORTS_EACH = 1_000
-_first_port = 10_000 + _PORTS_EACH * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_first_port = 10_000 + _PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 11)
 _ports = itertools.cycle(range(_first_port, _first_port + _PORTS_EACH))
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to outgoing connections and those of `make up`, of this test process alone, and not
-    again soon: whoever asked for it may take a while to listen."""
+    """Below those that the kernel gives to outgoing connections and those of `make up`, of this process of
+    a test run alone, and not again soon: whoever asked for it may take a while to listen."""
     for port in itertools.islice(_ports, _PORTS_EACH):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
