@@ -115,7 +115,10 @@ def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
 
 _PORTS_EACH = 1_000
 _first_port = 10_000 + _PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 11)
-_ports = itertools.cycle(range(_first_port, _first_port + _PORTS_EACH))
+# Test runs beside each other do not begin at the same one.
+_ports = itertools.islice(
+    itertools.cycle(range(_first_port, _first_port + _PORTS_EACH)), os.getpid() % _PORTS_EACH, None
+)
 
 
 def free_port() -> int:

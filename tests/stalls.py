@@ -94,15 +94,13 @@ class StallWatch:
             return False
         self._read_after_the_last()
         since_s, until_s = self._began_s - AFTERMATH_S, self._failed_s or time.monotonic()
-        stalls = [s for _, end_s, s in self._stalls if s > MIN_STALL_S and end_s > since_s and end_s - s < until_s]
-        if stalls:
-            said = f"the machine stood still for {max(stalls):.1f} s, and this failed: it runs again"
-            warnings.warn(said, stacklevel=2)
-        held = [s for end_s, s in self._held if end_s > since_s and end_s - s < until_s]
-        if held:
-            said = f"the kernel held a process for {max(held):.1f} s, and this failed: it runs again"
-            warnings.warn(said, stacklevel=2)
-        return bool(stalls or held)
+        stalls = [(end_s, seconds) for _, end_s, seconds in self._stalls if seconds > MIN_STALL_S]
+        is_broken = False
+        for what, spans in (("the machine stood still", stalls), ("the kernel held a process", self._held)):
+            if within := [s for end_s, s in spans if end_s > since_s and end_s - s < until_s]:
+                warnings.warn(f"{what} for {max(within):.1f} s, and this failed: it runs again", stacklevel=2)
+                is_broken = True
+        return is_broken
 
     def _read_after_the_last(self) -> None:
         time.sleep(2 * LOOK_INTERVAL_S)  # of a stall that just ended the process has yet to tell

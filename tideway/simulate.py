@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tideway.scenario import Setting
 
 HEAD = [
-    "model", "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "tokens/s",
+    "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "tokens/s",
     "offline tokens/s", "use",
 ]  # fmt: skip
 
@@ -222,9 +222,7 @@ def num_processes(problem: Problem, is_simulated: bool) -> int:
 
 def show(result: Result, console: Console) -> None:
     metrics = result.metrics
-    table = Table(*HEAD[:1], title=f"[bold]{escape(result.name)}[/]", title_justify="left")
-    for head in HEAD[1:]:
-        table.add_column(head, justify="right")
+    table = _table("model", escape(result.name))
     for name, one in metrics.models.items():
         table.add_row(*_row(name, one))
     if len(metrics.models) > 1:
@@ -251,11 +249,17 @@ def show(result: Result, console: Console) -> None:
 
 def _compared(results: Sequence[Result]) -> Table:
     """A row of all models together for each setting."""
-    table = Table("setting", title="[bold]All models, by setting[/]", title_justify="left")
-    for head in HEAD[1:]:
-        table.add_column(head, justify="right")
+    table = _table("setting", "All models, by setting")
     for result in results:
         table.add_row(*_row(escape(result.name), result.metrics.total))
+    return table
+
+
+def _table(first: str, title: str) -> Table:
+    """Of rows as `_row` makes them."""
+    table = Table(first, title=f"[bold]{title}[/]", title_justify="left")
+    for head in HEAD:
+        table.add_column(head, justify="right")
     return table
 
 

@@ -48,7 +48,7 @@ def test_the_readmes_settings_are_compared_and_everything_is_written(tmp_path: P
             assert 0 < metrics["use"] < one["metrics"]["total"]["use"] < 1
     compared = said[said.index("All models, by setting") :]
     for one in written:
-        assert re.search(rf"{one['name']} .* {one['metrics']['total']['num_requests']} ", compared)
+        assert re.search(rf"{one['name']} +\W +{one['metrics']['total']['num_requests']} ", compared)
     assert [sorted(one["metrics"]["use"]) for one in written] == [["node-0", "node-1"], ["node-0"], ["node-0"]]
     for name in ("models.png", "latency.png", "use.png"):
         assert (plots / name).read_bytes().startswith(PNG) and name in said
