@@ -110,7 +110,7 @@ def test_a_wrong_file_is_refused_by_line(stack: Stack, client: openai.OpenAI) ->
 
 
 def test_cancelling(stack: Stack, client: openai.OpenAI) -> None:
-    batch_id = submit(client, COMPLETIONS, [completion(i, 200) for i in range(400)])
+    batch_id = submit(client, COMPLETIONS, [completion(i, 400) for i in range(400)])
     reach(stack, batch_id, lambda batch: batch.request_counts.completed >= 3)
     assert client.batches.cancel(batch_id).status == "cancelling"
     batch = reach(stack, batch_id, has_ended, 20)

@@ -196,22 +196,24 @@ async def test_a_batch_that_can_never_fit_is_refused(small: Stack) -> None:
 async def test_a_batch_whose_lines_are_slow_keeps_its_place(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are progress too."""
     monkeypatch.setattr(batch_service, "MAX_OWNED", 1)
-    monkeypatch.setattr(batch_service, "MAX_IDLE_S", 0.6)
+    monkeypatch.setattr(batch_service, "MAX_IDLE_S", 1.0)
     monkeypatch.setattr(batch_service, "CHECK_INTERVAL_S", 0.05)
     client, peer = stack.openai(), stack.peer
     peer.automatic = False
     first = await start(client, [line(0, max_tokens=100)])
     await until(lambda: peer.submitted, "the line is submitted")
+
+    async def emit() -> None:
+        for num_tokens in range(90):
+            peer.emit(peer.submitted[0], num_tokens, [5])
+            await asyncio.sleep(0.1)
+
+    emitting = asyncio.create_task(emit())  # also while the second batch is on its way
     second = await start(client, [line(0)])
-    request = peer.submitted[0]
-    begun_at = time.monotonic()
-    num_tokens = 0
-    while time.monotonic() - begun_at < 1.8:
-        peer.emit(request, num_tokens, [5])
-        num_tokens += 1
-        await asyncio.sleep(0.1)
+    await asyncio.sleep(2.5)
     assert (await client.batches.retrieve(second.id)).status == "validating"
     assert len(peer.submitted) == 1
+    emitting.cancel()
     await reach(client, second.id, lambda b: b.status == "in_progress")  # no token comes any more
     assert (await client.batches.retrieve(first.id)).status == "in_progress"
 
