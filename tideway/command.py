@@ -33,6 +33,7 @@ from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
+from tideway.plan_file import read_groups, written
 from tideway.preflight import check_otlp, check_tensor_parallel, parse_adapters, parse_models
 from tideway.profile import profile
 from tideway.simulate import simulate
@@ -353,6 +354,13 @@ def plan(
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Undo the replacement that is under way, or the last one.")
     ] = False,
+    to_set: Annotated[
+        Path | None,
+        typer.Option(
+            "--set", help="Carry out a plan of your own: a TOML file with [[groups]] of node, devices, models."
+        ),
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the plan that runs into a file as --set reads it.")] = None,
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
     url: GatewayUrl = "",
@@ -361,15 +369,20 @@ def plan(
 ) -> None:
     """Show which models are on which instances, and what a search proposes instead: requests that meet their SLO, and mean
     latency over mean execution time, measured and predicted."""
-    if search + apply + rollback > 1:
-        raise OperatorError("--search, --apply and --rollback exclude each other.")
+    if search + apply + rollback + (to_set is not None) + (write is not None) > 1:
+        raise OperatorError("--search, --apply, --set, --write and --rollback exclude each other.")
+    groups = read_groups(to_set) if to_set is not None else []
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         say = print if not as_json else lambda _: None
         if search:
             plans.search(client, wait_s=timeout, say=say)
-        if apply or rollback:
-            plans.carry_out(client, "apply" if apply else "roll_back", wait_s=timeout, say=say)
-        if as_json or not (apply or rollback):
+        if write is not None:
+            write.write_text(written(client.plan().instances))
+            say(f"{write} has the plan that runs.")
+        action = "apply" if apply else "roll_back" if rollback else "set" if groups else ""
+        if action:
+            plans.carry_out(client, action, groups, wait_s=timeout, say=say)
+        if as_json or not (action or write):
             plans.show_plan(client.shown_plan(), TableConsole(), as_json=as_json)
 
 

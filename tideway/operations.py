@@ -27,6 +27,7 @@ from shared.messages.admin import (
 from shared.messages.cluster import InstancePlan, PlacementPlan
 from shared.messages.timeline import RequestTimelines, SloExplanation
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.plan_file import GroupSpec
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 REQUEST_TIMEOUT_S = 15.0
@@ -131,6 +132,10 @@ class AdminClient:
 
     def change_plan(self, action: str) -> ReplacementState:
         return self._call("POST", "/admin/plan", ReplacementState, {"action": action})
+
+    def set_plan(self, groups: Iterable[GroupSpec]) -> ReplacementState:
+        told = [{"node_id": one.node, "devices": one.devices, "models": one.models} for one in groups]
+        return self._call("POST", "/admin/plan", ReplacementState, {"action": "set", "groups": told})
 
     def drain(self, instance_id: str, *, is_undone: bool) -> PlacementPlan:
         if not re.fullmatch(INSTANCE_ID, instance_id):

@@ -4,7 +4,7 @@ measured, and the way from one to the other."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -18,6 +18,7 @@ from shared.placement.plan import ModelPrediction, Plan, Prediction, Trial
 from tideway.console import fit
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, UnavailableError
+from tideway.plan_file import GroupSpec
 
 POLL_INTERVAL_S = 0.5
 STAGES = {
@@ -88,13 +89,23 @@ def _searched(client: AdminClient, wait_s: float) -> ReplacementState:
     return state
 
 
-def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[[str], None]) -> None:
-    """`action`: apply | roll_back. Shows stages and steps as they come; `OperatorError` where it is rolled back."""
+def carry_out(
+    client: AdminClient,
+    action: str,
+    groups: Sequence[GroupSpec] = (),
+    *,
+    wait_s: float,
+    say: Callable[[str], None],
+) -> None:
+    """`action`: apply | roll_back | set, a plan of these groups. Shows stages and steps as they come; `OperatorError` where
+    it is rolled back."""
     before = client.shown_plan().change
     seen = before.number if before is not None else 0
     if before is not None and not before.is_over:
         seen -= 1  # this one is followed to its end
-    if client.change_plan(action).searching:
+    if action == "set":
+        client.set_plan(groups)
+    elif client.change_plan(action).searching:
         say("Searching.")
         _searched(client, wait_s)
     deadline_s = time.monotonic() + wait_s
@@ -108,6 +119,9 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
             continue
         change = plan.change
         if change is None or change.number <= seen:
+            if action == "set":
+                say("The plan that runs has these groups; nothing changes.")
+                return
             proposal = _state(plan).proposal
             if proposal is not None and not proposal.is_change:
                 say("The best plan found is the one that runs; nothing changes.")
@@ -121,7 +135,7 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
         if change.is_over:
             for name in change.interrupted:
                 say(f"  {name} had no instance for a while: its requests waited.")
-            if change.stage == "rolled_back" and action == "apply":
+            if change.stage == "rolled_back" and action != "roll_back":
                 raise OperatorError(f"Rolled back: {change.failure}.")
             return
         _pause(deadline_s, f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")

@@ -44,6 +44,7 @@ from tideway.bench.options import parse_arrivals, parse_lengths
 from tideway.bench.traces import Trace, TraceError, TraceSource, read_trace
 from tideway.bench.workload import PlannedRequest, StreamSpec, Workload, WorkloadError, plan_requests
 from tideway.data_folder import OperatorError
+from tideway.plan_file import GroupSpec
 
 T = TypeVar("T")
 
@@ -126,12 +127,6 @@ class BatchSpec(_Spec, frozen=True, kw_only=True):
     prompt_tokens: int | str | Lengths | None = None
     output_tokens: int | str | Lengths | None = None
     max_total_tokens: Tokens | None = None
-
-
-class GroupSpec(_Spec, frozen=True, kw_only=True):
-    node: str
-    devices: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
-    models: Annotated[list[str], Meta(min_length=1)]
 
 
 class ReplacementSpec(_Spec, frozen=True, kw_only=True):

@@ -83,6 +83,7 @@ from shared.messages.traffic import (
     GetTraffic,
     ModelTraffic,
 )
+from shared.placement.plan import Group
 
 logger = logging.getLogger(__name__)
 
@@ -335,11 +336,15 @@ async def _set_draining(context: GatewayContext, request: Request, *, is_undone:
 
 @audited
 async def change_plan(context: GatewayContext, request: Request) -> Response:
-    """Adaptive replacement: a search, or the change to another plan and back. Answered at once; `GET /admin/plan` shows what
-    comes of it."""
+    """A search for a better plan, or the change to another and back. Answered at once; `GET /admin/plan` shows what comes
+    of it."""
     authenticate_operator(context, request)
     message = await read_audited(context, request, _CHANGE_PLAN)
-    asking = context.bus.request(PLACEMENT_CHANGE_PLAN, ChangePlan(message.action), timeout_s=PLACEMENT_TIMEOUT_S)
+    if (message.action == "set") != (message.groups is not None):
+        raise ApiError(400, "'groups' are given with the action 'set', and with no other.", param="groups")
+    groups = (Group(one.node_id, tuple(one.devices), tuple(one.models)) for one in message.groups or ())
+    change = ChangePlan(message.action, tuple(groups))
+    asking = context.bus.request(PLACEMENT_CHANGE_PLAN, change, timeout_s=PLACEMENT_TIMEOUT_S)
     return json_response(await _api_errors(asking))
 
 

@@ -380,9 +380,20 @@ class SetRouteRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Models that answer while no instance serves any of `arms`; the first that can."""
 
 
-class ChangePlanRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    action: Literal["search", "apply", "roll_back"]
-    """Search for a plan; carry out the one that was found; go back to the one of before."""
+class PlanGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An instance of a plan, as `GET /admin/plan` has them in `replacement.proposal.plan.groups`."""
+
+    node_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    devices: Annotated[list[Annotated[int, Meta(ge=0, le=4095)]], Meta(min_length=1, max_length=64)]
+    """Their numbers on the node, counted from 0: a power of two of neighbours."""
+    models: Annotated[list[ModelName], Meta(min_length=1, max_length=256)]
+
+
+class ChangePlanRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    action: Literal["search", "apply", "set", "roll_back"]
+    """Search for a plan; carry out the one that was found; carry out the one of `groups`; go back to the one of before."""
+    groups: Annotated[list[PlanGroup], Meta(min_length=1, max_length=4096)] | None = None
+    """With `set`: all of the plan. Each model is on one of them at least."""
 
 
 class OutputExpiry(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
 from services.placement.planning import DoesNotFit, chosen, fits
-from services.placement.requests import refuse
+from services.placement.requests import check_plan, refuse
 from shared.bus.interface import Bus, BusError, KeyValue, UnreadableEntry
 from shared.messages.admin import ChangePlan, PlanProposal, ReplacementState
 from shared.messages.catalogue import COST_MODELS, INSTANCES, REPLACEMENT
@@ -42,7 +42,7 @@ from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.demand import kv_bytes
-from shared.placement.plan import Prediction
+from shared.placement.plan import Group, Prediction, group_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
@@ -209,6 +209,9 @@ class Replacing:
         if change is not None:
             message = f"replacement {change.number} is under way (stage {change.stage}); roll it back, or wait"
             raise refuse(message, "action", ErrorCode.CONFLICT)
+        if query.action == "set":
+            await self._set(query.groups)
+            return
         found = self._proposal if query.action == "apply" else None
         if found is not None and found.version != plan.version:
             found = None
@@ -347,6 +350,17 @@ class Replacing:
             raise ProblemError(changed, "plan_changed")
         reason = f"{proposal.why}: {proposal.verdict}"
         await self._begin_change(reason, proposal.target, is_chosen=True)
+
+    async def _set(self, groups: Sequence[Group]) -> None:
+        """Carries out a plan that an operator wrote. Groups that stay as they are keep their KV pools. Raises
+        `ServiceError`, and `DoesNotFit`."""
+        plan, inputs = self._plans.current, self._inputs()
+        wanted = check_plan(groups, inputs.models, inputs.nodes, inputs.fleet.draining)
+        there = set(map(group_of, plan.instances))
+        kept = {group.instance_id: 0 for group in wanted.groups if group in there}
+        target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
+        if _by_id(target) != _by_id(plan.instances):
+            await self._begin_change("an operator set the plan", target, is_chosen=True)
 
     def _before(self, change: PlanChange) -> list[InstancePlan]:
         """The placement that a change began with; models that were added since stay where they are, as far as their

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
+from services.placement.fleet import node_of, num_ranks, num_stages
+from services.placement.footprint import ConfiguredModel
 from shared.bus.interface import ServiceError
 from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
-from shared.messages.cluster import TOOL_FORMATS, ModelSpec
+from shared.messages.cluster import TOOL_FORMATS, ModelSpec, NodeInfo
 from shared.messages.requests import ErrorCode
+from shared.placement.hardware import RANKS
+from shared.placement.plan import Group, Plan, plan_of
 from shared.quantization import QUANTIZATIONS
 
 MAX_SLO_SCALE = 1000.0
@@ -53,3 +58,50 @@ def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:
             f"max_model_len is {spec.max_model_len}, but the checkpoint allows {shape.max_model_len} tokens",
             "max_model_len",
         )
+
+
+CONFLICT = ErrorCode.CONFLICT
+
+
+def check_plan(
+    groups: Sequence[Group], models: Sequence[ConfiguredModel], nodes: Sequence[NodeInfo], draining: Collection[str]
+) -> Plan:
+    """A plan that an operator wrote, but for the memory that it needs. `draining`: ids of instances."""
+    by_id, by_name = {node.node_id: node for node in nodes}, {model.spec.name: model for model in models}
+    taken: dict[tuple[str, int], int] = {}
+    out = [node_of(instance_id) for instance_id in draining]
+    for number, group in enumerate(groups):
+        where, size, first = f"groups[{number}]", len(group.devices), min(group.devices)
+        node = by_id.get(group.node_id)
+        if node is None:
+            raise refuse(f"{group.node_id!r} is no node: {_told(by_id)}", f"{where}.node_id")
+        offered = node.num_instances * num_ranks(node)
+        if size not in RANKS or sorted(group.devices) != list(range(first, first + size)):
+            message = f"devices {list(group.devices)}: expected {', '.join(map(str, RANKS))} neighbours, such as [0, 1]"
+            raise refuse(message, f"{where}.devices")
+        if first + size > offered:
+            raise refuse(f"{group.node_id} has devices 0 to {offered - 1}, not {first + size - 1}", f"{where}.devices")
+        for device in group.devices:
+            if (other := taken.setdefault((group.node_id, device), number)) != number:
+                message = f"device {device} of {group.node_id} is in groups[{other}] too"
+                raise refuse(message, f"{where}.devices")
+            if (group.node_id, device) in out:
+                raise refuse(f"{group.node_id}-{device} is drained: undrain it first", f"{where}.devices", CONFLICT)
+        for name in group.models:
+            if name not in by_name:
+                raise refuse(f"{name!r} is no model: {_told(by_name)}", f"{where}.models")
+            shape, parts = by_name[name].shape, size // num_stages(node, size)
+            if shape is None:
+                problem = by_name[name].problem or "is still being read"
+                raise refuse(f"the checkpoint of {name!r} is not known: {problem}", f"{where}.models", CONFLICT)
+            if shape.num_kv_heads % parts:
+                message = f"the {shape.num_kv_heads} KV heads of {name!r} cannot be cut over {parts} devices"
+                raise refuse(message, f"{where}.devices")
+    plan = plan_of(Group(one.node_id, tuple(sorted(one.devices)), tuple(sorted(set(one.models)))) for one in groups)
+    if left := sorted(by_name.keys() - plan.models):
+        raise refuse(f"{', '.join(left)} would be on no group: add it to one, or unload it first", "groups")
+    return plan
+
+
+def _told(known: Collection[str]) -> str:
+    return f"there are {', '.join(sorted(known))}" if known else "there is none"

@@ -9,7 +9,7 @@ import msgspec
 from shared.messages.cluster import AdapterSpec, InstancePlan, ModelSpec, PlacementPlan
 from shared.messages.requests import Seconds
 from shared.messages.traffic import ModelTraffic
-from shared.placement.plan import Plan, Prediction, Rejected, Trial
+from shared.placement.plan import Group, Plan, Prediction, Rejected, Trial
 
 
 class AddModel(msgspec.Struct, frozen=True):
@@ -75,9 +75,12 @@ class GetReplacement(msgspec.Struct, frozen=True):
 
 class ChangePlan(msgspec.Struct, frozen=True):
     """Operator to placement: `search` for a better plan; `apply` the one that was found (search first, where none was found
-    for the plan that runs); `roll_back` the change that is under way, or the last one. Answered at once."""
+    for the plan that runs); `set` one of exactly these `groups`; `roll_back` the change that is under way, or the last one.
+    Answered at once."""
 
-    action: Literal["search", "apply", "roll_back"]
+    action: Literal["search", "apply", "set", "roll_back"]
+    groups: tuple[Group, ...] = ()
+    """Of `set`."""
 
 
 class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):

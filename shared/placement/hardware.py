@@ -241,18 +241,39 @@ A800_80G = msgspec.structs.replace(
         "link_bytes_s": "SeaLLM, section 6.1: four NICs of 200 Gb/s a node, one an instance",
     },
 )
+_VIDUR_H100 = "Vidur's kernel times on an H100 (data/profiling/compute/h100)"
+_LLMSERVINGSIM = "LLMServingSim's kernel times on an H100 (perf_models/H100)"
+_VLLM_H200 = (
+    "vLLM's performance-benchmark build 9515: Llama-3.1-8B and Llama-3-70B on 1 and 4 H200s, 6.51 and 16.23 ms a step"
+)
+_HELIX_L4 = "Helix's times of a layer of 70B and 30B on an L4 (its simulator's model_manager)"
 H100 = msgspec.structs.replace(
     A100_80G,
     name="H100",
     memory_bytes_s=3.35e12,
     flops=989e12,
+    weight_share=0.81,
+    kv_share=0.70,
+    flops_share=0.65,
+    attention_share=0.20,
+    hidden_share=0.8,
+    step_s=5e-4,
+    layer_s=3e-5,
     reduce_bytes_s=337e9,
     host_bytes_s=51.2e9,
     link_bytes_s=50e9,
     sources=A100_80G.sources
-    | _AS_A100
     | {
         "memory_bytes": "data sheet, H100 SXM",
+        "weight_share": f"{_VIDUR_H100}: products of one token, 7B 0.77, 70B 0.86; {_LLMSERVINGSIM}: 8B 0.81",
+        "kv_share": f"{_LLMSERVINGSIM}: 128 and 256 decodes of 704 tokens, 70B on 4 GPUs: 0.67, 0.70",
+        "flops_share": f"{_VIDUR_H100}: a layer at 4,096 tokens without attention, 7B 0.65, 70B 0.66",
+        "attention_share": f"{_LLMSERVINGSIM}: 8B, a prompt of 2,048 tokens: 0.196",
+        "hidden_share": f"{_VIDUR_H100}: products of 1 and 64 tokens, 7B 0.80, 70B 0.95",
+        "step_s": "what is left of 6.78 ms a step of Mistral-7B, vLLM of 2024 with 10 tokens a step of its host "
+        "(LambdaLabsML/vllm-benchmark)",
+        "layer_s": f"{_VIDUR_H100}: kernels of a layer that are no products, 7B 21 us, 70B 34 us",
+        "reduce_s": "as fitted on the A100",
         "reduce_bytes_s": f"NVLink, 900 GB/s in both directions; {_BUS}",
         "host_bytes_s": _PCIE5,
         "link_bytes_s": "DGX H100: 400 Gb/s a GPU",
@@ -263,7 +284,13 @@ H200 = msgspec.structs.replace(
     name="H200",
     memory_bytes=141 * 10**9,
     memory_bytes_s=4.8e12,
-    sources=H100.sources | {"memory_bytes": "data sheet, H200 SXM", "link_bytes_s": "as the H100"},
+    weight_share=0.83,
+    step_s=1.8e-3,
+    layer_s=2.2e-5,
+    sources=H100.sources
+    | dict.fromkeys(("kv_share", "flops_share", "attention_share", "hidden_share", "link_bytes_s"), "as the H100")
+    | {"memory_bytes": "data sheet, H200 SXM"}
+    | dict.fromkeys(("weight_share", "step_s", "layer_s"), f"{_VLLM_H200}; the layer as the H100's kernels allow"),
 )
 L4 = msgspec.structs.replace(
     A100_80G,
@@ -271,6 +298,10 @@ L4 = msgspec.structs.replace(
     memory_bytes=24 * 10**9,
     memory_bytes_s=300e9,
     flops=121e12,
+    weight_share=0.83,
+    flops_share=0.42,
+    step_s=1.8e-3,
+    layer_s=0.0,
     reduce_s=4e-5,
     reduce_bytes_s=12e9,
     link_bytes_s=8e9,
@@ -279,6 +310,9 @@ L4 = msgspec.structs.replace(
     | {
         "memory_bytes": "data sheet",
         "flops": "data sheet, half of BF16 with sparsity",
+        "weight_share": f"{_HELIX_L4}: few decodes, 0.83 of both, what is fixed in a layer within it",
+        "flops_share": f"{_HELIX_L4}: prompts of 250 to 9,750 tokens, 0.42 and 0.43, attention within it",
+        "step_s": "vLLM's host, as on the H200",
         "reduce_s": "assumed: twice that of NVLink, since it goes over PCIe and the host",
         "reduce_bytes_s": "assumed: PCIe 4.0 x16 through the host, 12 GB/s",
         "link_bytes_s": "Llumnix, section 6.1: 64 Gb/s",
@@ -289,7 +323,15 @@ A10 = msgspec.structs.replace(
     name="A10",
     memory_bytes_s=600e9,
     flops=125e12,
-    sources=L4.sources | {"flops": "data sheet, BF16 without sparsity"},
+    weight_share=0.85,
+    step_s=5e-4,
+    sources=L4.sources
+    | {
+        "flops": "data sheet, BF16 without sparsity",
+        "weight_share": "27 ms a token of Llama-2-7B, LMDeploy (issue 210 there), less `step_s`",
+        "step_s": "as the H100",
+        "flops_share": "as the L4; no published prompt of an A10 was found",
+    },
 )
 CPU = Hardware(
     name="cpu",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import httpx
 import pytest
@@ -42,7 +43,7 @@ def of_replacement(collector: OtlpCollector, number: int) -> list[CollectedSpan]
 
 
 async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way_back(
-    stack: Stack, collector: OtlpCollector, checkpoints: Mapping[str, str]
+    stack: Stack, collector: OtlpCollector, checkpoints: Mapping[str, str], tmp_path: Path
 ) -> None:
     models = ["llama", "opt"]
 
@@ -63,6 +64,9 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
     figures = r"\d+\.\d% \d+\.\d\dx"
     for model in models:  # requests, measured, as now (not allowed), proposed
         assert re.search(rf"^{model} +[1-9]\d* +{figures} +- +{figures}", shown, re.MULTILINE), shown
+
+    together = tmp_path / "together.toml"
+    stack.tideway("plan", "--write", str(together))
 
     assert_same(await streams(lambda: told.append(stack.tideway("plan", "--apply")), NUM_STREAMS * 5), expected)
     assert "unload" in told[0] and "carried_out" in told[0]
@@ -85,6 +89,7 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
         remove_third()
     assert "load" in told[1] and "carried_out" in told[1]
     stack.wait_until(lambda: list(serving(stack).values()) == [set(models)] * 2, "all models on all instances")
+    assert "these groups; nothing changes" in stack.tideway("plan", "--set", str(together))
     for number in (1, 2):
         stack.wait_until(lambda number=number: of_replacement(collector, number), f"the trace of replacement {number}")
         names = {span.name for span in of_replacement(collector, number)}

@@ -129,6 +129,8 @@ class ScriptedPeer:
         self.replay_queries: list[tuple[str, ReplayQuery]] = []
         self.plan = PlacementPlan(1, [])
         self.replacement = ReplacementState(mode="advise", interval_s=600.0, since_s=1.0)
+        self.changed_plan = ChangePlan("search")
+        """As it was asked last."""
         self.loads: dict[str, dict[str, object]] = {}
         """Fields of the load reports of an instance; one that has none here says nothing."""
         self.num_reports = 0
@@ -394,6 +396,7 @@ class ScriptedPeer:
     async def _change_plan(self, message: ChangePlan) -> ReplacementState:
         if message.action == "roll_back":
             raise ServiceError.of(ErrorCode.CONFLICT, "no replacement was carried out", "action")
+        self.changed_plan = message
         self.replacement = msgspec.structs.replace(self.replacement, searching=message.action)
         return self.replacement
 

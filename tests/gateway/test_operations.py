@@ -33,6 +33,7 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import FinishReason
+from shared.placement.plan import Group
 from shared.settings import BusSettings, GatewaySettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.conftest import free_port
@@ -167,6 +168,12 @@ async def test_admin(stack: Stack, checkpoint: Path, plain_checkpoint: Path) -> 
     assert (await client.post("/admin/plan", json={"action": "jump"})).status_code == 400
     [_, __, audited, *_rest] = (await client.get("/admin/audit")).json()["actions"]
     assert (audited["action"], audited["body"]) == ("POST /admin/plan", '{"action":"search"}')
+    group = {"node_id": "n", "devices": [0, 1], "models": [MODEL]}
+    assert (await client.post("/admin/plan", json={"action": "set", "groups": [group]})).status_code == 200
+    assert peer.changed_plan.groups == (Group("n", (0, 1), (MODEL,)),)
+    for body in ({"action": "set"}, {"action": "search", "groups": [group]}, {"action": "set", "groups": []}):
+        refused = await client.post("/admin/plan", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "groups")
     removed = await client.delete("/admin/models/org/second")
     assert removed.json()["version"] == 8
     await until(lambda: len(stack.gateway.context.catalog.models) == 1, "removal")

@@ -270,6 +270,79 @@ async def test_a_plan_that_leaves_models_out_is_not_carried_out(
         assert cluster.plans[-1].change is None and not node.ever_missing
 
 
+async def set_plan(cluster: Cluster, *groups: tuple[str, tuple[int, ...], str]) -> ReplacementState:
+    """Of (node, devices, models)."""
+    change = ChangePlan("set", tuple(Group(node_id, devices, tuple(models)) for node_id, devices, models in groups))
+    return await cluster.bus.request(PLACEMENT_CHANGE_PLAN, change, timeout_s=5.0)
+
+
+async def test_a_plan_that_an_operator_sets_is_carried_out_without_any_traffic(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, replacement="off"):
+        await served(cluster, node, EVERYWHERE)
+        await set_plan(cluster, ("n", (1,), "b"), ("n", (0,), "aba"))
+        change = await ended(cluster)
+        assert (change.stage, change.reason) == ("carried_out", "an operator set the plan")
+        apart = {"n-0": {"a", "b"}, "n-1": {"b"}}
+        await served(cluster, node, apart)
+        untouched = cluster.plans[-1].instances[0]
+        await set_plan(cluster, ("n", (0,), "ab"), ("n", (1,), "b"))
+        assert cluster.plans[-1].change == change, "it runs already"
+        await cluster.add(ModelSpec("c", sources["c"]))
+        await until(lambda: sum("c" in names for names in node.models.values()) == 1)
+        with pytest.raises(ServiceError, match="c would be on no group: add it to one, or unload it first"):
+            await set_plan(cluster, ("n", (0,), "ab"), ("n", (1,), "b"))
+        await set_plan(cluster, ("n", (0, 1), "abc"))
+        assert (await ended(cluster, 2)).stage == "carried_out"
+        await served(cluster, node, {"n-0": {"a", "b", "c"}})
+        await ask(cluster, "roll_back")
+        assert (await ended(cluster, 3)).stage == "carried_out"
+        assert cluster.plans[-1].instances[0].pool_bytes == untouched.pool_bytes
+
+
+@pytest.mark.parametrize(
+    ("groups", "param", "words"),
+    [
+        ([("m", (0,), "ab")], "groups[0].node_id", "'m' is no node: there are n"),
+        ([("n", (0, 2), "ab")], "groups[0].devices", "expected 1, 2, 4, 8 neighbours"),
+        ([("n", (1, 2), "ab")], "groups[0].devices", "n has devices 0 to 1, not 2"),
+        ([("n", (0,), "a"), ("n", (0,), "b")], "groups[1].devices", "device 0 of n is in groups[0] too"),
+        ([("n", (0,), "ax")], "groups[0].models", "'x' is no model: there are a, b"),
+        ([("n", (0,), "a")], "groups", "b would be on no group"),
+        ([("n", (0,), "ab"), ("n", (1,), "a")], "groups[1].devices", "n-1 is drained: undrain it first"),
+    ],
+)
+async def test_what_cannot_be_set_is_refused_with_the_field(
+    nats_settings: BusSettings,
+    cluster: Cluster,
+    node: ScriptedNode,
+    sources: dict[str, str],
+    groups: list[tuple[str, tuple[int, ...], str]],
+    param: str,
+    words: str,
+) -> None:
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}):
+        await served(cluster, node, EVERYWHERE)
+        if "drained" in words:
+            await drain(cluster, "n-1")
+        with pytest.raises(ServiceError) as refused:
+            await set_plan(cluster, *groups)
+        assert refused.value.info.param == param and words in refused.value.info.message
+        assert cluster.plans[-1].change is None
+
+
+async def test_a_plan_that_does_not_fit_is_not_set(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    node.memory_bytes = 20 << 20
+    async with placement(nats_settings, {"a": sources["a"]}):
+        await until(lambda: cluster.plans and not cluster.plans[-1].instances)
+        with pytest.raises(ServiceError, match="'a' does not fit on n-0"):
+            await set_plan(cluster, ("n", (0,), "a"))
+
+
 async def test_no_search_is_made_where_instances_are_pipelines(
     nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
 ) -> None:

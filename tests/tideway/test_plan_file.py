@@ -1,0 +1,46 @@
+"""Plans as files that `tideway plan --set` reads and `--write` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
+from tideway.data_folder import OperatorError
+from tideway.plan_file import GroupSpec, read_groups, written
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    name = 'org/"odd"\\name'
+    models = [ModelSpec("b", "/b"), ModelSpec(name, "/n")]
+    places = [
+        InstancePlan("node-1-2", "node-1", models, 1 << 30, 1 << 25, DeviceGroup(("", ""))),
+        InstancePlan("node-1-0", "node-1", models[:1], 1 << 30, 1 << 25),
+    ]
+    file = tmp_path / "plan.toml"
+    file.write_text(written(places))
+    assert read_groups(file) == [
+        GroupSpec(node="node-1", devices=[0], models=["b"]),
+        GroupSpec(node="node-1", devices=[2, 3], models=["b", name]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no [[groups]]"),
+        ("groups = 3", "Expected `array`, got `int` - at `groups`"),
+        ('[[groups]]\nnode = "n"\ndevice = [0]\nmodels = ["a"]', "unknown field `device` - at `groups[0]`"),
+        ('[[groups]]\nnode = "n"\ndevices = [-1]\nmodels = ["a"]', ">= 0 - at `groups[0].devices[0]`"),
+        ("[[groups", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_plan_says_why(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(text)
+    with pytest.raises(OperatorError) as refused:
+        read_groups(file)
+    assert words in str(refused.value) and str(file) in str(refused.value)
+    with pytest.raises(OperatorError, match="cannot be read"):
+        read_groups(tmp_path / "none.toml")

@@ -1,0 +1,57 @@
+"""Plans as files: `[[groups]]`, as in a file of `tideway simulate`, so that a plan that was simulated can be carried out
+where the nodes have those names.
+
+    [[groups]]
+    node = "node-1"
+    devices = [0, 1]
+    models = ["chat", "summaries"]
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shared.messages.cluster import InstancePlan
+from shared.placement.plan import group_of
+from tideway.data_folder import OperatorError
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    node: str
+    devices: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+    models: Annotated[list[str], Meta(min_length=1)]
+
+
+class _File(msgspec.Struct):
+    groups: list[GroupSpec] = []
+
+
+def read_groups(path: Path) -> list[GroupSpec]:
+    """Other keys of the file are not looked at. Raises `OperatorError`."""
+    try:
+        groups = msgspec.convert(tomllib.loads(path.read_text()), _File).groups
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OperatorError(f"{path} cannot be read: {error}.") from None
+    except msgspec.ValidationError as error:
+        raise OperatorError(f"{path}: {str(error).replace('`$.', '`')}.") from None
+    if not groups:
+        raise OperatorError(f"{path} has no [[groups]] with node, devices and models.")
+    return groups
+
+
+def written(places: Sequence[InstancePlan]) -> str:
+    """The file of the plan that has these instances."""
+    parts = []
+    for group in sorted(map(group_of, places)):
+        keys = {"node": group.node_id, "devices": list(group.devices), "models": list(group.models)}
+        # what JSON has here is TOML too
+        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        parts.append("\n".join(["[[groups]]", *lines, ""]))
+    return "\n".join(parts)
