@@ -19,6 +19,7 @@ from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
+from shared.placement.plan import group_of, plan_of
 from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
@@ -377,7 +378,7 @@ def plan(
         if search:
             plans.search(client, wait_s=timeout, say=say)
         if write is not None:
-            write.write_text(written(client.plan().instances))
+            write.write_text(written(plan_of(map(group_of, client.plan().instances)).groups))
             say(f"{write} has the plan that runs.")
         action = "apply" if apply else "roll_back" if rollback else "set" if groups else ""
         if action:

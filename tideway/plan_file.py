@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from shared.messages.cluster import InstancePlan
-from shared.placement.plan import group_of
+from shared.placement.plan import Group
 from tideway.data_folder import OperatorError
 
 
@@ -46,10 +45,10 @@ def read_groups(path: Path) -> list[GroupSpec]:
     return groups
 
 
-def written(places: Sequence[InstancePlan]) -> str:
-    """The file of the plan that has these instances."""
+def written(groups: Iterable[Group]) -> str:
+    """The file of a plan."""
     parts = []
-    for group in sorted(map(group_of, places)):
+    for group in groups:
         keys = {"node": group.node_id, "devices": list(group.devices), "models": list(group.models)}
         # what JSON has here is TOML too
         lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]

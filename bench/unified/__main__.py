@@ -4,7 +4,7 @@ the traffic, against the same with each part switched off (docs/benchmarks.md).
     python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101] [--turn 150] [--no-batches]
     python -m bench.unified live [--seconds 30] [--rate 4]
     python -m bench.unified small [--seeds 101,102]
-    python -m bench.unified WHERE --only 'all parts' 'round robin' 'fixed partitions'
+    python -m bench.unified WHERE --only 'all parts' 'as ' 'placement at fixed' 'round robin' 'fixed partitions'
 
 Simulated: 32 A800, about 6 minutes of one core. Live: three small models on this machine, about 9 minutes. Small: these in
 virtual time, with short and long steps (small.py), about 2 minutes a seed.

@@ -16,15 +16,22 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
+import msgspec
 import numpy as np
 
 from bench import emulated as emulation
 from bench.coserving.testbed import make_checkpoint
-from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY
+from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY, planned
 from bench.reporting import processor_s
 from bench.stack import add_tokenizer
-from bench.unified.variants import MIX, Online, Row, Variant, row
+from bench.unified.variants import MIX, Online, Row, Variant, placed, row
+from shared.checkpoint import describe, resolve
 from shared.messages.requests import RequestClass
+from shared.placement.execution import execution_s as execution_s_of
+from shared.placement.facts import SHAPES, model_facts, node_facts
+from shared.placement.hardware import HARDWARE
+from shared.placement.plan import Plan
+from shared.placement.problem import Problem, Traffic
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Closed
 from tideway.bench.client import Target
@@ -33,12 +40,14 @@ from tideway.bench.records import RequestRecord
 from tideway.bench.session import Session, run_session
 from tideway.bench.summary import tokens_within
 from tideway.bench.workload import StreamSpec, Workload
+from tideway.plan_file import written
 
 NUM_INSTANCES = len(MODELS)
 LINE_TOKENS = (256, 48)
 WARM_UP_S = 4.0
 """Its requests are sent and not counted."""
 PROFILE_TIMEOUT_S = 180.0
+NODE, HISTORY_S = "worker-0", 60.0
 REPLACEMENT_S = 10.0
 """Between searches: a run is short."""
 MIGRATIONS = "scheduler-0", 'tideway_scheduler_moves_total{outcome="moved"'
@@ -52,22 +61,20 @@ class Checkpoints:
 
     def __init__(self, emulated: str = "") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-unified-")
-        self._emulated = emulated
+        self.emulated = emulated
         self.sources: dict[str, str] = {}
 
     def __enter__(self) -> Checkpoints:
         for number, (name, shape) in enumerate(MODELS.items()):
             path = Path(self._folder.name) / name
-            self.sources[name] = str(
-                make_checkpoint(path, emulation.tiny(number, **shape) if self._emulated else shape)
-            )
+            self.sources[name] = str(make_checkpoint(path, emulation.tiny(number, **shape) if self.emulated else shape))
             add_tokenizer(path, VOCABULARY)
         return self
 
     def stack(self, num_instances: int, environment: dict[str, str]) -> Stack:
-        if not self._emulated:
+        if not self.emulated:
             return Stack(self.sources, num_instances=num_instances, environment=environment)
-        environment = environment | emulation.environment(Path(self._folder.name), self._emulated, EMULATED_MODELS)
+        environment = environment | emulation.environment(Path(self._folder.name), self.emulated, EMULATED_MODELS)
         return Stack(self.sources, num_instances=num_instances, environment=environment, worker=emulation.WORKER)
 
     def profile(self) -> None:
@@ -88,7 +95,7 @@ class Checkpoints:
 def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
     """What makes `tideway up` this variant."""
     models = [
-        {"name": name, "source": source} | ({} if variant.shares else {"replicas": 1})
+        {"name": name, "source": source} | ({"replicas": 1} if variant.placement == "dedicated" else {})
         for name, source in sources.items()
     ]
     return {
@@ -103,7 +110,32 @@ def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
         "TIDEWAY_REPLACEMENT": "auto" if variant.is_adaptive else "off",
         "TIDEWAY_REPLACEMENT_INTERVAL_S": str(REPLACEMENT_S),
         "TIDEWAY_REPLACEMENT_LEAST_S": str(REPLACEMENT_S),
-    }
+    } | ({"TIDEWAY_REPLACEMENT_MOST_S": str(REPLACEMENT_S)} if variant.is_interval_fixed else {})
+
+
+def problem(checkpoints: Checkpoints, rate_rps: float, seed: int) -> Problem:
+    """That a baseline's placement is chosen by: the stack's one node under traffic of the kind that comes."""
+    hardware = HARDWARE[checkpoints.emulated or "cpu"]
+    models = [
+        model_facts(
+            name, SHAPES[EMULATED_MODELS[name]] if checkpoints.emulated else describe(resolve(source)), [hardware]
+        )
+        for name, source in checkpoints.sources.items()
+    ]
+    names, requests = tuple(checkpoints.sources), planned(MIX, rate_rps, HISTORY_S, name="history", seed=seed + 1)
+    traffic = Traffic(
+        names, np.array([names.index(one.model) for one in requests], np.int32), np.array([one.at_s for one in requests]),
+        np.array([one.prompt_tokens for one in requests], np.int32),
+        np.array([one.output_tokens for one in requests], np.int32), np.ones(len(requests), np.bool_), HISTORY_S,
+    )  # fmt: skip
+    whole = Problem(nodes=(node_facts(NODE, hardware, NUM_INSTANCES),), models=tuple(models), traffic=traffic)
+    return msgspec.structs.replace(whole, execution_s=execution_s_of(whole))
+
+
+def _set_plan(stack: Stack, plan: Plan) -> None:
+    file = stack.folder / "plan.toml"
+    file.write_text(written(plan.groups))
+    stack.tideway("plan", "--set", str(file))
 
 
 def workload(variant: Variant, rate_rps: float, run_s: float, seed: int, num_lines: int) -> Workload:
@@ -138,6 +170,8 @@ def run(
     flight."""
     with checkpoints.stack(NUM_INSTANCES, environment(variant, checkpoints.sources)) as stack:
         stack.wait_until(lambda: _is_ready(stack, variant), "each model where it is to be")
+        if variant.placement in ("alpaserve", "muxserve"):
+            _set_plan(stack, placed(variant, problem(checkpoints, rate_rps, seed)))
         if not execution_s:
             execution_s |= _alone_s(stack.url)
         busy_s, began_s = _busy_s(stack), time.monotonic()
@@ -186,7 +220,7 @@ def _is_ready(stack: Stack, variant: Variant) -> bool:
     served = [{model["name"] for model in one["models"] if model["state"] == "ready"} for one in instances]
     if len(served) < NUM_INSTANCES or set().union(*served) < set(MODELS):
         return False
-    is_placed = all(len(names) == (len(MODELS) if variant.shares else 1) for names in served)
+    is_placed = all(len(names) == (1 if variant.placement == "dedicated" else len(MODELS)) for names in served)
     return is_placed and httpx.get(f"{stack.url}/ready", timeout=5).status_code == 200
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from bench.sharing.systems import SEARCH_S, Case, drawn, jobs_of
 from bench.sharing.workloads import Workload
-from bench.unified.variants import Online, Row, Variant, row
+from bench.unified.variants import Online, Row, Variant, placed, row
 from shared.messages.requests import RequestClass
-from shared.placement.baselines import dedicated
 from shared.placement.estimator import estimate
 from shared.placement.plan import Plan
 from shared.placement.problem import Problem
@@ -53,21 +53,23 @@ def serving(variant: Variant) -> Serving:
     )  # fmt: skip
 
 
-def place(variant: Variant, problem: Problem) -> Plan:
-    return search(problem).plan if variant.shares else dedicated(problem, estimate)
+def _intervals(variant: Variant) -> ReplacementSettings:
+    if variant.is_interval_fixed:
+        return msgspec.structs.replace(ADAPTIVE, least_s=ADAPTIVE.initial_s, most_s=ADAPTIVE.initial_s)
+    return ADAPTIVE
 
 
 def run(variant: Variant, one: Case) -> Row:
     """Raises `RunFailed`, `NoPlacement`."""
     problem, future = drawn(one)
-    plan, how = place(variant, problem), serving(variant)
+    plan, how = placed(variant, problem), serving(variant)
     fleet = how.fleet(one.seed)
     fleet.gateway.is_strict = False
     deploy(fleet, problem, plan, how)
     replacement = None
     if variant.is_adaptive:
         replacement = FleetReplacement(
-            fleet, problem, plan, search, settings=ADAPTIVE, serving=how, search_s=SEARCH_S,
+            fleet, problem, plan, search, settings=_intervals(variant), serving=how, search_s=SEARCH_S,
             predicted=estimate(problem, plan),
         )  # fmt: skip
     use = _Use(fleet, plan, replacement)

@@ -148,7 +148,7 @@ def _add_instances(fleet: Fleet, variant: Variant, case: Case, costs: dict[str, 
     for number, own in enumerate(MODELS):
         models = [
             Model(shape=ModelShape(name, 32, 8, 1024, num_layers=costs[name].num_layers), cost_model=costs[name])
-            for name in (MODELS if variant.shares else [own])
+            for name in ([own] if variant.placement == "dedicated" else MODELS)
         ]
         fleet.add_instance(f"instance-{number}", Device(configuration=configuration), models)
 

@@ -11,13 +11,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from bench.fidelity.workloads import MIXES
 from bench.reporting import table_of
-from shared.placement.plan import DEFAULT_SLO_SCALE
+from shared.placement.baselines import alpaserve, dedicated, muxserve
+from shared.placement.estimator import estimate
+from shared.placement.plan import DEFAULT_SLO_SCALE, Plan, plan_of
+from shared.placement.problem import Problem
+from shared.placement.search import search
 
 POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
 """Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
@@ -27,8 +32,9 @@ MIX = msgspec.structs.replace(MIXES[1], models=POPULARITY)
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    shares: bool = True
-    """Models have groups in common; else each has instances of its own on as many devices."""
+    placement: Literal["search", "dedicated", "alpaserve", "muxserve"] = "search"
+    """Whose. Dedicated: each model has instances of its own on as many devices; live, search begins with all models on all
+    instances."""
     harvests: bool = True
     """Batches run in the background; else they wait for another time."""
     co_serving: str = "slo"
@@ -38,6 +44,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     dispatch_policy: str = "first_token"
     is_adaptive: bool = True
     """The placement follows the traffic."""
+    is_interval_fixed: bool = False
+    """Of that; else it becomes shorter and longer."""
     least_share: float = 0.25
     """Of the KV pool, that is divided evenly over an instance's models; 1: fixed partitions."""
 
@@ -45,7 +53,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 WHOLE = Variant(name="all parts")
 VARIANTS = (
     WHOLE,
-    Variant(name="no sharing: dedicated instances", shares=False, is_adaptive=False),
+    Variant(name="no sharing: dedicated instances", placement="dedicated", is_adaptive=False),
     Variant(name="first come, first served", order_policy="fcfs"),
     Variant(name="to the freest instance, whatever model", dispatch_policy="freeness"),
     Variant(name="no adaptive replacement", is_adaptive=False),
@@ -54,15 +62,40 @@ VARIANTS = (
     Variant(name="no SLO budget for batches", co_serving="priority_only"),
     Variant(name="no suspension", interruption="off"),
     Variant(
-        name="none of the parts", shares=False, is_adaptive=False, order_policy="fcfs", dispatch_policy="freeness",
-        migration="off", co_serving="priority_only", interruption="off",
+        name="none of the parts", placement="dedicated", is_adaptive=False, order_policy="fcfs",
+        dispatch_policy="freeness", migration="off", co_serving="priority_only", interruption="off",
     ),
 )  # fmt: skip
 BASELINES = (
+    Variant(
+        name="as AlpaServe: its placement, first come first served, nothing moves", placement="alpaserve",
+        is_adaptive=False, order_policy="fcfs", dispatch_policy="fewest_requests", migration="off",
+        co_serving="priority_only", interruption="off",
+    ),
+    Variant(
+        name="as MuxServe, in turn: its placement, round robin, nothing moves", placement="muxserve", is_adaptive=False,
+        order_policy="round_robin", dispatch_policy="fewest_requests", migration="off", co_serving="priority_only",
+        interruption="off",
+    ),
+    Variant(name="placement at fixed intervals", is_interval_fixed=True),
     Variant(name="round robin", order_policy="round_robin"),
     Variant(name="fixed partitions of KV", least_share=1.0),
-)
-"""Parts of others in the place of one, as settings (docs/design/policies.md); only where they are asked for."""
+)  # fmt: skip
+"""Others, as far as settings (docs/design/policies.md) and a plan make the system like them, and parts of others in the
+place of one; only where they are asked for. MuxServe's models share a device's cores at the same time, which runs in
+bench/sharing alone."""
+
+
+def placed(variant: Variant, problem: Problem) -> Plan:
+    """Raises `NoPlacement`."""
+    match variant.placement:
+        case "dedicated":
+            return dedicated(problem, estimate)
+        case "alpaserve":
+            return alpaserve(problem, estimate)
+        case "muxserve":
+            return plan_of(unit.group for unit in muxserve(problem))
+    return search(problem).plan
 
 
 class Online(msgspec.Struct, frozen=True):

@@ -7,8 +7,10 @@ import math
 import msgspec
 import pytest
 
+from bench.fidelity.workloads import MODELS
+from bench.unified.live import Checkpoints, problem
 from bench.unified.small import CASES, simulate
-from bench.unified.variants import BASELINES, VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, row
+from bench.unified.variants import BASELINES, VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, placed, row
 
 
 def test_each_variant_but_the_last_lacks_one_part() -> None:
@@ -16,12 +18,26 @@ def test_each_variant_but_the_last_lacks_one_part() -> None:
     differ = [{name for name in parts if getattr(one, name) != getattr(WHOLE, name)} for one in VARIANTS]
     assert not differ[0]
     # Dedicated instances have nothing to place anew.
-    assert differ[1] == {"shares", "is_adaptive"}
+    assert differ[1] == {"placement", "is_adaptive"}
     assert all(len(one) == 1 for one in differ[2:-1])
     # Batches are there, and nothing protects the others from them.
-    assert differ[-1] == set(parts) - {"harvests", "least_share"}
+    assert differ[-1] == set(parts) - {"harvests", "least_share", "is_interval_fixed"}
     assert len({one.name for one in (*VARIANTS, *BASELINES)}) == len(VARIANTS) + len(BASELINES)
-    assert all(sum(getattr(one, name) != getattr(WHOLE, name) for name in parts) == 1 for one in BASELINES)
+    assert all(
+        sum(getattr(one, name) != getattr(WHOLE, name) for name in parts) == 1
+        for one in BASELINES
+        if not one.name.startswith("as ")
+    )
+
+
+def test_placements_of_others_have_all_models_of_the_live_stack() -> None:
+    checkpoints = Checkpoints("A100-80G")
+    checkpoints.sources |= dict.fromkeys(MODELS, "")
+    asked = problem(checkpoints, 12.0, 101)
+    for variant in BASELINES[:2]:
+        plan = placed(variant, asked)
+        assert plan.models == set(MODELS)
+        assert all(group.node_id == "worker-0" and max(group.devices) < 3 for group in plan.groups)
 
 
 def test_who_gets_no_answer_misses_the_objective_and_counts_in_no_mean() -> None:

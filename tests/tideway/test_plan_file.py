@@ -6,20 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
+from shared.placement.plan import Group
 from tideway.data_folder import OperatorError
 from tideway.plan_file import GroupSpec, read_groups, written
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     name = 'org/"odd"\\name'
-    models = [ModelSpec("b", "/b"), ModelSpec(name, "/n")]
-    places = [
-        InstancePlan("node-1-2", "node-1", models, 1 << 30, 1 << 25, DeviceGroup(("", ""))),
-        InstancePlan("node-1-0", "node-1", models[:1], 1 << 30, 1 << 25),
-    ]
+    groups = [Group("node-1", (0,), ("b",)), Group("node-1", (2, 3), ("b", name))]
     file = tmp_path / "plan.toml"
-    file.write_text(written(places))
+    file.write_text(written(groups))
     assert read_groups(file) == [
         GroupSpec(node="node-1", devices=[0], models=["b"]),
         GroupSpec(node="node-1", devices=[2, 3], models=["b", name]),
