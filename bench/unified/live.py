@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -71,10 +71,13 @@ class Checkpoints:
             add_tokenizer(path, VOCABULARY)
         return self
 
-    def stack(self, num_instances: int, environment: dict[str, str]) -> Stack:
+    def stack(
+        self, num_instances: int, environment: dict[str, str], shapes: Mapping[str, str] = EMULATED_MODELS
+    ) -> Stack:
+        """`shapes`: of models, where step times are emulated."""
         if not self.emulated:
             return Stack(self.sources, num_instances=num_instances, environment=environment)
-        environment = environment | emulation.environment(Path(self._folder.name), self.emulated, EMULATED_MODELS)
+        environment = environment | emulation.environment(Path(self._folder.name), self.emulated, shapes)
         return Stack(self.sources, num_instances=num_instances, environment=environment, worker=emulation.WORKER)
 
     def profile(self) -> None:

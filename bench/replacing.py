@@ -1,0 +1,265 @@
+"""Placements that are changed under load, on the real stack over HTTP: what its users notice, and the trace of each change.
+
+    python -m bench.replacing [--rate 12] [--quiet 15] [--emulate A100-80G]
+
+Three models on three instances, requests at random times. One after the other, with quiet times between them: each model
+gets an instance of its own, two share one, a fourth model is added, all goes back. Requests that ran during a change are
+compared with those that did not; the fourth's first answer is waited for. Step times are a GPU's (bench/emulated.py), so
+that the noise of steps on two busy cores is not in what is compared; `--emulate ''`: this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY
+from bench.reporting import Target as Aim
+from bench.reporting import judged, machine, table_of, write
+from bench.unified.live import NODE, NUM_INSTANCES, Checkpoints
+from bench.unified.variants import MIX
+from shared.placement.hardware import HARDWARE
+from tests.e2e.otlp_collector import OtlpCollector
+from tests.e2e.stack import Stack
+from tideway.bench.client import Target
+from tideway.bench.records import RequestRecord
+from tideway.bench.session import Session, run_session
+from tideway.bench.workload import StreamSpec, Workload
+
+ADDED = "fourth"
+CHANGE_S = 120.0
+"""For a change, at most."""
+ACTION_S, POLL_S = 10.0, 0.1
+PLANS = {
+    "apart": [["small"], ["medium"], ["large"]],
+    "two share one": [["medium", "small"], ["small"], ["large"]],
+}
+"""Models of each instance."""
+
+
+class Change(msgspec.Struct, kw_only=True):
+    """Times are Unix time."""
+
+    name: str
+    begun_s: float
+    ended_s: float
+    stage: str = "carried_out"
+    steps: list[str] = []
+    spans: list[tuple[str, str, float, float]] = []
+    """Service, name, seconds after the beginning, seconds that it took."""
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """By clients."""
+
+    requests: str
+    num: int
+    num_failed: int
+    ttft_p99_s: float
+    tpot_p99_s: float
+    silence_p99_s: float
+    """Of the longest silence of each stream."""
+    silence_max_s: float
+
+
+class Operator:
+    """Who changes the placement while requests run."""
+
+    def __init__(self, stack: Stack, collector: OtlpCollector) -> None:
+        self._stack, self._collector = stack, collector
+        self.changes: list[Change] = []
+
+    def set_plan(self, name: str) -> None:
+        groups = [{"node_id": NODE, "devices": [number], "models": models} for number, models in enumerate(PLANS[name])]
+        self._carry_out(name, {"action": "set", "groups": groups})
+
+    def roll_back(self) -> None:
+        self._carry_out("back", {"action": "roll_back"})
+
+    def add(self, name: str, source: str) -> None:
+        """Until it has answered."""
+        begun_s = time.time()
+        self._post("/admin/models", {"name": name, "source": source})
+        body = {"model": name, "prompt": "w1 w2 w3", "max_tokens": 4, "ignore_eos": True}
+        deadline_s = time.monotonic() + CHANGE_S
+        while httpx.post(f"{self._stack.url}/v1/completions", json=body, timeout=60).status_code != 200:
+            assert time.monotonic() < deadline_s, f"{name} does not answer"
+            time.sleep(POLL_S)
+        self.changes.append(Change(name=f"{name} model added", begun_s=begun_s, ended_s=time.time(), stage="answers"))
+
+    def _carry_out(self, name: str, body: dict[str, Any]) -> None:
+        before = self._change()
+        begun_s = time.time()
+        self._post("/admin/plan", body)
+        deadline_s = time.monotonic() + CHANGE_S
+        while True:
+            change = self._change()
+            if change["number"] != before["number"] and change["stage"] in ("carried_out", "rolled_back"):
+                break
+            assert time.monotonic() < deadline_s, f"{name}: {change}"
+            time.sleep(POLL_S)
+        self.changes.append(
+            Change(name=name, begun_s=begun_s, ended_s=time.time(), stage=change["stage"], steps=change["steps"])
+        )
+
+    def tell_spans(self) -> None:
+        """Those of the changes' traces that have come."""
+        roots = {one.attributes["tideway.replacement"]: one for one in list(self._collector.spans)
+                 if one.name == "placement.replacement"}  # fmt: skip
+        changes = [one for one in self.changes if one.steps]
+        for number, change in enumerate(changes, 1):
+            if (root := roots.get(number)) is not None:
+                spans = sorted(self._collector.of_trace(root.trace_id), key=lambda one: one.start_ns)
+                change.spans = [
+                    (one.service, one.name, 1e-9 * (one.start_ns - root.start_ns), 1e-9 * (one.end_ns - one.start_ns))
+                    for one in spans
+                ]
+
+    def _change(self) -> dict[str, Any]:
+        plan = httpx.get(f"{self._stack.url}/admin/plan", timeout=20).json()
+        return plan["change"] or {"number": 0, "stage": ""}
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        answer = httpx.post(f"{self._stack.url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+
+async def run(
+    operator: Operator, stack: Stack, sources: Mapping[str, str], *, rate_rps: float, quiet_s: float, seed: int
+) -> list[RequestRecord]:
+    """Requests come until the operator is done."""
+    actions = [
+        *(lambda name=name: operator.set_plan(name) for name in PLANS),
+        lambda: operator.add(ADDED, sources["small"]),
+        operator.roll_back,
+    ]
+    run_s = (len(actions) + 1) * quiet_s + len(actions) * ACTION_S
+    stream = StreamSpec(
+        name="online", models=MIX.models, arrivals=MIX.arrivals(rate_rps), prompt_tokens=MIX.prompt_tokens,
+        output_tokens=MIX.output_tokens,
+    )  # fmt: skip
+    workload = Workload(streams=[stream], duration_s=run_s, seed=seed)
+    target = Target(url=stack.url, ignore_eos=True, vocabulary=VOCABULARY)
+    sending = asyncio.create_task(run_session(Session(target=target, drain_s=30.0), workload))
+    for action in actions:
+        await asyncio.sleep(quiet_s)
+        await asyncio.to_thread(action)
+    return (await sending).records
+
+
+def zero_of(records: Sequence[RequestRecord], stack: Stack) -> float:
+    """Unix time that the records' are relative to, by when the gateway had the last one."""
+    last = max((one for one in records if one.is_success), key=lambda one: one.arrival_s)
+    [timeline] = httpx.get(f"{stack.url}/admin/requests/{last.request_id}", timeout=20).json()["requests"]
+    arrived_s: float = timeline["arrived_s"]
+    return arrived_s - (last.sent_s or last.arrival_s)
+
+
+def seen(name: str, records: Sequence[RequestRecord]) -> Seen:
+    done = [one for one in records if one.is_success]
+    silences = [one.max_itl_s or 0.0 for one in done]
+
+    def p99(values: Sequence[float | None]) -> float:
+        known = [value for value in values if value is not None]
+        return float(np.percentile(known, 99)) if known else 0.0
+
+    return Seen(
+        requests=name, num=len(records), num_failed=len(records) - len(done),
+        ttft_p99_s=p99([one.ttft_s for one in done]), tpot_p99_s=p99([one.tpot_s for one in done]),
+        silence_p99_s=p99(silences), silence_max_s=max(silences, default=0.0),
+    )  # fmt: skip
+
+
+def compare(records: Sequence[RequestRecord], zero_s: float, changes: Sequence[Change]) -> list[Seen]:
+    """Requests by what went on while they ran."""
+    left, found = list(records), []
+    for change in changes:
+        during = [
+            one
+            for one in records
+            if zero_s + one.arrival_s < change.ended_s
+            and (one.last_token_s is None or zero_s + one.last_token_s > change.begun_s)
+        ]
+        left = [one for one in left if one not in during]
+        found.append(seen(change.name, during))
+    return [seen("no change", left), *found]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.replacing", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--rate", type=float, default=12.0, help="requests/s")
+    parser.add_argument("--quiet", type=float, default=15.0, help="seconds before each change, and after the last")
+    parser.add_argument("--emulate", default="A100-80G", choices=["", *sorted(HARDWARE)], metavar="DEVICE",
+                        help="steps take what they would on such a device; '': what they take here")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=101)
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
+    options = parser.parse_args(arguments)
+    collector = OtlpCollector()
+    with Checkpoints(options.emulate) as checkpoints:
+        checkpoints.profile()
+        environment = {
+            "TIDEWAY_NUM_THREADS": "1", "TIDEWAY_REPLACEMENT": "off", "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
+        }  # fmt: skip
+        shapes = EMULATED_MODELS | {ADDED: EMULATED_MODELS["small"]}
+        with checkpoints.stack(NUM_INSTANCES, environment, shapes) as stack:
+            stack.wait_until(
+                lambda: [len(one["models"]) for one in stack.instances()] == [len(MODELS)] * NUM_INSTANCES,
+                "all models on all instances",
+            )
+            stack.wait_ready()
+            operator = Operator(stack, collector)
+            case = {"rate_rps": options.rate, "quiet_s": options.quiet, "seed": options.seed}
+            records = asyncio.run(run(operator, stack, checkpoints.sources, **case))
+            zero_s = zero_of(records, stack)
+        operator.tell_spans()
+    collector.close()
+    rows, changes = compare(records, zero_s, operator.changes), operator.changes
+    date = time.strftime("%Y-%m-%d")
+    lost = sum(not one.is_success for one in records)
+    aims = [Aim(name="requests without their answer", value=lost, limit=0.0)]
+    text = "\n".join([
+        f"# The placement changed under load, {date}", "",
+        f"{machine()}, {options.emulate or 'this machine'}, {options.rate:g} requests/s, {len(records)} requests", "",
+        *table_of([
+            {"requests while": one.requests, "number": one.num, "failed": one.num_failed,
+             "TTFT P99 s": f"{one.ttft_p99_s:.3f}", "TPOT P99 ms": f"{1e3 * one.tpot_p99_s:.1f}",
+             "silence P99 s": f"{one.silence_p99_s:.3f}", "longest s": f"{one.silence_max_s:.3f}"}
+            for one in rows
+        ]), "",
+        *table_of([
+            {"change": one.name, "took s": f"{one.ended_s - one.begun_s:.1f}", "end": one.stage, "steps": len(one.steps),
+             "spans": len(one.spans)}
+            for one in changes
+        ]), "",
+        *(line for one in changes for line in _trace(one)),
+        *map(str, aims),
+    ])  # fmt: skip
+    print(text)
+    result = {"date": date, "machine": machine(), "emulated": options.emulate, "rate_rps": options.rate,
+              "seen": rows, "changes": changes, "targets": judged(aims)}  # fmt: skip
+    where = options.emulate or "cpu"
+    print(f"written: {write(options.output, f'replacing-{where}-{date}', result, text)}.json, .md")
+    return 0
+
+
+def _trace(change: Change) -> list[str]:
+    if not change.spans:
+        return []
+    lines = [
+        f"    {start_s:7.2f} s {took_s:7.2f} s  {service}: {name}" for service, name, start_s, took_s in change.spans
+    ]
+    return [f'Trace of "{change.name}" (after, took):', "", *lines, ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
