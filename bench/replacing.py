@@ -3,9 +3,9 @@
     python -m bench.replacing [--rate 12] [--quiet 15] [--emulate A100-80G]
 
 Three models on three instances, requests at random times. One after the other, with quiet times between them: each model
-gets an instance of its own, two share one, a fourth model is added, all goes back. Requests that ran during a change are
-compared with those that did not; the fourth's first answer is waited for. Step times are a GPU's (bench/emulated.py), so
-that the noise of steps on two busy cores is not in what is compared; `--emulate ''`: this machine's.
+gets an instance of its own, two share one, a fourth model is added, the last plan is undone. Requests that ran during a
+change are compared with those that did not; the fourth's first answer is waited for. Step times are a GPU's
+(bench/emulated.py), so that the noise of steps on two busy cores is not in what is compared; `--emulate ''`: this machine's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tideway.bench.workload import StreamSpec, Workload
 ADDED = "fourth"
 CHANGE_S = 120.0
 """For a change, at most."""
-ACTION_S, POLL_S = 10.0, 0.1
+ACTION_S, POLL_S = 15.0, 0.1
 PLANS = {
     "apart": [["small"], ["medium"], ["large"]],
     "two share one": [["medium", "small"], ["small"], ["large"]],
@@ -50,9 +50,11 @@ class Change(msgspec.Struct, kw_only=True):
     """Times are Unix time."""
 
     name: str
+    number: int = 0
+    """Of the replacement; 0: it was none."""
     begun_s: float
     ended_s: float
-    stage: str = "carried_out"
+    stage: str
     steps: list[str] = []
     spans: list[tuple[str, str, float, float]] = []
     """Service, name, seconds after the beginning, seconds that it took."""
@@ -108,16 +110,22 @@ class Operator:
             assert time.monotonic() < deadline_s, f"{name}: {change}"
             time.sleep(POLL_S)
         self.changes.append(
-            Change(name=name, begun_s=begun_s, ended_s=time.time(), stage=change["stage"], steps=change["steps"])
+            Change(
+                name=name,
+                number=change["number"],
+                begun_s=begun_s,
+                ended_s=time.time(),
+                stage=change["stage"],
+                steps=change["steps"],
+            )
         )
 
     def tell_spans(self) -> None:
         """Those of the changes' traces that have come."""
         roots = {one.attributes["tideway.replacement"]: one for one in list(self._collector.spans)
                  if one.name == "placement.replacement"}  # fmt: skip
-        changes = [one for one in self.changes if one.steps]
-        for number, change in enumerate(changes, 1):
-            if (root := roots.get(number)) is not None:
+        for change in self.changes:
+            if (root := roots.get(change.number)) is not None:
                 spans = sorted(self._collector.of_trace(root.trace_id), key=lambda one: one.start_ns)
                 change.spans = [
                     (one.service, one.name, 1e-9 * (one.start_ns - root.start_ns), 1e-9 * (one.end_ns - one.start_ns))
@@ -136,10 +144,10 @@ class Operator:
 async def run(
     operator: Operator, stack: Stack, sources: Mapping[str, str], *, rate_rps: float, quiet_s: float, seed: int
 ) -> list[RequestRecord]:
-    """Requests come until the operator is done."""
+    """Requests come until the operator is done. Raises `SystemExit` where he is not, for `ACTION_S` a change."""
     actions = [
         *(lambda name=name: operator.set_plan(name) for name in PLANS),
-        lambda: operator.add(ADDED, sources["small"]),
+        lambda: operator.add(ADDED, sources[ADDED]),
         operator.roll_back,
     ]
     run_s = (len(actions) + 1) * quiet_s + len(actions) * ACTION_S
@@ -153,6 +161,8 @@ async def run(
     for action in actions:
         await asyncio.sleep(quiet_s)
         await asyncio.to_thread(action)
+    if sending.done():
+        sys.exit(f"requests came for {run_s:.0f} s alone, and changes took longer")
     return (await sending).records
 
 
@@ -186,8 +196,7 @@ def compare(records: Sequence[RequestRecord], zero_s: float, changes: Sequence[C
         during = [
             one
             for one in records
-            if zero_s + one.arrival_s < change.ended_s
-            and (one.last_token_s is None or zero_s + one.last_token_s > change.begun_s)
+            if zero_s + one.arrival_s < change.ended_s and (one.end_s is None or zero_s + one.end_s > change.begun_s)
         ]
         left = [one for one in left if one not in during]
         found.append(seen(change.name, during))
@@ -219,14 +228,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.wait_ready()
             operator = Operator(stack, collector)
             case = {"rate_rps": options.rate, "quiet_s": options.quiet, "seed": options.seed}
-            records = asyncio.run(run(operator, stack, checkpoints.sources, **case))
+            sources = checkpoints.sources | {ADDED: checkpoints.another(ADDED, "small")}
+            records = asyncio.run(run(operator, stack, sources, **case))
             zero_s = zero_of(records, stack)
         operator.tell_spans()
     collector.close()
     rows, changes = compare(records, zero_s, operator.changes), operator.changes
     date = time.strftime("%Y-%m-%d")
     lost = sum(not one.is_success for one in records)
-    aims = [Aim(name="requests without their answer", value=lost, limit=0.0)]
+    undone = sum(one.stage == "rolled_back" for one in changes)
+    aims = [
+        Aim(name="requests without their answer", value=lost, limit=0.0),
+        Aim(name="changes that were rolled back", value=undone, limit=0.0),
+    ]
     text = "\n".join([
         f"# The placement changed under load, {date}", "",
         f"{machine()}, {options.emulate or 'this machine'}, {options.rate:g} requests/s, {len(records)} requests", "",

@@ -19,7 +19,6 @@ from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
-from shared.placement.plan import group_of, plan_of
 from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
@@ -34,7 +33,7 @@ from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
-from tideway.plan_file import read_groups, written
+from tideway.plan_file import read_groups, write_plan
 from tideway.preflight import check_otlp, check_tensor_parallel, parse_adapters, parse_models
 from tideway.profile import profile
 from tideway.simulate import simulate
@@ -378,7 +377,7 @@ def plan(
         if search:
             plans.search(client, wait_s=timeout, say=say)
         if write is not None:
-            write.write_text(written(plan_of(map(group_of, client.plan().instances)).groups))
+            write_plan(client.plan(), write)
             say(f"{write} has the plan that runs.")
         action = "apply" if apply else "roll_back" if rollback else "set" if groups else ""
         if action:

@@ -18,7 +18,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shared.placement.plan import Group
+from shared.messages.cluster import PlacementPlan
+from shared.placement.plan import Group, group_of, plan_of
 from tideway.data_folder import OperatorError
 
 
@@ -35,7 +36,7 @@ class _File(msgspec.Struct):
 def read_groups(path: Path) -> list[GroupSpec]:
     """Other keys of the file are not looked at. Raises `OperatorError`."""
     try:
-        groups = msgspec.convert(tomllib.loads(path.read_text()), _File).groups
+        groups = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).groups
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OperatorError(f"{path} cannot be read: {error}.") from None
     except msgspec.ValidationError as error:
@@ -43,6 +44,18 @@ def read_groups(path: Path) -> list[GroupSpec]:
     if not groups:
         raise OperatorError(f"{path} has no [[groups]] with node, devices and models.")
     return groups
+
+
+def write_plan(plan: PlacementPlan, path: Path) -> None:
+    """The plan that runs. Raises `OperatorError`."""
+    if plan.change is not None and not plan.change.is_over:
+        raise OperatorError("A replacement is under way: what runs is between two plans. Wait for its end.")
+    if not plan.instances:
+        raise OperatorError("No instance has a model: there is no plan to write.")
+    try:
+        path.write_text(written(plan_of(map(group_of, plan.instances)).groups), encoding="utf-8")
+    except OSError as error:
+        raise OperatorError(f"{path} cannot be written: {error}.") from None
 
 
 def written(groups: Iterable[Group]) -> str:

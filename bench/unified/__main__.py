@@ -47,12 +47,15 @@ def simulated(variants: Sequence[Variant], options: argparse.Namespace) -> list[
 
 
 def small(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
-    """Each variant in each case. Without the one that has nothing placed anew: here nothing is."""
+    """Each variant in each case. Without those that differ in what is placed, or when: here nothing is placed anew."""
     from bench.unified.small import CASES, simulate
 
     seeds = [int(seed) for seed in options.seeds.split(",")]
     differ = [
-        one for one in variants if one is WHOLE or msgspec.structs.replace(one, name="", is_adaptive=True) != _WHOLE
+        one
+        for one in variants
+        if one.placement in ("search", "dedicated")
+        and (one is WHOLE or msgspec.structs.replace(one, name="", is_adaptive=True, is_interval_fixed=False) != _WHOLE)
     ]
     jobs = [(variant, case, seed) for case in CASES for variant in differ for seed in seeds]
     rows = _in_processes(simulate, jobs, len(seeds), options.processes)

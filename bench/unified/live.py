@@ -65,11 +65,17 @@ class Checkpoints:
         self.sources: dict[str, str] = {}
 
     def __enter__(self) -> Checkpoints:
-        for number, (name, shape) in enumerate(MODELS.items()):
-            path = Path(self._folder.name) / name
-            self.sources[name] = str(make_checkpoint(path, emulation.tiny(number, **shape) if self.emulated else shape))
-            add_tokenizer(path, VOCABULARY)
+        for name in MODELS:
+            self.sources[name] = self.another(name, name)
         return self
+
+    def another(self, name: str, model: str) -> str:
+        """The folder of a checkpoint of its own, of the shape of one of the three."""
+        number, shape = list(MODELS).index(model), MODELS[model]
+        path = Path(self._folder.name) / name
+        made = make_checkpoint(path, emulation.tiny(number, **shape) if self.emulated else shape)
+        add_tokenizer(path, VOCABULARY)
+        return str(made)
 
     def stack(
         self, num_instances: int, environment: dict[str, str], shapes: Mapping[str, str] = EMULATED_MODELS
@@ -177,12 +183,12 @@ def run(
             _set_plan(stack, placed(variant, problem(checkpoints, rate_rps, seed)))
         if not execution_s:
             execution_s |= _alone_s(stack.url)
-        busy_s, began_s = _busy_s(stack), time.monotonic()
+        busy_s, began_s, placed_before = _busy_s(stack), time.monotonic(), _counted(stack, *CHANGES)
         session = Session(target=_target(stack.url), drain_s=30.0, warmup_s=WARM_UP_S)
         result = asyncio.run(run_session(session, workload(variant, rate_rps, run_s, seed, num_lines)))
         seconds = time.monotonic() - began_s
         use = (_busy_s(stack) - busy_s) / (seconds * len(os.sched_getaffinity(0)))
-        counts = {"migrations": _counted(stack, *MIGRATIONS), "changes": _counted(stack, *CHANGES)}
+        counts = {"migrations": _counted(stack, *MIGRATIONS), "changes": _counted(stack, *CHANGES) - placed_before}
     return _row(variant, result.records, execution_s, run_s, use, counts)
 
 

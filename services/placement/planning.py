@@ -16,8 +16,9 @@ just now.
 
 An instance that is draining is no room at all: what was there goes where there is room, if it is not there already.
 
-A plan whose assignment was *chosen* (by a search, `chosen`) keeps it: models stay on their groups and go on no others.
-What is new, or was lost with a node, is put on the smallest group that holds it, of free devices where there are any.
+A plan whose assignment was *chosen* (by a search or an operator, `chosen`) keeps it: models stay on their groups and go on
+no others. What is new, or was lost with a node, is put on the smallest group that holds it, of free devices where there are
+any.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def chosen(
     for room in rooms:
         for name in wanted[room.instance_id].models:
             if not placement.has_place(name, room):
-                raise DoesNotFit(f"{name!r} does not fit on {room.instance_id} beside what is to be there")
+                raise DoesNotFit(placement.why_not(name, room))
             placement.put(name, room)
     held_bytes = kv_bytes or {}
     return [room.plan(max_cpu_pool_bytes, held_bytes.get(room.instance_id, math.inf)) for room in rooms]
@@ -445,14 +446,21 @@ class _Placement:
                 return f"all instances wait for the checkpoint of {name!r}, which cannot be read: {unread.problem}"
             return "no instance is there to hold it" if self._has_nodes else "no worker node is registered"
         room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
+        return f"{self._needs(name, room)}; the instance with the most room, {room.instance_id}, has {_free(room)}"
+
+    def why_not(self, name: str, room: _Room) -> str:
+        """It has no place there."""
+        beside = f" beside {', '.join(sorted(room.specs))}" if room.specs else ""
+        return f"{name!r} does not fit on {room.instance_id}{beside}: {self._needs(name, room)}; there {_free(room)}"
+
+    def _needs(self, name: str, room: _Room) -> str:
         size = self._sizes[name, room.facts]
         least = size.least_blocks * size.block_bytes
         needed = size.weight_bytes + size.activation_bytes + least
         each = " on each device" if room.facts.num_ranks > 1 else ""
         return (
             f"{name!r} needs {_mib(needed)}{each} ({_mib(size.weight_bytes)} weights, "
-            f"{_mib(size.activation_bytes)} activations, {_mib(least)} least KV pool); the instance with the most room, "
-            f"{room.instance_id}, has {_mib(room.capacity_bytes - room.used_bytes)} free of {_mib(room.capacity_bytes)}"
+            f"{_mib(size.activation_bytes)} activations, {_mib(least)} least KV pool)"
         )
 
     def _wants_more(self, name: str) -> bool:
@@ -497,6 +505,10 @@ def _weights_of(model: ConfiguredModel) -> tuple[str, str, str, int | None]:
     spec, shape = model.spec, model.shape
     length = spec.max_model_len if shape is None or shape.depends_on_length else None
     return spec.source, spec.dtype, spec.quantization, length
+
+
+def _free(room: _Room) -> str:
+    return f"{_mib(room.capacity_bytes - room.used_bytes)} free of {_mib(room.capacity_bytes)}"
 
 
 def _mib(num_bytes: int) -> str:

@@ -26,7 +26,7 @@ from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
 from services.placement.planning import DoesNotFit, chosen, fits
 from services.placement.requests import check_plan, refuse
-from shared.bus.interface import Bus, BusError, KeyValue, UnreadableEntry
+from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, UnreadableEntry
 from shared.messages.admin import ChangePlan, PlanProposal, ReplacementState
 from shared.messages.catalogue import COST_MODELS, INSTANCES, REPLACEMENT
 from shared.messages.cluster import (
@@ -115,6 +115,8 @@ class Replacing:
         self._stage_span: Span = trace.INVALID_SPAN
         self._stage = ""
         self._tasks = TaskSet()
+        self._search_task: asyncio.Task[None] | None = None
+        """The last one."""
         self._bucket: KeyValue[ReplacementState]
         self._registry: KeyValue[InstanceInfo]
         self._costs: KeyValue[StoredCostModel]
@@ -184,6 +186,7 @@ class Replacing:
 
     async def on_change_plan(self, query: ChangePlan) -> ReplacementState:
         """Call it with the lock that `tick` is called with."""
+        await self._plans.refresh()
         try:
             await self._do(query)
         except (ProblemError, DoesNotFit) as error:
@@ -266,7 +269,7 @@ class Replacing:
 
     def _begin_search(self, why: str, *, is_applied: bool) -> None:
         self._searching, self._problem = why, ""
-        self._tasks.start(self._search(why, is_applied))
+        self._search_task = self._tasks.start(self._search(why, is_applied))
 
     async def _search(self, why: str, is_applied: bool) -> None:
         began_s, outcome, cause, predicted = self._monitor.now(), "failed", "", None
@@ -286,6 +289,9 @@ class Replacing:
             if isinstance(error, ProblemError):
                 cause = error.cause or cause
             logger.info("no placement was found: %s", error)
+        except asyncio.CancelledError:
+            outcome = "superseded"
+            raise
         except Exception as error:
             self._problem = f"the search failed: {error!r}"
             logger.exception("the search failed")
@@ -352,15 +358,21 @@ class Replacing:
         await self._begin_change(reason, proposal.target, is_chosen=True)
 
     async def _set(self, groups: Sequence[Group]) -> None:
-        """Carries out a plan that an operator wrote. Groups that stay as they are keep their KV pools. Raises
-        `ServiceError`, and `DoesNotFit`."""
+        """Carries out a plan that an operator wrote; one that runs already is one that was chosen from then on. Groups that
+        stay as they are keep their KV pools, and no search that began before changes them. Raises `ServiceError`."""
         plan, inputs = self._plans.current, self._inputs()
-        wanted = check_plan(groups, inputs.models, inputs.nodes, inputs.fleet.draining)
+        wanted = check_plan(groups, inputs)
         there = set(map(group_of, plan.instances))
         kept = {group.instance_id: 0 for group in wanted.groups if group in there}
-        target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
-        if _by_id(target) != _by_id(plan.instances):
-            await self._begin_change("an operator set the plan", target, is_chosen=True)
+        try:
+            target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
+        except DoesNotFit as error:
+            raise refuse(str(error), "groups", ErrorCode.CONFLICT) from None
+        if plan.is_chosen and _by_id(target) == _by_id(plan.instances):
+            return
+        if self._search_task is not None:
+            self._search_task.cancel()
+        await self._begin_change("an operator set the plan", target, is_chosen=True)
 
     def _before(self, change: PlanChange) -> list[InstancePlan]:
         """The placement that a change began with; models that were added since stay where they are, as far as their
@@ -405,7 +417,9 @@ class Replacing:
             traced = current_traceparent()
         change = msgspec.structs.replace(change, is_chosen=is_chosen, was_chosen=plan.is_chosen, trace=traced)
         logger.info("replacement %d begins: %s", number, reason)
-        await self._publish(change)
+        if not await self._publish(change):
+            message = "another plan was stored meanwhile; nothing was changed"
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0)
 
     async def _go_on(self, change: PlanChange, inputs: Inputs) -> None:
         plan = self._plans.current
@@ -456,8 +470,8 @@ class Replacing:
             is_certain=_is_certain(change, inputs),
         )
 
-    async def _publish(self, change: PlanChange, instances: Sequence[InstancePlan] | None = None) -> None:
-        """What is stored by somebody else meanwhile is looked at in the next tick."""
+    async def _publish(self, change: PlanChange, instances: Sequence[InstancePlan] | None = None) -> bool:
+        """False: another plan was stored meanwhile, which is looked at in the next tick."""
         plan = self._plans.current
         match change.stage:
             case "fetch":
@@ -472,8 +486,10 @@ class Replacing:
             plan, version=plan.version + 1, instances=plan.instances if instances is None else list(instances),
             is_chosen=is_chosen, change=change, fetch={} if change.is_over else carry_out.to_fetch(change),
         )  # fmt: skip
-        if await self._plans.publish(new):
+        is_stored = await self._plans.publish(new)
+        if is_stored:
             self._follow(change)
+        return is_stored
 
     def _follow(self, change: PlanChange) -> None:
         """Traces and metrics of the stage that is stored now; also of one that another leader began."""

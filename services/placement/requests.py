@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from services.placement.fleet import node_of, num_ranks, num_stages
+from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
+from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
 from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
 from shared.messages.cluster import TOOL_FORMATS, ModelSpec, NodeInfo
 from shared.messages.requests import ErrorCode
 from shared.placement.hardware import RANKS
-from shared.placement.plan import Group, Plan, plan_of
+from shared.placement.plan import Group, Plan, group_of, plan_of
+from shared.placement.replacement import losers
 from shared.quantization import QUANTIZATIONS
 
 MAX_SLO_SCALE = 1000.0
+RETRY_S = 10.0
+"""Until a node is back, or given up."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
 
 
@@ -60,47 +64,63 @@ def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:
         )
 
 
-CONFLICT = ErrorCode.CONFLICT
-
-
-def check_plan(
-    groups: Sequence[Group], models: Sequence[ConfiguredModel], nodes: Sequence[NodeInfo], draining: Collection[str]
-) -> Plan:
-    """A plan that an operator wrote, but for the memory that it needs. `draining`: ids of instances."""
-    by_id, by_name = {node.node_id: node for node in nodes}, {model.spec.name: model for model in models}
+def check_plan(groups: Sequence[Group], inputs: Inputs) -> Plan:
+    """A plan that an operator wrote, but for the memory that it needs."""
+    if inputs.held_nodes:
+        message = f"{', '.join(sorted(inputs.held_nodes))} is away, maybe for a moment: what it holds is not known"
+        raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "groups", retry_after_s=RETRY_S)
+    nodes, models = {node.node_id: node for node in inputs.nodes}, {one.spec.name: one for one in inputs.models}
     taken: dict[tuple[str, int], int] = {}
-    out = [node_of(instance_id) for instance_id in draining]
     for number, group in enumerate(groups):
-        where, size, first = f"groups[{number}]", len(group.devices), min(group.devices)
-        node = by_id.get(group.node_id)
+        node = nodes.get(group.node_id)
         if node is None:
-            raise refuse(f"{group.node_id!r} is no node: {_told(by_id)}", f"{where}.node_id")
-        offered = node.num_instances * num_ranks(node)
-        if size not in RANKS or sorted(group.devices) != list(range(first, first + size)):
-            message = f"devices {list(group.devices)}: expected {', '.join(map(str, RANKS))} neighbours, such as [0, 1]"
-            raise refuse(message, f"{where}.devices")
-        if first + size > offered:
-            raise refuse(f"{group.node_id} has devices 0 to {offered - 1}, not {first + size - 1}", f"{where}.devices")
+            raise refuse(f"{group.node_id!r} is no node: {_told(nodes)}", f"groups[{number}].node_id")
+        _check_devices(group, node, inputs.fleet, f"groups[{number}].devices")
         for device in group.devices:
             if (other := taken.setdefault((group.node_id, device), number)) != number:
                 message = f"device {device} of {group.node_id} is in groups[{other}] too"
-                raise refuse(message, f"{where}.devices")
-            if (group.node_id, device) in out:
-                raise refuse(f"{group.node_id}-{device} is drained: undrain it first", f"{where}.devices", CONFLICT)
+                raise refuse(message, f"groups[{number}].devices")
         for name in group.models:
-            if name not in by_name:
-                raise refuse(f"{name!r} is no model: {_told(by_name)}", f"{where}.models")
-            shape, parts = by_name[name].shape, size // num_stages(node, size)
-            if shape is None:
-                problem = by_name[name].problem or "is still being read"
-                raise refuse(f"the checkpoint of {name!r} is not known: {problem}", f"{where}.models", CONFLICT)
-            if shape.num_kv_heads % parts:
-                message = f"the {shape.num_kv_heads} KV heads of {name!r} cannot be cut over {parts} devices"
-                raise refuse(message, f"{where}.devices")
+            if name not in models:
+                raise refuse(f"{name!r} is no model: {_told(models)}", f"groups[{number}].models")
+            _check_model(models[name], group, node, f"groups[{number}]")
     plan = plan_of(Group(one.node_id, tuple(sorted(one.devices)), tuple(sorted(set(one.models)))) for one in groups)
-    if left := sorted(by_name.keys() - plan.models):
-        raise refuse(f"{', '.join(left)} would be on no group: add it to one, or unload it first", "groups")
+    before = plan_of(map(group_of, inputs.incumbent.instances if inputs.incumbent is not None else ()))
+    if fewer := losers(before, plan, models):
+        raise refuse(f"{', '.join(fewer)} would be on no group: add it to one, or unload it first", "groups")
+    for name in sorted(plan.models):
+        num, replicas = sum(name in group.models for group in plan.groups), models[name].spec.replicas
+        if replicas not in (None, num):
+            message = f"{name!r} is to be on {replicas} instances and not on {num}: tideway scale {name} {num}, or all"
+            raise refuse(message, "groups", ErrorCode.CONFLICT)
     return plan
+
+
+def _check_devices(group: Group, node: NodeInfo, fleet: Fleet, field: str) -> None:
+    size, first, own = len(group.devices), min(group.devices), num_ranks(node)
+    if size not in (*RANKS, own) or sorted(group.devices) != list(range(first, first + size)):
+        sizes = ", ".join(map(str, sorted({*RANKS, own})))
+        message = f"devices {list(group.devices)}: expected neighbours such as [0, 1], {sizes} of them"
+        raise refuse(message, field)
+    offered = node.num_instances * own
+    if first + size > offered:
+        told = f"has devices 0 to {offered - 1}" if offered else "offers no device"
+        raise refuse(f"{group.node_id} {told}, not {first + size - 1}", field)
+    for instance_id in fleet.draining:
+        node_id, begin = node_of(instance_id)
+        if node_id == group.node_id and set(group.devices) & set(range(begin, begin + own)):
+            told = "was taken out by scaling" if instance_id in fleet.released else "is drained: undrain it first"
+            raise refuse(f"{instance_id} {told}", field, ErrorCode.CONFLICT)
+
+
+def _check_model(model: ConfiguredModel, group: Group, node: NodeInfo, field: str) -> None:
+    name, size = model.spec.name, len(group.devices)
+    if model.shape is None:
+        message = f"the checkpoint of {name!r} is not known: {model.problem or 'it is still being read'}"
+        raise refuse(message, f"{field}.models", ErrorCode.CONFLICT)
+    if model.shape.num_kv_heads % (parts := size // num_stages(node, size)):
+        message = f"the {model.shape.num_kv_heads} KV heads of {name!r} cannot be cut over {parts} devices"
+        raise refuse(message, f"{field}.devices")
 
 
 def _told(known: Collection[str]) -> str:

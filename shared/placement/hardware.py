@@ -257,8 +257,8 @@ H100 = msgspec.structs.replace(
     flops_share=0.65,
     attention_share=0.20,
     hidden_share=0.8,
-    step_s=5e-4,
-    layer_s=3e-5,
+    step_s=1.8e-3,
+    layer_s=2.2e-5,
     reduce_bytes_s=337e9,
     host_bytes_s=51.2e9,
     link_bytes_s=50e9,
@@ -270,9 +270,8 @@ H100 = msgspec.structs.replace(
         "flops_share": f"{_VIDUR_H100}: a layer at 4,096 tokens without attention, 7B 0.65, 70B 0.66",
         "attention_share": f"{_LLMSERVINGSIM}: 8B, a prompt of 2,048 tokens: 0.196",
         "hidden_share": f"{_VIDUR_H100}: products of 1 and 64 tokens, 7B 0.80, 70B 0.95",
-        "step_s": "what is left of 6.78 ms a step of Mistral-7B, vLLM of 2024 with 10 tokens a step of its host "
-        "(LambdaLabsML/vllm-benchmark)",
-        "layer_s": f"{_VIDUR_H100}: kernels of a layer that are no products, 7B 21 us, 70B 34 us",
+        "step_s": f"{_VLLM_H200}: its host",
+        "layer_s": f"as the H200; {_VIDUR_H100}: kernels of a layer that are no products, 7B 21 us, 70B 34 us",
         "reduce_s": "as fitted on the A100",
         "reduce_bytes_s": f"NVLink, 900 GB/s in both directions; {_BUS}",
         "host_bytes_s": _PCIE5,
@@ -285,8 +284,6 @@ H200 = msgspec.structs.replace(
     memory_bytes=141 * 10**9,
     memory_bytes_s=4.8e12,
     weight_share=0.83,
-    step_s=1.8e-3,
-    layer_s=2.2e-5,
     sources=H100.sources
     | dict.fromkeys(("kv_share", "flops_share", "attention_share", "hidden_share", "link_bytes_s"), "as the H100")
     | {"memory_bytes": "data sheet, H200 SXM"}
@@ -313,6 +310,7 @@ L4 = msgspec.structs.replace(
         "weight_share": f"{_HELIX_L4}: few decodes, 0.83 of both, what is fixed in a layer within it",
         "flops_share": f"{_HELIX_L4}: prompts of 250 to 9,750 tokens, 0.42 and 0.43, attention within it",
         "step_s": "vLLM's host, as on the H200",
+        "layer_s": "within weight_share",
         "reduce_s": "assumed: twice that of NVLink, since it goes over PCIe and the host",
         "reduce_bytes_s": "assumed: PCIe 4.0 x16 through the host, 12 GB/s",
         "link_bytes_s": "Llumnix, section 6.1: 64 Gb/s",
@@ -323,13 +321,10 @@ A10 = msgspec.structs.replace(
     name="A10",
     memory_bytes_s=600e9,
     flops=125e12,
-    weight_share=0.85,
-    step_s=5e-4,
     sources=L4.sources
     | {
         "flops": "data sheet, BF16 without sparsity",
-        "weight_share": "27 ms a token of Llama-2-7B, LMDeploy (issue 210 there), less `step_s`",
-        "step_s": "as the H100",
+        "weight_share": "27 ms a token of Llama-2-7B, LMDeploy (issue 210 there), whose host is taken to be for nothing",
         "flops_share": "as the L4; no published prompt of an A10 was found",
     },
 )

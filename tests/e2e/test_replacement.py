@@ -65,12 +65,12 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
     for model in models:  # requests, measured, as now (not allowed), proposed
         assert re.search(rf"^{model} +[1-9]\d* +{figures} +- +{figures}", shown, re.MULTILINE), shown
 
-    together = tmp_path / "together.toml"
-    stack.tideway("plan", "--write", str(together))
-
     assert_same(await streams(lambda: told.append(stack.tideway("plan", "--apply")), NUM_STREAMS * 5), expected)
     assert "unload" in told[0] and "carried_out" in told[0]
-    assert sorted(map(sorted, serving(stack).values())) == [["llama"], ["opt"]]
+    apart = serving(stack)
+    assert sorted(map(sorted, apart.values())) == [["llama"], ["opt"]]
+    file = tmp_path / "apart.toml"
+    stack.tideway("plan", "--write", str(file))
 
     def remove_third() -> None:
         httpx.delete(f"{stack.url}/admin/models/third", timeout=20)
@@ -89,7 +89,10 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
         remove_third()
     assert "load" in told[1] and "carried_out" in told[1]
     stack.wait_until(lambda: list(serving(stack).values()) == [set(models)] * 2, "all models on all instances")
-    assert "these groups; nothing changes" in stack.tideway("plan", "--set", str(together))
+    set_once, set_twice = (stack.tideway("plan", "--set", str(file)) for _ in range(2))
+    assert "an operator set the plan" in set_once and "carried_out" in set_once and serving(stack) == apart
+    assert "these groups; nothing changes" in set_twice
+    stack.tideway("plan", "--rollback")
     for number in (1, 2):
         stack.wait_until(lambda number=number: of_replacement(collector, number), f"the trace of replacement {number}")
         names = {span.name for span in of_replacement(collector, number)}

@@ -270,9 +270,9 @@ async def test_a_plan_that_leaves_models_out_is_not_carried_out(
         assert cluster.plans[-1].change is None and not node.ever_missing
 
 
-async def set_plan(cluster: Cluster, *groups: tuple[str, tuple[int, ...], str]) -> ReplacementState:
-    """Of (node, devices, models)."""
-    change = ChangePlan("set", tuple(Group(node_id, devices, tuple(models)) for node_id, devices, models in groups))
+async def set_plan(cluster: Cluster, *groups: tuple[tuple[int, ...], str]) -> ReplacementState:
+    """Of (devices, models)."""
+    change = ChangePlan("set", tuple(Group("n", devices, tuple(models)) for devices, models in groups))
     return await cluster.bus.request(PLACEMENT_CHANGE_PLAN, change, timeout_s=5.0)
 
 
@@ -282,19 +282,18 @@ async def test_a_plan_that_an_operator_sets_is_carried_out_without_any_traffic(
     models = {name: sources[name] for name in "ab"}
     async with placement(nats_settings, models, replacement="off"):
         await served(cluster, node, EVERYWHERE)
-        await set_plan(cluster, ("n", (1,), "b"), ("n", (0,), "aba"))
+        await set_plan(cluster, ((1,), "b"), ((0,), "aba"))
         change = await ended(cluster)
         assert (change.stage, change.reason) == ("carried_out", "an operator set the plan")
-        apart = {"n-0": {"a", "b"}, "n-1": {"b"}}
-        await served(cluster, node, apart)
+        await served(cluster, node, {"n-0": {"a", "b"}, "n-1": {"b"}})
         untouched = cluster.plans[-1].instances[0]
-        await set_plan(cluster, ("n", (0,), "ab"), ("n", (1,), "b"))
+        await set_plan(cluster, ((0,), "ab"), ((1,), "b"))
         assert cluster.plans[-1].change == change, "it runs already"
         await cluster.add(ModelSpec("c", sources["c"]))
         await until(lambda: sum("c" in names for names in node.models.values()) == 1)
         with pytest.raises(ServiceError, match="c would be on no group: add it to one, or unload it first"):
-            await set_plan(cluster, ("n", (0,), "ab"), ("n", (1,), "b"))
-        await set_plan(cluster, ("n", (0, 1), "abc"))
+            await set_plan(cluster, ((0,), "ab"), ((1,), "b"))
+        await set_plan(cluster, ((0, 1), "abc"))
         assert (await ended(cluster, 2)).stage == "carried_out"
         await served(cluster, node, {"n-0": {"a", "b", "c"}})
         await ask(cluster, "roll_back")
@@ -302,35 +301,45 @@ async def test_a_plan_that_an_operator_sets_is_carried_out_without_any_traffic(
         assert cluster.plans[-1].instances[0].pool_bytes == untouched.pool_bytes
 
 
-@pytest.mark.parametrize(
-    ("groups", "param", "words"),
-    [
-        ([("m", (0,), "ab")], "groups[0].node_id", "'m' is no node: there are n"),
-        ([("n", (0, 2), "ab")], "groups[0].devices", "expected 1, 2, 4, 8 neighbours"),
-        ([("n", (1, 2), "ab")], "groups[0].devices", "n has devices 0 to 1, not 2"),
-        ([("n", (0,), "a"), ("n", (0,), "b")], "groups[1].devices", "device 0 of n is in groups[0] too"),
-        ([("n", (0,), "ax")], "groups[0].models", "'x' is no model: there are a, b"),
-        ([("n", (0,), "a")], "groups", "b would be on no group"),
-        ([("n", (0,), "ab"), ("n", (1,), "a")], "groups[1].devices", "n-1 is drained: undrain it first"),
-    ],
-)
-async def test_what_cannot_be_set_is_refused_with_the_field(
-    nats_settings: BusSettings,
-    cluster: Cluster,
-    node: ScriptedNode,
-    sources: dict[str, str],
-    groups: list[tuple[str, tuple[int, ...], str]],
-    param: str,
-    words: str,
+async def test_a_plan_that_runs_already_is_kept_once_it_is_set(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
 ) -> None:
-    async with placement(nats_settings, {name: sources[name] for name in "ab"}):
+    async with placement(nats_settings, {"a": sources["a"]}):
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"a"}})
+        await set_plan(cluster, ((0,), "a"), ((1,), "a"))
+        assert (await ended(cluster)).stage == "carried_out" and cluster.plans[-1].is_chosen
+        assert not node.ever_missing
+        await cluster.add(ModelSpec("b", sources["b"]))
+        await until(lambda: sum("b" in names for names in node.models.values()) == 1)
+        await asyncio.sleep(0.5)
+        assert sum("b" in names for names in node.models.values()) == 1, "a new model is not put everywhere"
+
+
+async def test_a_plan_that_is_set_ends_the_search_that_is_under_way(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    ended_early = asyncio.Event()
+
+    async def endless(problem: Problem) -> Proposal:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended_early.set()
+        raise AssertionError
+
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=endless, telemetry=telemetry):
         await served(cluster, node, EVERYWHERE)
-        if "drained" in words:
-            await drain(cluster, "n-1")
-        with pytest.raises(ServiceError) as refused:
-            await set_plan(cluster, *groups)
-        assert refused.value.info.param == param and words in refused.value.info.message
-        assert cluster.plans[-1].change is None
+        await tell_requests(cluster)
+        assert (await ask(cluster, "search")).searching
+        with pytest.raises(ServiceError, match="b would be on no group"):
+            await set_plan(cluster, ((0,), "a"))
+        assert (await show(cluster)).searching and not ended_early.is_set()
+        await set_plan(cluster, ((0,), "a"), ((1,), "b"))
+        await asyncio.wait_for(ended_early.wait(), 5)
+        assert (await ended(cluster)).stage == "carried_out" and not (await show(cluster)).searching
+        superseded = {"outcome": "superseded"}
+        assert telemetry.registry.get_sample_value("tideway_placement_searches_total", superseded) == 1
 
 
 async def test_a_plan_that_does_not_fit_is_not_set(
@@ -339,8 +348,11 @@ async def test_a_plan_that_does_not_fit_is_not_set(
     node.memory_bytes = 20 << 20
     async with placement(nats_settings, {"a": sources["a"]}):
         await until(lambda: cluster.plans and not cluster.plans[-1].instances)
-        with pytest.raises(ServiceError, match="'a' does not fit on n-0"):
-            await set_plan(cluster, ("n", (0,), "a"))
+        with pytest.raises(
+            ServiceError, match=r"'a' does not fit on n-0: 'a' needs \d+ MiB \(.*free of 10 MiB"
+        ) as refused:
+            await set_plan(cluster, ((0,), "a"))
+        assert refused.value.info.param == "groups"
 
 
 async def test_no_search_is_made_where_instances_are_pipelines(

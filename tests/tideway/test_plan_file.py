@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan, PlanChange
 from shared.placement.plan import Group
 from tideway.data_folder import OperatorError
-from tideway.plan_file import GroupSpec, read_groups, written
+from tideway.plan_file import GroupSpec, read_groups, write_plan, written
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -40,3 +41,17 @@ def test_a_file_that_is_no_plan_says_why(tmp_path: Path, text: str, words: str) 
     assert words in str(refused.value) and str(file) in str(refused.value)
     with pytest.raises(OperatorError, match="cannot be read"):
         read_groups(tmp_path / "none.toml")
+
+
+def test_what_is_between_two_plans_is_not_written(tmp_path: Path) -> None:
+    place = InstancePlan("n-0", "n", [ModelSpec("a", "/a")], 1, 1)
+    change = PlanChange(number=1, reason="", stage="change", begun_s=0, stage_s=0, step_s=0, before=[], target=[])
+    running = PlacementPlan(1, [place], change=change)
+    file = tmp_path / "plan.toml"
+    for plan, words in ((running, "between two plans"), (PlacementPlan(1, []), "no plan to write")):
+        with pytest.raises(OperatorError, match=words):
+            write_plan(plan, file)
+    with pytest.raises(OperatorError, match="cannot be written"):
+        write_plan(PlacementPlan(1, [place]), tmp_path / "none" / "plan.toml")
+    write_plan(PlacementPlan(1, [place]), file)
+    assert read_groups(file) == [GroupSpec(node="n", devices=[0], models=["a"])]

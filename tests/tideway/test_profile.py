@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.bus.nats_bus import NatsBus
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, StepShape
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
 from shared.settings import BusSettings
@@ -105,7 +105,8 @@ def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pyte
     run(str(write_checkpoint(tmp_path, "llama")), data_dir=tmp_path / "data", tensor_parallel=2)
     (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
     assert file.name.endswith("tp2.json")
-    assert msgspec.json.decode(file.read_bytes(), type=CostModel).fixed_s > 0
+    # which part of so short a step its noise falls to, is chance
+    assert msgspec.json.decode(file.read_bytes(), type=CostModel).predict(StepShape(0, 0.0, 1, 16)) > 0
 
 
 def test_without_the_worker_it_says_where_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
