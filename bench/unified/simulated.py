@@ -26,8 +26,8 @@ from shared.simulation.fleet import Fleet
 from shared.simulation.gateway import Gateway, Job
 from shared.simulation.replacement import FleetReplacement
 
-LINES = 400
-"""Of each service; more than any variant gets done."""
+LINES_S = 7.0
+"""Of each service, for each second of arrivals; more than any variant gets done."""
 LINE_TOKENS = (1024, 128)
 ADAPTIVE = ReplacementSettings(initial_s=30.0, least_s=20.0, most_s=600.0)
 """The trace of rates runs thirty times faster than it was recorded, and so do the intervals."""
@@ -75,7 +75,8 @@ def run(variant: Variant, one: Case) -> Row:
     use = _Use(fleet, plan, replacement)
     left = _send(fleet, jobs_of(future, one.workload.max_tokens))
     if variant.harvests:
-        lines = [Job(0.0, *LINE_TOKENS, model=model.name) for _ in range(LINES) for model in problem.models]
+        num_lines = math.ceil(LINES_S * future.interval_s)
+        lines = [Job(0.0, *LINE_TOKENS, model=model.name) for _ in range(num_lines) for model in problem.models]
         Batches(fleet).begin_at(0.0, "batch", lines)
     limit_s = future.interval_s + PATIENCE_S
     fleet.events.at(limit_s, lambda: None)
