@@ -357,7 +357,8 @@ def plan(
     to_set: Annotated[
         Path | None,
         typer.Option(
-            "--set", help="Carry out a plan of your own: a TOML file with [[groups]] of node, devices, models."
+            "--set",
+            help="Carry out a plan of your own: a TOML file with tables \\[\\[groups]] of node, devices, models.",
         ),
     ] = None,
     write: Annotated[Path | None, typer.Option(help="Write the plan that runs into a file as --set reads it.")] = None,

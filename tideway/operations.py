@@ -263,7 +263,11 @@ def _left(instance: InstanceState | None, name: str = "") -> str:
 def _back(instance_id: str, place: InstancePlan | None, instance: InstanceState | None, name: str = "") -> str:
     """`name`: of the only model that matters. Raises `OperatorError` where a model cannot be loaded there."""
     if instance is None:
-        return "not there yet" if place else "not there, and nothing is planned for it; does its worker run?"
+        return (
+            "not there yet"
+            if place
+            else "not there, and nothing is planned for it yet; does its worker run, does the plan have it (tideway plan)?"
+        )
     planned = [model.name for model in place.models if name in ("", model.name)] if place else []
     if not planned:
         return "there, and no model is planned for it"

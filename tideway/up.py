@@ -174,6 +174,7 @@ class Up:
                     await self._wait_for([Step("API", ready, "gateway")])
                 self._report_earlier_models(await view.configured())
                 self._report_drained(await view.plan())
+                self._report_chosen(await view.plan())
             finally:
                 if view is not None:
                     await view.close()
@@ -264,6 +265,14 @@ class Up:
         if plan is not None and (by_hand := [i for i in plan.draining if i not in plan.released]):
             self._reporter.warn(
                 f"drained earlier, and left out: {', '.join(by_hand)} (tideway drain INSTANCE --undo brings one back)"
+            )
+
+    def _report_chosen(self, plan: PlacementPlan | None) -> None:
+        """Its groups go before those that nodes make of themselves."""
+        if plan is not None and plan.is_chosen:
+            self._reporter.warn(
+                "the placement that was chosen earlier stays, whatever --instances and --tensor-parallel say "
+                "(tideway plan; --rollback or --set changes it)"
             )
 
     def _report_earlier_models(self, configured: dict[str, ModelSpec]) -> None:

@@ -341,7 +341,7 @@ async def change_plan(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     message = await read_audited(context, request, _CHANGE_PLAN)
     if (message.action == "set") != (message.groups is not None):
-        raise ApiError(400, "'groups' are given with the action 'set', and with no other.", param="groups")
+        raise ApiError(400, "The action 'set' needs 'groups', and no other action has them.", param="groups")
     groups = (Group(one.node_id, tuple(one.devices), tuple(one.models)) for one in message.groups or ())
     change = ChangePlan(message.action, tuple(groups))
     asking = context.bus.request(PLACEMENT_CHANGE_PLAN, change, timeout_s=PLACEMENT_TIMEOUT_S)

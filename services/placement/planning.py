@@ -183,7 +183,8 @@ def plan(
     unusable = {name: configured[name].problem for name in unplaced if configured[name].shape is None}
     new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released), unusable, is_chosen)
     if incumbent is not None:
-        new = msgspec.structs.replace(new, change=incumbent.change)
+        home = _home(incumbent, instances, draining) if is_chosen else []
+        new = msgspec.structs.replace(new, change=incumbent.change, home=home)
     if incumbent is not None and msgspec.structs.replace(new, version=incumbent.version) == incumbent:
         return incumbent
     return new
@@ -297,6 +298,16 @@ def _kept(nodes: Iterable[NodeInfo], incumbent: PlacementPlan | None, num_free_r
                 groups.append((first, num_free_ranks))
         layout[node.node_id] = sorted(groups)
     return layout
+
+
+def _home(incumbent: PlacementPlan, instances: Iterable[InstancePlan], draining: Collection[str]) -> list[InstancePlan]:
+    """Of the next plan, of these instances; empty: it is at home."""
+    out = [place for place in incumbent.instances if place.instance_id in draining]
+    home = incumbent.home or (incumbent.instances if out else [])
+    known, there = {place.instance_id for place in home}, {place.instance_id for place in instances}
+    if known <= there:
+        return []
+    return [*home, *(place for place in out if place.instance_id not in known)]
 
 
 def _rooms(

@@ -36,13 +36,14 @@ from shared.messages.cluster import (
     PlacementPlan,
     PlanChange,
     StoredCostModel,
+    instance_devices,
 )
 from shared.messages.requests import ErrorCode
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.demand import kv_bytes
-from shared.placement.plan import Group, Prediction, group_of
+from shared.placement.plan import Group, Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
@@ -170,6 +171,8 @@ class Replacing:
             self._notice(inputs)
         if (change := self.change) is not None:
             await self._go_on(change, inputs)
+        elif await self._return_home(inputs):
+            pass
         elif is_on and not self._searching:
             now = self._monitor.now()
             if now >= self._core.look_s:
@@ -368,28 +371,56 @@ class Replacing:
             target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
         except DoesNotFit as error:
             raise refuse(str(error), "groups", ErrorCode.CONFLICT) from None
-        if plan.is_chosen and _by_id(target) == _by_id(plan.instances):
+        if plan.is_chosen and not plan.home and _by_id(target) == _by_id(plan.instances):
             return
         if self._search_task is not None:
             self._search_task.cancel()
         await self._begin_change("an operator set the plan", target, is_chosen=True)
 
+    async def _return_home(self, inputs: Inputs) -> bool:
+        """Begins the change to a chosen plan of which instances had been drained, as soon as any is not any more. Models
+        that went elsewhere meanwhile leave again when theirs serve."""
+        plan = self._plans.current
+        there, nodes = {place.instance_id for place in plan.instances}, {node.node_id for node in inputs.nodes}
+        home = [place for place in plan.home if place.instance_id not in inputs.fleet.draining]
+        back = [place.instance_id for place in home if place.instance_id not in there and place.node_id in nodes]
+        if not plan.is_chosen or not back or inputs.held_nodes:
+            return False
+        before, wanted = (plan_of(map(group_of, places)) for places in (plan.instances, self._as_before(home)))
+        kept = {group.instance_id: 0 for group in wanted.groups if group in before.groups}
+        try:
+            if fewer := losers(before, wanted, {model.spec.name for model in inputs.models}):
+                raise DoesNotFit(f"{', '.join(fewer)} would be on no group")
+            target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
+        except DoesNotFit as error:
+            logger.warning("%s cannot have the models of before again: %s", ", ".join(back), error)
+            stays = msgspec.structs.replace(plan, version=plan.version + 1, home=[])
+            return not await self._plans.publish(stays)
+        await self._begin_change(f"{', '.join(back)} came back", target, is_chosen=True, home=plan.home)
+        return True
+
     def _before(self, change: PlanChange) -> list[InstancePlan]:
-        """The placement that a change began with; models that were added since stay where they are, as far as their
-        instances are to be there."""
+        """The placement that a change began with."""
+        there = {place.instance_id for place in change.before}
+        return [place for place in self._as_before(change.before) if place.instance_id in there]
+
+    def _as_before(self, places: Sequence[InstancePlan]) -> list[InstancePlan]:
+        """These instances with their models, as these are configured now; models that were added since stay where they
+        are, on other devices too."""
         configured = {model.spec.name: model.spec for model in self._inputs().models}
-        had = {spec.name for place in change.before for spec in place.models}
+        had = {spec.name for place in places for spec in place.models}
         now = {place.instance_id: place for place in self._plans.current.instances}
-        places = []
-        for place in change.before:
+        taken = {device for place in places for device in _devices_of(place)}
+        found = []
+        for place in (*places, *(one for one in now.values() if not taken & _devices_of(one))):
             there = now[place.instance_id].models if place.instance_id in now else []
             added = [spec for spec in there if spec.name not in had]
             # A model may have been removed and added as another one.
-            known = [configured[spec.name] for spec in place.models if spec.name in configured]
+            known = [configured[spec.name] for spec in place.models if spec.name in configured and spec.name in had]
             specs = [msgspec.structs.replace(spec, replicas=None) for spec in known] + added
             if specs:
-                places.append(msgspec.structs.replace(place, models=sorted(specs, key=lambda spec: spec.name)))
-        return places
+                found.append(msgspec.structs.replace(place, models=sorted(specs, key=lambda spec: spec.name)))
+        return found
 
     async def _without_room(self, target: Sequence[InstancePlan], inputs: Inputs) -> InstancePlan | None:
         """One of these that has none for its models, as far as is known now."""
@@ -400,7 +431,10 @@ class Replacing:
 
         return await asyncio.to_thread(find)
 
-    async def _begin_change(self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool) -> None:
+    async def _begin_change(
+        self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool, home: Sequence[InstancePlan] = ()
+    ) -> None:
+        """`home`: to which it leads, where it leads there."""
         plan, now = self._plans.current, self._monitor.now()
         number = 1 if plan.change is None else plan.change.number + 1
         ready = serving(entry.value for entry in (await self._registry.entries()).values())
@@ -417,7 +451,7 @@ class Replacing:
             traced = current_traceparent()
         change = msgspec.structs.replace(change, is_chosen=is_chosen, was_chosen=plan.is_chosen, trace=traced)
         logger.info("replacement %d begins: %s", number, reason)
-        if not await self._publish(change):
+        if not await self._publish(change, home=home):
             message = "another plan was stored meanwhile; nothing was changed"
             raise ServiceError.of(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0)
 
@@ -470,9 +504,18 @@ class Replacing:
             is_certain=_is_certain(change, inputs),
         )
 
-    async def _publish(self, change: PlanChange, instances: Sequence[InstancePlan] | None = None) -> bool:
+    async def _publish(
+        self,
+        change: PlanChange,
+        instances: Sequence[InstancePlan] | None = None,
+        home: Sequence[InstancePlan] | None = None,
+    ) -> bool:
         """False: another plan was stored meanwhile, which is looked at in the next tick."""
         plan = self._plans.current
+        home = plan.home if home is None else home
+        if change.is_over and change.cause != "superseded":
+            out = [place for place in home if place.instance_id in plan.draining]
+            home = home if out and change.stage == "carried_out" else out
         match change.stage:
             case "fetch":
                 is_chosen = change.was_chosen
@@ -484,7 +527,7 @@ class Replacing:
                 is_chosen = True  # a plan between the two stays as it is
         new = msgspec.structs.replace(
             plan, version=plan.version + 1, instances=plan.instances if instances is None else list(instances),
-            is_chosen=is_chosen, change=change, fetch={} if change.is_over else carry_out.to_fetch(change),
+            is_chosen=is_chosen, change=change, fetch={} if change.is_over else carry_out.to_fetch(change), home=list(home),
         )  # fmt: skip
         is_stored = await self._plans.publish(new)
         if is_stored:
@@ -547,6 +590,10 @@ def _is_certain(change: PlanChange, inputs: Inputs) -> bool:
     nodes, names = {place.node_id for place in places}, {spec.name for place in places for spec in place.models}
     is_known = all(model.shape is not None for model in inputs.models if model.spec.name in names)
     return is_known and not nodes & inputs.held_nodes
+
+
+def _devices_of(place: InstancePlan) -> set[tuple[str, int]]:
+    return instance_devices(place.instance_id, place.group.num_ranks)
 
 
 def _by_id(places: Sequence[InstancePlan]) -> list[InstancePlan]:

@@ -78,7 +78,7 @@ def check_plan(groups: Sequence[Group], inputs: Inputs) -> Plan:
         _check_devices(group, node, inputs.fleet, f"groups[{number}].devices")
         for device in group.devices:
             if (other := taken.setdefault((group.node_id, device), number)) != number:
-                message = f"device {device} of {group.node_id} is in groups[{other}] too"
+                message = f"device {device} of {group.node_id} is in groups[{other}] and in groups[{number}]"
                 raise refuse(message, f"groups[{number}].devices")
         for name in group.models:
             if name not in models:

@@ -385,6 +385,8 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """Node -> sources of models that it makes ready to be loaded, in the background."""
     change: PlanChange | None = None
     """The replacement that is under way, or the last one."""
+    home: list[InstancePlan] = []
+    """While instances of a chosen plan are drained: what it was before, to which it returns with them."""
 
 
 class AdminAction(msgspec.Struct, frozen=True, kw_only=True):

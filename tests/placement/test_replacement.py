@@ -342,6 +342,56 @@ async def test_a_plan_that_is_set_ends_the_search_that_is_under_way(
         assert telemetry.registry.get_sample_value("tideway_placement_searches_total", superseded) == 1
 
 
+async def test_a_chosen_plan_returns_with_the_instance_that_was_drained(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    apart = {"n-0": {"a"}, "n-1": {"b"}}
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}):
+        await served(cluster, node, EVERYWHERE)
+        await set_plan(cluster, ((0,), "a"), ((1,), "b"))
+        assert (await ended(cluster)).stage == "carried_out"
+        await served(cluster, node, apart)
+        for number in (2, 3):  # once more: what was home stays so
+            await drain(cluster, "n-0")
+            await served(cluster, node, {"n-1": {"a", "b"} if number == 2 else {"a", "b", "c"}})
+            if number == 2:
+                await cluster.add(ModelSpec("c", sources["c"]))
+            await until(lambda: "c" in node.models["n-1"])
+            await drain(cluster, "n-0", undo=True)
+            change = await ended(cluster, number)
+            assert (change.stage, change.reason, change.interrupted) == ("carried_out", "n-0 came back", [])
+            await served(cluster, node, apart | {"n-1": {"b", "c"}})
+            assert not cluster.plans[-1].home
+        await drain(cluster, "n-0")
+        await served(cluster, node, {"n-1": {"a", "b", "c"}})
+        await set_plan(cluster, ((1,), "abc"))
+        await ended(cluster, 4)
+        await drain(cluster, "n-0", undo=True)
+        await asyncio.sleep(0.5)
+        await served(cluster, node, {"n-1": {"a", "b", "c"}})
+        assert cluster.plans[-1].change is not None and cluster.plans[-1].change.number == 4, "that plan has no n-0"
+
+
+async def test_two_instances_of_a_chosen_plan_come_back_one_after_the_other(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    node.num_devices = 3
+    async with placement(nats_settings, {name: sources[name] for name in "abc"}):
+        await until(lambda: len(cluster.plans[-1].instances) == 3 if cluster.plans else False)
+        await set_plan(cluster, ((0,), "a"), ((1,), "b"), ((2,), "c"))
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}, "n-2": {"c"}})
+        assert (await ended(cluster)).stage == "carried_out"
+        await drain(cluster, "n-0")
+        await drain(cluster, "n-1")
+        await served(cluster, node, {"n-2": {"a", "b", "c"}})
+        await drain(cluster, "n-1", undo=True)
+        await served(cluster, node, {"n-1": {"b"}, "n-2": {"a", "c"}})
+        assert (await ended(cluster, 2)).stage == "carried_out"
+        await drain(cluster, "n-0", undo=True)
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}, "n-2": {"c"}})
+        assert (await ended(cluster, 3)).stage == "carried_out" and not cluster.plans[-1].home
+
+
 async def test_a_plan_that_does_not_fit_is_not_set(
     nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
 ) -> None:

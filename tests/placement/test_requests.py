@@ -51,7 +51,12 @@ def inputs(fleet: Fleet | None = None, held: frozenset[str] = frozenset()) -> In
         ([("two", (0, 1, 2), ALL)], BAD, "groups[0].devices", "1, 2, 4, 8 of them"),
         ([("n", (1, 2), ALL)], BAD, "groups[0].devices", "n has devices 0 to 1, not 2"),
         ([("none", (0,), ALL)], BAD, "groups[0].devices", "none offers no device, not 0"),
-        ([("n", (0,), ALL), ("n", (0,), "a")], BAD, "groups[1].devices", "device 0 of n is in groups[0] too"),
+        (
+            [("n", (0,), ALL), ("n", (0,), "a")],
+            BAD,
+            "groups[1].devices",
+            "device 0 of n is in groups[0] and in groups[1]",
+        ),
         ([("n", (0,), ("a", "x"))], BAD, "groups[0].models", "'x' is no model: there are a, b, new, odd, twice"),
         ([("n", (0,), ("a", "odd"))], BAD, "groups", "b would be on no group"),
         ([("two", (0, 1), ALL)], BAD, "groups[0].devices", "the 3 KV heads of 'odd' cannot be cut over 2 devices"),

@@ -60,7 +60,8 @@ async def _register(role: str) -> None:
         instance = InstancePlan(instance_id="node-0", node_id="node", models=placed, pool_bytes=0, merged_bytes=0)
         unplaced = {model.name: "it is too large" for model in models if model.source.startswith("none/")}
         draining, released = json.loads(os.environ.get("FAKE_DRAINING", "[[], []]"))
-        plan = PlacementPlan(1, [instance] if placed else [], unplaced, draining, released)
+        is_chosen = bool(os.environ.get("FAKE_CHOSEN"))
+        plan = PlacementPlan(1, [instance] if placed else [], unplaced, draining, released, is_chosen=is_chosen)
         # The others may not make them.
         await bus.key_value(INSTANCES)
         await bus.key_value(NODES)

@@ -274,6 +274,15 @@ async def test_what_was_drained_is_named_and_may_be_all(tmp_path: Path, monkeypa
     assert "Ready in" in run.text and "  curl " not in run.text
 
 
+async def test_a_placement_that_was_chosen_earlier_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen in ("", "1"):
+        monkeypatch.setenv("FAKE_CHOSEN", chosen)
+        run = Run(tmp_path)
+        await run.until_ready()
+        await run.stop()
+        assert ("was chosen earlier stays, whatever --instances and --tensor-parallel say" in run.text) == bool(chosen)
+
+
 async def test_no_model_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "FAILURE_STANDS_AFTER_S", 0.2)
     run = Run(tmp_path, models=[ModelSpec(name="huge", source="none/huge")])
