@@ -101,13 +101,21 @@ MAX_NAME_CHARACTERS = 100
 def _choices(struct: type, path: str) -> str:
     """What a field of the struct, or of one within it (`messages[0].role`), that takes only certain values may be; empty for
     other fields."""
-    forms: list[Any] = [struct]
-    for name in re.sub(r"\[[^]]*\]", "", path).split("."):
-        owners = [form for form in forms if isinstance(form, type) and issubclass(form, msgspec.Struct)]
-        forms = [form for owner in owners for form in _forms(get_type_hints(owner).get(name))]
-        tags = [owner.__struct_config__.tag for owner in owners if owner.__struct_config__.tag_field == name]
+    parent, _, name = re.sub(r"\[[^]]*\]", "", path).rpartition(".")
+    owners = _structs(struct, parent)
+    forms = [form for owner in owners for form in _forms(get_type_hints(owner).get(name))]
+    tags = [owner.__struct_config__.tag for owner in owners if owner.__struct_config__.tag_field == name]
     values = [value for form in forms if get_origin(form) is Literal for value in get_args(form)]
     return ", ".join(map(repr, values + tags))
+
+
+def _structs(struct: type, path: str) -> list[Any]:
+    """Of which one is at that place of the struct (`messages[0]`); itself where the path is empty."""
+    forms: list[Any] = [struct]
+    for name in filter(None, re.sub(r"\[[^]]*\]", "", path).split(".")):
+        forms = [form for owner in forms for form in _forms(get_type_hints(owner).get(name))]
+        forms = [form for form in forms if isinstance(form, type) and issubclass(form, msgspec.Struct)]
+    return forms
 
 
 def _forms(annotation: Any) -> list[Any]:
@@ -128,10 +136,10 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             param = f"{param}.{missing[1]}" if param else missing[1]
             raise invalid(param, f"Missing required parameter: '{param}'.") from None
         if unknown := _UNKNOWN.fullmatch(sentence):
-            name = unknown[1][:MAX_NAME_CHARACTERS]
-            assert issubclass(decoder.type, msgspec.Struct)
-            known = [field.encode_name for field in msgspec.structs.fields(decoder.type)]
-            raise invalid(name, f"Unknown parameter: '{name}'{nearest(name, known)}", "unknown_parameter") from None
+            name, owners = unknown[1][:MAX_NAME_CHARACTERS], _structs(decoder.type, param)
+            known = [field.encode_name for owner in owners for field in msgspec.structs.fields(owner)]
+            param = f"{param}.{name}" if param else name
+            raise invalid(param, f"Unknown parameter: '{param}'{nearest(name, known)}", "unknown_parameter") from None
         if sentence.startswith(("Invalid enum value", "Invalid value")) and (choices := _choices(decoder.type, param)):
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
         where = f"Invalid value for '{param}'" if param else "Invalid request body"

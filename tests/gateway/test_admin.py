@@ -263,9 +263,11 @@ async def test_scaling(nats_settings: BusSettings, checkpoint: Path) -> None:
         (f"/admin/models/{MODEL}/scale", {"replicas": 1, "replica": 2}, "replica", "did you mean 'replicas'?"),
         ("/admin/scale", {"instances": 1, "nodes": 2}, "nodes", "known: instances"),
         ("/admin/plan", {"action": "search", "acton": ""}, "acton", "did you mean 'action'?"),
+        ("/admin/plan", {"action": "set", "groups": [{"node": "n", "devices": [0], "models": ["m"]}]}, "groups[0].node",
+         "did you mean 'node_id'?"),
         ("/admin/routes", {"name": "x", "arms": {MODEL: 1}, "fallback": []}, "fallback", "did you mean 'fallbacks'?"),
     ],
-)
+)  # fmt: skip
 async def test_fields_that_nobody_knows_are_refused(
     stack: Stack, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
