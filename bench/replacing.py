@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -25,15 +24,18 @@ import numpy as np
 from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY
 from bench.reporting import Target as Aim
 from bench.reporting import judged, machine, table_of, write
-from bench.unified.live import NODE, NUM_INSTANCES, Checkpoints
+from bench.unified.live import NODE, NUM_INSTANCES, Checkpoints, set_plan
 from bench.unified.variants import MIX
 from shared.placement.hardware import HARDWARE
+from shared.placement.plan import Group, plan_of
 from tests.e2e.otlp_collector import OtlpCollector
 from tests.e2e.stack import Stack
 from tideway.bench.client import Target
 from tideway.bench.records import RequestRecord
 from tideway.bench.session import Session, run_session
 from tideway.bench.workload import StreamSpec, Workload
+from tideway.operations import AdminClient
+from tideway.plan import carry_out
 
 ADDED = "fourth"
 CHANGE_S = 120.0
@@ -81,16 +83,20 @@ class Operator:
         self.changes: list[Change] = []
 
     def set_plan(self, name: str) -> None:
-        groups = [{"node_id": NODE, "devices": [number], "models": models} for number, models in enumerate(PLANS[name])]
-        self._carry_out(name, {"action": "set", "groups": groups})
+        groups = (Group(NODE, (number,), tuple(sorted(models))) for number, models in enumerate(PLANS[name]))
+        set_plan(self._stack.url, plan_of(groups), CHANGE_S)
+        self._carried_out(name)
 
     def roll_back(self) -> None:
-        self._carry_out("back", {"action": "roll_back"})
+        with AdminClient(self._stack.url) as client:
+            carry_out(client, "roll_back", wait_s=CHANGE_S, say=print)
+        self._carried_out("back")
 
     def add(self, name: str, source: str) -> None:
         """Until it has answered."""
         begun_s = time.time()
-        self._post("/admin/models", {"name": name, "source": source})
+        added = httpx.post(f"{self._stack.url}/admin/models", json={"name": name, "source": source}, timeout=60)
+        assert added.status_code == 200, added.text
         body = {"model": name, "prompt": "w1 w2 w3", "max_tokens": 4, "ignore_eos": True}
         deadline_s = time.monotonic() + CHANGE_S
         while httpx.post(f"{self._stack.url}/v1/completions", json=body, timeout=60).status_code != 200:
@@ -98,27 +104,16 @@ class Operator:
             time.sleep(POLL_S)
         self.changes.append(Change(name=f"{name} model added", begun_s=begun_s, ended_s=time.time(), stage="answers"))
 
-    def _carry_out(self, name: str, body: dict[str, Any]) -> None:
-        before = self._change()
-        begun_s = time.time()
-        self._post("/admin/plan", body)
-        deadline_s = time.monotonic() + CHANGE_S
-        while True:
-            change = self._change()
-            if change["number"] != before["number"] and change["stage"] in ("carried_out", "rolled_back"):
-                break
-            assert time.monotonic() < deadline_s, f"{name}: {change}"
-            time.sleep(POLL_S)
+    def _carried_out(self, name: str) -> None:
+        with AdminClient(self._stack.url) as client:
+            change = client.plan().change
+        assert change is not None and change.is_over
         self.changes.append(
             Change(
-                name=name,
-                number=change["number"],
-                begun_s=begun_s,
-                ended_s=time.time(),
-                stage=change["stage"],
-                steps=change["steps"],
+                name=name, number=change.number, begun_s=change.begun_s, ended_s=change.stage_s, stage=change.stage,
+                steps=change.steps,
             )
-        )
+        )  # fmt: skip
 
     def tell_spans(self) -> None:
         """Those of the changes' traces that have come."""
@@ -132,19 +127,12 @@ class Operator:
                     for one in spans
                 ]
 
-    def _change(self) -> dict[str, Any]:
-        plan = httpx.get(f"{self._stack.url}/admin/plan", timeout=20).json()
-        return plan["change"] or {"number": 0, "stage": ""}
-
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        answer = httpx.post(f"{self._stack.url}{path}", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-
 
 async def run(
     operator: Operator, stack: Stack, sources: Mapping[str, str], *, rate_rps: float, quiet_s: float, seed: int
 ) -> list[RequestRecord]:
-    """Requests come until the operator is done. Raises `SystemExit` where he is not, for `ACTION_S` a change."""
+    """Requests come until the operator is done. Raises `OperatorError` where a plan is rolled back, `SystemExit` where a
+    change takes longer than `ACTION_S`."""
     actions = [
         *(lambda name=name: operator.set_plan(name) for name in PLANS),
         lambda: operator.add(ADDED, sources[ADDED]),
@@ -236,11 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, changes = compare(records, zero_s, operator.changes), operator.changes
     date = time.strftime("%Y-%m-%d")
     lost = sum(not one.is_success for one in records)
-    undone = sum(one.stage == "rolled_back" for one in changes)
-    aims = [
-        Aim(name="requests without their answer", value=lost, limit=0.0),
-        Aim(name="changes that were rolled back", value=undone, limit=0.0),
-    ]
+    aims = [Aim(name="requests without their answer", value=lost, limit=0.0)]
     text = "\n".join([
         f"# The placement changed under load, {date}", "",
         f"{machine()}, {options.emulate or 'this machine'}, {options.rate:g} requests/s, {len(records)} requests", "",

@@ -173,8 +173,9 @@ class Up:
                     ready = answers(http, f"{self._options.address}{path}", f"on {self._options.address}")
                     await self._wait_for([Step("API", ready, "gateway")])
                 self._report_earlier_models(await view.configured())
-                self._report_drained(await view.plan())
-                self._report_chosen(await view.plan())
+                plan = await view.plan()
+                self._report_drained(plan)
+                self._report_chosen(plan)
             finally:
                 if view is not None:
                     await view.close()

@@ -40,7 +40,9 @@ from tideway.bench.records import RequestRecord
 from tideway.bench.session import Session, run_session
 from tideway.bench.summary import tokens_within
 from tideway.bench.workload import StreamSpec, Workload
-from tideway.plan_file import written
+from tideway.operations import AdminClient
+from tideway.plan import carry_out
+from tideway.plan_file import GroupSpec
 
 NUM_INSTANCES = len(MODELS)
 LINE_TOKENS = (256, 48)
@@ -141,10 +143,11 @@ def problem(checkpoints: Checkpoints, rate_rps: float, seed: int) -> Problem:
     return msgspec.structs.replace(whole, execution_s=execution_s_of(whole))
 
 
-def _set_plan(stack: Stack, plan: Plan) -> None:
-    file = stack.folder / "plan.toml"
-    file.write_text(written(plan.groups))
-    stack.tideway("plan", "--set", str(file))
+def set_plan(url: str, plan: Plan, wait_s: float = 60.0) -> None:
+    """Carries it out. Raises `OperatorError`."""
+    groups = [GroupSpec(node=one.node_id, devices=list(one.devices), models=list(one.models)) for one in plan.groups]
+    with AdminClient(url) as client:
+        carry_out(client, "set", groups, wait_s=wait_s, say=print)
 
 
 def workload(variant: Variant, rate_rps: float, run_s: float, seed: int, num_lines: int) -> Workload:
@@ -180,7 +183,7 @@ def run(
     with checkpoints.stack(NUM_INSTANCES, environment(variant, checkpoints.sources)) as stack:
         stack.wait_until(lambda: _is_ready(stack, variant), "each model where it is to be")
         if variant.placement in ("alpaserve", "muxserve"):
-            _set_plan(stack, placed(variant, problem(checkpoints, rate_rps, seed)))
+            set_plan(stack.url, placed(variant, problem(checkpoints, rate_rps, seed)))
         if not execution_s:
             execution_s |= _alone_s(stack.url)
         busy_s, began_s, placed_before = _busy_s(stack), time.monotonic(), _counted(stack, *CHANGES)

@@ -43,7 +43,7 @@ from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.demand import kv_bytes
-from shared.placement.plan import Group, Prediction, group_of, plan_of
+from shared.placement.plan import Group, Plan, Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
@@ -171,9 +171,7 @@ class Replacing:
             self._notice(inputs)
         if (change := self.change) is not None:
             await self._go_on(change, inputs)
-        elif await self._return_home(inputs):
-            pass
-        elif is_on and not self._searching:
+        elif not await self._return_home(inputs) and is_on and not self._searching:
             now = self._monitor.now()
             if now >= self._core.look_s:
                 self._core.watch(now, self._measured_in(max(SLOT_S, self._core.settings.least_s)))
@@ -205,7 +203,10 @@ class Replacing:
             elif plan.change is None or plan.change.stage != "carried_out":
                 raise refuse("no replacement was carried out that could be rolled back", "action", ErrorCode.CONFLICT)
             else:
-                reason, target = f"the operator rolls replacement {plan.change.number} back", self._before(plan.change)
+                reason, target = (
+                    f"the operator rolls replacement {plan.change.number} back",
+                    self._as_before(plan.change.before),
+                )
                 # It had room, but models and adapters may have been added since.
                 if (place := await self._without_room(target, self._inputs())) is not None:
                     names = ", ".join(spec.name for spec in place.models)
@@ -364,11 +365,8 @@ class Replacing:
         """Carries out a plan that an operator wrote; one that runs already is one that was chosen from then on. Groups that
         stay as they are keep their KV pools, and no search that began before changes them. Raises `ServiceError`."""
         plan, inputs = self._plans.current, self._inputs()
-        wanted = check_plan(groups, inputs)
-        there = set(map(group_of, plan.instances))
-        kept = {group.instance_id: 0 for group in wanted.groups if group in there}
         try:
-            target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
+            target = await self._target(check_plan(groups, inputs), inputs)
         except DoesNotFit as error:
             raise refuse(str(error), "groups", ErrorCode.CONFLICT) from None
         if plan.is_chosen and not plan.home and _by_id(target) == _by_id(plan.instances):
@@ -377,50 +375,62 @@ class Replacing:
             self._search_task.cancel()
         await self._begin_change("an operator set the plan", target, is_chosen=True)
 
+    async def _target(self, wanted: Plan, inputs: Inputs) -> list[InstancePlan]:
+        """Its instances; groups that stay as they are keep their KV pools. Raises `DoesNotFit`."""
+        plan = self._plans.current
+        there = set(map(group_of, plan.instances))
+        kept = {group.instance_id: 0 for group in wanted.groups if group in there}
+        return await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
+
     async def _return_home(self, inputs: Inputs) -> bool:
         """Begins the change to a chosen plan of which instances had been drained, as soon as any is not any more. Models
-        that went elsewhere meanwhile leave again when theirs serve."""
+        that went elsewhere meanwhile leave again when theirs serve; those that were added since stay where they are."""
         plan = self._plans.current
+        if not plan.home or inputs.held_nodes:
+            return False
         there, nodes = {place.instance_id for place in plan.instances}, {node.node_id for node in inputs.nodes}
         home = [place for place in plan.home if place.instance_id not in inputs.fleet.draining]
         back = [place.instance_id for place in home if place.instance_id not in there and place.node_id in nodes]
-        if not plan.is_chosen or not back or inputs.held_nodes:
+        if not back:
             return False
-        before, wanted = (plan_of(map(group_of, places)) for places in (plan.instances, self._as_before(home)))
-        kept = {group.instance_id: 0 for group in wanted.groups if group in before.groups}
+        wanted = plan_of(map(group_of, [*self._as_before(home), *self._added_beside(home)]))
         try:
-            if fewer := losers(before, wanted, {model.spec.name for model in inputs.models}):
+            known = {model.spec.name for model in inputs.models}
+            if fewer := losers(plan_of(map(group_of, plan.instances)), wanted, known):
                 raise DoesNotFit(f"{', '.join(fewer)} would be on no group")
-            target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, wanted.groups, kv_bytes=kept)
+            target = await self._target(wanted, inputs)
         except DoesNotFit as error:
             logger.warning("%s cannot have the models of before again: %s", ", ".join(back), error)
-            stays = msgspec.structs.replace(plan, version=plan.version + 1, home=[])
-            return not await self._plans.publish(stays)
+            await self._plans.publish(msgspec.structs.replace(plan, version=plan.version + 1, home=[]))
+            return False
         await self._begin_change(f"{', '.join(back)} came back", target, is_chosen=True, home=plan.home)
         return True
 
-    def _before(self, change: PlanChange) -> list[InstancePlan]:
-        """The placement that a change began with."""
-        there = {place.instance_id for place in change.before}
-        return [place for place in self._as_before(change.before) if place.instance_id in there]
-
-    def _as_before(self, places: Sequence[InstancePlan]) -> list[InstancePlan]:
-        """These instances with their models, as these are configured now; models that were added since stay where they
-        are, on other devices too."""
+    def _as_before(self, before: Sequence[InstancePlan]) -> list[InstancePlan]:
+        """These instances with their models, as they are configured now; models that were added since stay where they are,
+        as far as their instances are to be there."""
         configured = {model.spec.name: model.spec for model in self._inputs().models}
-        had = {spec.name for place in places for spec in place.models}
+        had = _names(before)
         now = {place.instance_id: place for place in self._plans.current.instances}
-        taken = {device for place in places for device in _devices_of(place)}
-        found = []
-        for place in (*places, *(one for one in now.values() if not taken & _devices_of(one))):
+        places = []
+        for place in before:
             there = now[place.instance_id].models if place.instance_id in now else []
             added = [spec for spec in there if spec.name not in had]
             # A model may have been removed and added as another one.
-            known = [configured[spec.name] for spec in place.models if spec.name in configured and spec.name in had]
+            known = [configured[spec.name] for spec in place.models if spec.name in configured]
             specs = [msgspec.structs.replace(spec, replicas=None) for spec in known] + added
             if specs:
-                found.append(msgspec.structs.replace(place, models=sorted(specs, key=lambda spec: spec.name)))
-        return found
+                places.append(msgspec.structs.replace(place, models=sorted(specs, key=lambda spec: spec.name)))
+        return places
+
+    def _added_beside(self, before: Sequence[InstancePlan]) -> list[InstancePlan]:
+        """Instances on other devices, with the models that were added since."""
+        had, taken = _names(before), {device for place in before for device in _devices_of(place)}
+        return [
+            msgspec.structs.replace(place, models=[spec for spec in place.models if spec.name not in had])
+            for place in self._plans.current.instances
+            if not taken & _devices_of(place)
+        ]
 
     async def _without_room(self, target: Sequence[InstancePlan], inputs: Inputs) -> InstancePlan | None:
         """One of these that has none for its models, as far as is known now."""
@@ -590,6 +600,10 @@ def _is_certain(change: PlanChange, inputs: Inputs) -> bool:
     nodes, names = {place.node_id for place in places}, {spec.name for place in places for spec in place.models}
     is_known = all(model.shape is not None for model in inputs.models if model.spec.name in names)
     return is_known and not nodes & inputs.held_nodes
+
+
+def _names(places: Sequence[InstancePlan]) -> set[str]:
+    return {spec.name for place in places for spec in place.models}
 
 
 def _devices_of(place: InstancePlan) -> set[tuple[str, int]]:

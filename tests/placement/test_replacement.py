@@ -372,6 +372,23 @@ async def test_a_chosen_plan_returns_with_the_instance_that_was_drained(
         assert cluster.plans[-1].change is not None and cluster.plans[-1].change.number == 4, "that plan has no n-0"
 
 
+async def test_who_went_to_a_free_device_leaves_it_when_the_instance_is_back(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    node.num_devices = 3
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}):
+        await until(lambda: len(cluster.plans[-1].instances) == 3 if cluster.plans else False)
+        await set_plan(cluster, ((0,), "a"), ((1,), "b"))
+        assert (await ended(cluster)).stage == "carried_out"
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        await drain(cluster, "n-0")
+        await served(cluster, node, {"n-1": {"b"}, "n-2": {"a"}})
+        await drain(cluster, "n-0", undo=True)
+        change = await ended(cluster, 2)
+        assert change.stage == "carried_out" and not change.interrupted
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+
+
 async def test_two_instances_of_a_chosen_plan_come_back_one_after_the_other(
     nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
 ) -> None:
