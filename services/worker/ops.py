@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from services.worker.attention.flashinfer_modules import explain
 from services.worker.models.rope import Rope, RotaryEmbedding, rotate
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def _flashinfer_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         compare(ops, device, dtype, head_dim)
     # Its compiler and its checks of versions and devices raise errors of any kind.
     except Exception as error:
-        logger.warning("fused kernels are not used: %s: %s", type(error).__name__, error)
+        logger.warning("fused kernels are not used: %s", explain(error))
         return _TORCH
     return ops
 
