@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.attention import flashinfer_backend, torch_backend
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
 from services.worker.attention.flashinfer_backend import FlashInferBackend
@@ -25,8 +27,12 @@ from tests.worker import fake_flashinfer
 
 torch.set_num_threads(1)
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-BACKENDS = [(d, b.facts.name) for d in DEVICES for b in choose_backends(torch.device(d))]
+BACKENDS: list[Any] = [("cpu", backend.facts.name) for backend in choose_backends(torch.device("cpu"))]
+if torch.cuda.is_available():
+    BACKENDS += [
+        pytest.param("cuda", backend.facts.name, marks=pytest.mark.gpu)
+        for backend in choose_backends(torch.device("cuda"))
+    ]
 
 Lengths = list[tuple[int, int]]
 """(start, count) of each sequence"""
@@ -99,9 +105,13 @@ def make_case(
         total = start + count
         queries = torch.randn(count, num_heads, head_dim, generator=generator).to(dtype)
         keys, values = (torch.randn(total, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
-        for position in range(start):
-            block, offset = tables[row, position // block_size], position % block_size
-            kv.keys[block, offset], kv.values[block, offset] = keys[position], values[position]
+        at = np.arange(start)
+        kv.put(
+            torch.from_numpy(tables[row, at // block_size].astype(np.int64)).to(device),
+            torch.from_numpy(at % block_size).to(device),
+            keys[:start].to(device),
+            values[:start].to(device),
+        )
         for name, tensor in (("queries", queries), ("keys", keys[start:]), ("values", values[start:])):
             flat[name].append(tensor)
         for window, outputs in expected.items():
@@ -132,6 +142,8 @@ def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
     with torch.inference_mode():
         metadata: Any = backend.prepare(case.layout)
         backend.write_kv(kv, case.keys, case.values, metadata)
+        if isinstance(backend, FlashInferBackend) and case.queries.is_cuda:
+            assert backend._wrappers, "its kernels computed this, no others"
         for window, expected in case.expected.items():
             got = backend.attend(case.queries, case.keys, case.values, kv, metadata, window)
             torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
@@ -157,7 +169,7 @@ BATCHES: dict[str, Lengths] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parity(device: str, backend_name: str, name: str, dtype: torch.dtype) -> None:
     backend = backend_of(device, backend_name)
-    for heads, head_dim in (((6, 2), 32), ((4, 4), 64), ((8, 1), 16)):
+    for heads, head_dim in (((6, 2), 32), ((4, 4), 64), ((8, 1), 16), ((8, 2), 128)):
         if not backend.facts.runs(head_dim, name_of(dtype)):
             continue
         page = backend.facts.block_sizes[0]
@@ -170,14 +182,16 @@ def test_parity(device: str, backend_name: str, name: str, dtype: torch.dtype) -
 def test_tokens_of_a_sequence_may_be_rows_of_their_own(device: str, backend_name: str, dtype: torch.dtype) -> None:
     """As guessed tokens are: each sees the keys that the same call of `write_kv` has stored for those before it."""
     backend = backend_of(device, backend_name)
+    if not backend.facts.runs(64, name_of(dtype)):
+        return
     page = backend.facts.block_sizes[0]
-    case = make_case(device, [(page - 2, 5), (70, 1), (3, 2)], page, dtype=dtype, windows=(24,))
+    case = make_case(device, [(page - 2, 5), (70, 1), (3, 2)], page, head_dim=64, dtype=dtype, windows=(24,))
     ragged = case.layout
     starts, tables = ragged.positions, ragged.block_tables[ragged.sequence_of_token]
     pages = starts // page + 1
     tables = np.where(np.arange(tables.shape[1]) < pages[:, None], tables, tables[:, :1])
     case.layout = BatchLayout(
-        starts, np.ones(len(starts), np.int64), tables, page, dtype, torch.device(device), ragged.windows
+        starts, np.ones(len(starts), np.int64), tables, page, dtype, torch.device(device), ragged.windows, ragged.heads
     )
     check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
 
@@ -187,7 +201,7 @@ def test_tokens_of_a_sequence_may_be_rows_of_their_own(device: str, backend_name
 def test_capped_scores(device: str, backend_name: str, name: str) -> None:
     backend = backend_of(device, backend_name)
     page = backend.facts.block_sizes[0]
-    case = make_case(device, BATCHES[name], page, head_dim=64, dtype=torch.bfloat16, windows=(24,), softcap=0.7)
+    case = make_case(device, BATCHES[name], page, head_dim=128, dtype=torch.bfloat16, windows=(24,), softcap=0.7)
     check(backend, case, 2e-2)
 
 
@@ -224,6 +238,53 @@ def test_many_equal_decodes_are_one_group_in_order() -> None:
     )
     metadata = TorchBackend(torch.device("cpu")).prepare(layout)
     assert len(metadata.groups) == 1 and metadata.groups[0].tokens is None
+
+
+def torch_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[TorchBackend, list[dict[str, Any]]]:
+    """The back end's way there, and the arguments of each attention that it asks for."""
+    calls: list[dict[str, Any]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append({"query": query, "key": key, "value": value, **options})
+        return real(query, key, value, **options)
+
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    backend = TorchBackend(torch.device("cpu"))
+    backend._is_cuda = True
+    return backend, calls
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_on_cuda_has_kernels_that_write_no_scores_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """With `enable_gqa` only its flash kernels do, which take 16 bits and no masks; else heads have to be as many."""
+    backend, calls = torch_as_on_cuda(monkeypatch)
+    for heads, head_dim in (((6, 2), 32), ((4, 4), 64), ((8, 1), 16)):
+        case = make_case("cpu", BATCHES[name], 32, heads=heads, head_dim=head_dim, dtype=dtype, windows=(24,))
+        check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
+    assert calls
+    for call in calls:
+        if call.get("enable_gqa"):
+            assert call["attn_mask"] is None and dtype == torch.bfloat16
+        else:
+            assert call["query"].shape[1] == call["key"].shape[1]
+    if name in ("one later chunk", "later chunks", "everything at once"):
+        assert any(call["key"].stride(1) == call["value"].stride(1) == 0 for call in calls), "not repeated in memory"
+
+
+def test_torch_on_cuda_writes_capped_scores_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "_SCORES_BYTES", 4 * 6 * 96 * 7)  # seven tokens of six heads
+    sizes: list[int] = []
+    real = torch.tanh
+    monkeypatch.setattr(torch, "tanh", lambda scores: (sizes.append(scores.nbytes), real(scores))[1])
+    backend, _ = torch_as_on_cuda(monkeypatch)
+    for name in ("one first chunk", "one later chunk", "everything at once"):
+        case = make_case("cpu", BATCHES[name], 32, windows=(24,), softcap=0.7)
+        check(backend, case, 2e-5)
+    assert len(sizes) > 30 and max(sizes) <= torch_backend._SCORES_BYTES * 4
 
 
 def paged_kernel(
@@ -344,23 +405,44 @@ def test_no_kernels_is_said(monkeypatch: pytest.MonkeyPatch, major: int, words: 
     assert [b.facts.name for b in choose_backends(torch.device("cuda"))] == ["torch"]
 
 
-def flashinfer_without_gpu() -> FlashInferBackend:
+def flashinfer_without_gpu(*, takes_prompts: bool = True) -> FlashInferBackend:
     device = torch.device("cpu")
-    return FlashInferBackend(device, TorchBackend(device), fake_flashinfer)
+    return FlashInferBackend(device, TorchBackend(device), fake_flashinfer, takes_prompts=takes_prompts)
 
 
 DECODES = [name for name, lengths in BATCHES.items() if all(count == 1 for _, count in lengths)]
 SHAPES = [((6, 2), 64), ((8, 1), 128), ((4, 4), 64)]
 
 
+@pytest.mark.parametrize("takes_prompts", [True, False])
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
-def test_flashinfer_decodes_and_leaves_the_rest_to_the_other(name: str, heads: tuple[int, int], head_dim: int) -> None:
-    backend = flashinfer_without_gpu()
+def test_flashinfer_runs_decodes_and_prompts_unless_those_are_the_others(
+    name: str, heads: tuple[int, int], head_dim: int, takes_prompts: bool
+) -> None:
+    backend = flashinfer_without_gpu(takes_prompts=takes_prompts)
+    assert backend.facts.name == ("FlashInfer" if takes_prompts else "FlashInfer, torch for prompts")
     assert backend.facts.runs(head_dim, "bfloat16") and not backend.facts.runs(96, "bfloat16")
-    case = make_case("cpu", BATCHES[name], 32, heads=heads, head_dim=head_dim, dtype=torch.bfloat16, windows=(24,))
-    check(backend, case, 2e-2)
-    assert bool(backend._wrappers) == (name in DECODES)
+    for softcap in (0.0, 0.7):
+        case = make_case(
+            "cpu",
+            BATCHES[name],
+            32,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=torch.bfloat16,
+            windows=(24,),
+            softcap=softcap,
+        )
+        check(backend, case, 2e-2)
+    assert bool(backend._wrappers) == (takes_prompts or name in DECODES)
+
+
+def test_flashinfer_takes_steps_of_any_kind_one_after_the_other() -> None:
+    backend = flashinfer_without_gpu()
+    for seed, name in enumerate([*BATCHES, *BATCHES]):
+        case = make_case("cpu", BATCHES[name], 128, heads=(8, 2), head_dim=64, dtype=torch.bfloat16, seed=seed)
+        check(backend, case, 2e-2)
 
 
 def test_flashinfer_replays_other_batches_from_the_same_memory() -> None:
@@ -386,6 +468,133 @@ def test_flashinfer_replays_other_batches_from_the_same_memory() -> None:
             torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (32, 2), (64, 4), (128, 8), (20, 1), (48, 1), (4, 4), (6, 2)])
+def test_flashinfers_workspace_is_as_large_as_its_plans_need(heads: tuple[int, int]) -> None:
+    """Of any step, captured or not; log-sum-exp included."""
+    backend, device = flashinfer_without_gpu(), torch.device("cpu")
+    shape = Heads(*heads, 128)
+
+    def layout_of(contexts: np.ndarray, counts: np.ndarray) -> BatchLayout:
+        table = np.zeros((len(contexts), int(-(-contexts.max() // 128))), np.int32)
+        return BatchLayout(contexts - counts, counts, table, 128, torch.bfloat16, device, (4096,), shape)
+
+    larger = None
+    for size in (256, 136, 64, 8, 1):
+        ones = np.ones(size, np.int64)
+        layout = layout_of(ones, ones)
+        fields = backend.replay_fields(layout, 16)
+        assert fields is not None
+        inputs = StaticInputs(fields, device)
+        inputs.fill(backend.replay_values(layout))
+        larger = backend.allocate_replay(layout, inputs.tensors, 16, larger)
+        for contexts in (ones, 2048 * ones, np.arange(1, size + 1)):
+            inputs.fill(backend.replay_values(layout_of(contexts, ones)))
+            backend.begin_replay(larger, layout_of(contexts, ones))
+    for size in (1, 8, 64, 136, 256):
+        ones = np.ones(size, np.int64)
+        for contexts in (ones, 60_000 * ones, np.arange(1, size + 1) * 500):
+            backend.prepare(layout_of(contexts, ones))
+    for lengths in ([(0, 8192)], [(100_000, 64)], [(60_000, 1)] * 64 + [(3000, 300)], [(0, 7)] * 100):
+        starts, counts = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
+        backend.prepare(layout_of(starts + counts, counts))
+
+
+def test_flashinfers_workspace_grows_beside_what_was_captured() -> None:
+    """Many rows are not divided over processors and need none, a few do."""
+    backend, device = flashinfer_without_gpu(), torch.device("cpu")
+    statics: list[tuple[StaticInputs, Any]] = []
+    for size in (80, 3):
+        case = make_case("cpu", [(9, 1)] * size, 32, heads=(4, 4), head_dim=64, dtype=torch.bfloat16)
+        inputs = StaticInputs(backend.replay_fields(case.layout, 12) or {}, device)
+        inputs.fill(backend.replay_values(case.layout))
+        larger = statics[-1][1] if statics else None
+        statics.append((inputs, backend.allocate_replay(case.layout, inputs.tensors, 12, larger)))
+    many, few = (static.wrappers[None]._inner for _, static in statics)
+    captured = many.workspace
+    assert captured.numel() == 0 < few.workspace.numel()
+    for seed in range(2):
+        for inputs, static in statics:
+            lengths = [((37 * i + 11 * seed) % 300, 1) for i in range(len(static.rows))]
+            case = make_case("cpu", lengths, 32, heads=(4, 4), head_dim=64, dtype=torch.bfloat16, seed=seed)
+            inputs.fill(backend.replay_values(case.layout))
+            backend.begin_replay(static, case.layout)
+            kv = case.views.layers[1]
+            backend.write_kv(kv, case.keys, case.values, static)
+            got = backend.attend(case.queries, case.keys, case.values, kv, static, None)
+            torch.testing.assert_close(got.double(), case.expected[None], rtol=2e-2, atol=2e-2)
+    assert many.workspace is captured
+
+
+def test_page_locked_memory_of_plans_is_written_to_and_let_go_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives it to its next user at once; FlashInfer lets go of it with a wrapper and with `reset_workspace_buffer`."""
+    used_too_early: list[str] = []
+    planned: list[PageLocked] = []
+
+    class PageLocked:
+        is_read = False
+
+        def check(self, what: str) -> None:
+            if self.is_read:
+                used_too_early.append(what)
+
+        def __del__(self) -> None:
+            self.check("let go")
+
+    class Event:
+        behind: PageLocked | None = None
+
+        def record(self) -> None:
+            self.behind = planned.pop()
+
+        def synchronize(self) -> None:
+            if self.behind is not None:
+                self.behind.is_read = False
+            self.behind = None
+
+    class Watched(fake_flashinfer._PagedWrapper):
+        def reset_workspace_buffer(self, *buffers: torch.Tensor) -> None:
+            super().reset_workspace_buffer(*buffers)
+            self.page_locked = PageLocked()
+
+        def _planned(self, *arguments: Any) -> None:
+            self.page_locked.check("written")
+            super()._planned(*arguments)
+            self.page_locked.is_read = True
+            planned.append(self.page_locked)
+            num_plans.append(1)
+
+    class Decode(Watched, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper): ...
+
+    class Prefill(Watched, fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper): ...
+
+    kernels = ModuleType("flashinfer")
+    vars(kernels).update(
+        BatchDecodeWithPagedKVCacheWrapper=Decode, BatchPrefillWithPagedKVCacheWrapper=Prefill,
+        append_paged_kv_cache=fake_flashinfer.append_paged_kv_cache,
+    )  # fmt: skip
+    num_plans: list[int] = []
+    device = torch.device("cpu")
+    backend = FlashInferBackend(device, TorchBackend(device), kernels)
+    monkeypatch.setattr(flashinfer_backend, "_event", lambda _: Event())
+
+    def step(lengths: Lengths, heads: tuple[int, int]) -> None:
+        starts, counts = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
+        table = np.zeros((len(lengths), int(-(-(starts + counts).max() // 128))), np.int32)
+        layout = BatchLayout(starts, counts, table, 128, torch.bfloat16, device, (64,), Heads(*heads, 128))
+        backend.prepare(layout)
+
+    for _ in range(2):
+        step([(5000, 1)] * 4, (8, 2))
+        step([(5000, 1)] * 4, (4, 4))
+        step([(0, 300), (5000, 1)], (8, 2))
+    for lengths in ([(60_000, 1)], [(60_000, 100)], [(50, 1)]):
+        step(lengths, (48, 1))  # its workspace grows
+    assert len(num_plans) >= 2 * (6 + 3)
+    backend._wrappers.clear()
+    gc.collect()
+    assert not used_too_early
+
+
 def test_a_model_that_flashinfer_cannot_decode_is_left_to_the_other(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         BatchDecodeWithPagedKVCacheWrapper = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
@@ -400,6 +609,20 @@ def test_a_model_that_flashinfer_cannot_decode_is_left_to_the_other(caplog: pyte
     check(backend, case, 2e-2)
     assert "no kernel image is available" in caplog.text
     assert backend.replay_fields(case.layout, 4) is None
+
+
+def test_prompts_that_flashinfer_cannot_compute_are_left_to_the_other_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class WithoutPrompts:
+        BatchDecodeWithPagedKVCacheWrapper = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        append_paged_kv_cache = staticmethod(fake_flashinfer.append_paged_kv_cache)
+
+    device = torch.device("cpu")
+    backend = FlashInferBackend(device, TorchBackend(device), WithoutPrompts)
+    for name, has_wrapper in (("one later chunk", False), ("one decode", True)):
+        case = make_case("cpu", BATCHES[name], 32, heads=(4, 1), head_dim=64, dtype=torch.bfloat16)
+        check(backend, case, 2e-2)
+        assert bool(backend._wrappers) == has_wrapper
+    assert "does not compute prompts of" in caplog.text and "does not decode" not in caplog.text
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Which flash-attention is used, with packages that are stand-ins: the real ones need a GPU."""
+"""Which kernels of others are used, with packages that are stand-ins: the real ones need a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from services.worker.attention.choice import choose_backends
 from services.worker.attention.flash_backend import FlashUnavailable, _choose_kernels
 
 HOPPER, AMPERE = 9, 8
@@ -73,3 +75,25 @@ def test_why_none_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         _choose_kernels(HOPPER)
     with pytest.raises(FlashUnavailable, match="compute capability 7 is too old"):
         _choose_kernels(7)
+
+
+@pytest.mark.parametrize(
+    ("flash", "deterministic", "names"),
+    [
+        (None, False, ["FlashInfer", "torch"]),
+        (current, False, ["FlashInfer, flash-attention 4 for prompts", "flash-attention 4", "torch"]),
+        (None, True, ["torch", "torch"]),
+        (current, True, ["flash-attention 4", "torch", "torch"]),
+    ],
+)
+def test_flashinfer_goes_first_and_computes_prompts_too_where_nothing_is_made_for_them(
+    monkeypatch: pytest.MonkeyPatch, flash: Any, deterministic: bool, names: list[str]
+) -> None:
+    install(monkeypatch, second=False, fourth=flash)
+    package: Any = ModuleType("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (HOPPER, 0))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    found = choose_backends(torch.device("cuda"), deterministic=deterministic)
+    assert [backend.facts.name for backend in found] == names
+    assert {backend.facts.block_sizes[0] for backend in found} == {128}

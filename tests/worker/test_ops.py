@@ -76,10 +76,16 @@ def test_the_signatures_are_flashinfers() -> None:
             wanted = inspect.signature(fake).parameters
             got = inspect.signature(getattr(getattr(real, module), name)).parameters
             assert list(wanted) == list(got)[: len(wanted)], name
-    for name in ("append_paged_kv_cache", "BatchDecodeWithPagedKVCacheWrapper"):
+    wrappers = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    for name in ("append_paged_kv_cache", *wrappers):
         wanted = inspect.signature(getattr(fake_flashinfer, name)).parameters
         assert list(wanted) == list(inspect.signature(getattr(real, name)).parameters)
-    kind, fake_kind = real.BatchDecodeWithPagedKVCacheWrapper, fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
-    for name in ("plan", "run", "reset_workspace_buffer"):
-        positional = [p.name for p in inspect.signature(getattr(fake_kind, name)).parameters.values() if p.kind == 1]
-        assert positional == list(inspect.signature(getattr(kind, name)).parameters)[: len(positional)], name
+    wanted = inspect.signature(fake_flashinfer.fast_decode_plan).parameters
+    assert wanted.keys() <= inspect.signature(real.fast_decode_plan).parameters.keys()
+    for kind, fake_kind in ((getattr(real, name), getattr(fake_flashinfer, name)) for name in wrappers):
+        for name in ("plan", "workspace_size", "run", "reset_workspace_buffer"):
+            wanted = inspect.signature(getattr(fake_kind, name)).parameters
+            got = inspect.signature(getattr(kind, name)).parameters
+            positional = [parameter.name for parameter in wanted.values() if parameter.kind == 1]
+            assert positional == list(got)[: len(positional)], name
+            assert "kwargs" in got or wanted.keys() <= got.keys(), name

@@ -34,12 +34,14 @@ def choose_backends(device: torch.device, *, deterministic: bool = False) -> lis
     try:
         found.insert(0, FlashBackend(device, is_split=not deterministic))
     except FlashUnavailable as error:
-        logger.warning("flash attention is not used: %s", error)
+        # Its text alone: a record that is kept would keep the model that is being loaded, by the frames of the error.
+        logger.warning("flash attention is not used: %s", str(error))
     if not deterministic:  # how it divides a context over processors depends on what else is in the step
         try:
-            found.insert(0, FlashInferBackend(device, found[0]))
+            has_flash = len(found) > 1
+            found.insert(0, FlashInferBackend(device, found[0], takes_prompts=not has_flash))
         except FlashInferUnavailable as error:
-            logger.warning("decodes have no kernels of their own: %s", error)
+            logger.warning("FlashInfer is not used: %s", str(error))
     return found
 
 

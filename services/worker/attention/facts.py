@@ -14,8 +14,8 @@ def flash(generation: int, block_size: int, max_head_dim: int) -> AttentionFacts
     return AttentionFacts(f"flash-attention {generation}", (block_size,), ("float16", "bfloat16"), max_head_dim, 16)
 
 
-def flashinfer(chunks: AttentionFacts) -> AttentionFacts:
-    """Decodes, beside a back end for all else: heads of 64 and 128."""
-    dtypes = tuple(dtype for dtype in ("float16", "bfloat16") if dtype in chunks.dtypes)
-    name = f"FlashInfer, {chunks.name} for prompts"
-    return AttentionFacts(name, chunks.block_sizes, dtypes, 128, 64)
+def flashinfer(other: AttentionFacts, *, takes_prompts: bool) -> AttentionFacts:
+    """Beside a back end for what it does not run; `takes_prompts`: prompts are not that one's. Heads of 64 and 128."""
+    dtypes = tuple(dtype for dtype in ("float16", "bfloat16") if dtype in other.dtypes)
+    name = "FlashInfer" if takes_prompts else f"FlashInfer, {other.name} for prompts"
+    return AttentionFacts(name, other.block_sizes, dtypes, 128, 64)

@@ -22,6 +22,8 @@ _MAX_PADDING = 0.25
 """Padded work allowed on top of a group's own, as a share."""
 _GROUP_COST_KEYS = 2048
 """What starting another group costs (gather, attention, scatter), in keys read."""
+_SCORES_BYTES = 256 << 20
+"""Of scores in float32 that are written out at once on CUDA."""
 
 
 @dataclass
@@ -87,6 +89,10 @@ class TorchBackend(AttentionBackend):
     def __init__(self, device: torch.device) -> None:
         self.facts = TORCH_CPU if device.type == "cpu" else TORCH_CUDA
         self._gathering = Gathering()
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            # cuDNN's attention makes a plan for each new shape, and most prompts have one
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         order, bounds = _grouping(layout)
@@ -144,11 +150,18 @@ class TorchBackend(AttentionBackend):
         mask = group.masks.get(window, group.masks[None])
         if softcap:
             grouped = queries.view(sequences, length, num_heads, head_dim).transpose(1, 2)
-            return _capped_attention(grouped, keys, values, mask, softcap).transpose(1, 2).reshape(queries.shape)
+            at_once = max(1, _SCORES_BYTES // (4 * sequences * num_heads * keys.shape[2])) if self._is_cuda else length
+            parts = [
+                _capped_attention(grouped, begin, min(begin + at_once, length), keys, values, mask, softcap)
+                for begin in range(0, length, at_once)
+            ]
+            return torch.cat(parts, 2).transpose(1, 2).reshape(queries.shape)
         if length == 1:
             # the query heads that share a KV head are that head's rows: no expansion of K and V
             grouped = queries.view(sequences, num_kv_heads, num_heads // num_kv_heads, head_dim)
             return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(queries.shape)
+        if self._is_cuda and num_heads != num_kv_heads and (mask is not None or queries.dtype == torch.float32):
+            return _attention_of_shared_heads(queries.view(sequences, length, num_heads, head_dim), keys, values, mask)
         out = F.scaled_dot_product_attention(
             queries.view(sequences, length, num_heads, head_dim).transpose(1, 2),
             keys,
@@ -160,20 +173,47 @@ class TorchBackend(AttentionBackend):
         return out.transpose(1, 2).reshape(queries.shape)
 
 
+def _attention_of_shared_heads(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Without `enable_gqa`, beside which CUDA has no kernel for masks or float32 but one that writes all scores out. One
+    sequence at a time its KV heads are the batch, and each is read by its query heads by a stride of 0: nothing is repeated.
+    `queries` [sequences, tokens, heads, head_dim], `keys` and `values` [sequences, kv_heads, keys, head_dim]; `mask` None:
+    causal. -> [sequences * tokens, heads, head_dim]"""
+    num_sequences, length, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    for index in range(num_sequences):
+        grouped = queries[index].view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        near, far = (x[index][:, None].expand(-1, num_heads // num_kv_heads, -1, -1) for x in (keys, values))
+        own = None if mask is None else mask[index][None]
+        result = F.scaled_dot_product_attention(grouped, near, far, attn_mask=own, is_causal=mask is None)
+        out[index].view(length, num_kv_heads, -1, head_dim).copy_(result.permute(2, 0, 1, 3))
+    return out.flatten(0, 1)
+
+
 def _capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, softcap: float
+    queries: torch.Tensor,
+    begin: int,
+    end: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float,
 ) -> torch.Tensor:
     """Gemma 2's, which torch has no operator for: scores are capped before the softmax. `[sequences, heads, tokens,
-    head_dim]` each, with fewer heads of keys and values; `mask` None: causal."""
-    num_sequences, _, num_queries, head_dim = queries.shape
+    head_dim]` each, with fewer heads of keys and values; `mask` None: causal. Of the tokens from `begin` to before `end`."""
+    num_sequences, _, _, head_dim = queries.shape
     num_kv_heads, num_keys = keys.shape[1:3]
-    grouped = queries.reshape(num_sequences, num_kv_heads, -1, num_queries, head_dim) * head_dim**-0.5
+    num_queries = end - begin
+    chosen = queries[:, :, begin:end]
+    grouped = chosen.reshape(num_sequences, num_kv_heads, -1, num_queries, head_dim) * head_dim**-0.5
     scores = torch.tanh(grouped @ keys[:, :, None].mT / softcap) * softcap
     if mask is None:
-        hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).triu_(1)
+        hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).triu_(1 + begin)
         scores = scores.masked_fill_(hidden, float("-inf"))
     else:
-        scores = scores + mask[:, :, None]
+        scores = scores + mask[:, :, None, begin:end]
     return (scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values[:, :, None]).flatten(1, 2)
 
 
