@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -35,7 +36,7 @@ from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import BlockParts, KvStore, KvViews
 from services.worker.machine import free_memory_bytes
 from services.worker.models.adapters import BatchAdapters, LoraWeights, lora_bytes, read_lora
-from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from services.worker.models.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.loading import Identity, identity_of, load_model
 from services.worker.ranks.agreement import FREE, Agreement, Follower, Leader
@@ -127,6 +128,8 @@ class _Launched:
     guides: Guides | None = None
     """Of its samples that follow a grammar, until they have been told what was sampled."""
     unguided: list[tuple[int, str]] = field(default_factory=list)
+    adapters: BatchAdapters | None = None
+    """That it computes with: they may be dropped before the device is done with them, and their memory used again."""
 
 
 class Executor:
@@ -172,14 +175,17 @@ class Executor:
         self.copies = KvCopies(self._store, num_host_merged, memory=host_memory)
         self._numerics = INVARIANT if deterministic else FAST
         self._backends = choose_backends(self.device, deterministic=deterministic)
+        self._new_capture: Callable[[], Capture] | None = None if capture is None else lambda: capture
+        """For one more model."""
         if group.num_stages > 1:
-            capture = None  # what a stage is handed lies elsewhere at each step
+            self._new_capture = None  # what a stage is handed lies elsewhere at each step
         elif capture is None and self.device.type == "cuda":
-            capture = cuda_capture(self.device)
-        self._capture = capture
+            self._new_capture = partial(CudaCapture, self.device)
         self._models: dict[str, _Loaded] = {}
         self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
         """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
+        self._has_removed = False
+        """A model, since the last one was loaded."""
         self._adapters: dict[str, _LoadedAdapter] = {}
         """By version."""
         self._rows = SequenceRows(num_rows, self.device, one_by_one=deterministic)
@@ -209,6 +215,7 @@ class Executor:
             is_new = model is None
             if model is None:
                 model = load_model(identity, self.device, self._group, self._numerics)
+                self._give_back_cached()  # what it was made of lies on a stream that may never be used again
             # back ends belong to the thread of the steps, so this one uses its own
             backends = choose_backends(self.device, deterministic=self._numerics is INVARIANT)
             chosen = _choose(backends, model, self._numerics)
@@ -223,8 +230,12 @@ class Executor:
             if self._group is ALONE and self._numerics is INVARIANT:
                 prepared.fingerprint = _fingerprint(model, backends[chosen], block_size, max_model_len)
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
-            if self._group is ALONE and self._capture is not None:
-                prepared.graphs = self._captured(prepared, self._capture)
+            if self._group is ALONE and self._new_capture is not None:
+                prepared.graphs = self._captured(prepared, self._new_capture())
+        if self._has_removed:
+            # Of a model that was removed while a capture was under way, torch has given nothing back.
+            self._has_removed = False
+            self._give_back_cached()
         if self._group.is_first_stage or self._group.is_last_stage:
             # The last one samples; the first one is asked whether a grammar can be followed.
             prepared.vocabulary = self._grammars.load(path, model.vocab_size)
@@ -270,8 +281,8 @@ class Executor:
             with beside_steps(self.device):
                 with self._together():
                     _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
-                if self._capture is not None:
-                    prepared.graphs = self._captured(prepared, self._capture)
+                if self._new_capture is not None:
+                    prepared.graphs = self._captured(prepared, self._new_capture())
         views = prepared.views or self._attach(prepared)
         blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
@@ -297,6 +308,11 @@ class Executor:
         for version in [version for version, one in list(self._adapters.items()) if one.model == name]:
             self._adapters.pop(version, None)
         self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
+        self._has_removed = True
+        self._give_back_cached()
+
+    def _give_back_cached(self) -> None:
+        """Lets other streams and processes have the device's memory that torch keeps and nobody uses."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -327,7 +343,7 @@ class Executor:
         return base, describe_adapter(checkpoint.resolve(adapter.source))
 
     def drop_adapter(self, version: str) -> None:
-        """Between steps. Suspended ones keep what they need of it."""
+        """From any thread. Steps that are suspended, or on the device, keep what they need of it."""
         self._adapters.pop(version, None)
 
     @property
@@ -441,15 +457,18 @@ class Executor:
             places, adapters = self._rows.token_places(rows, layout), self._batch_adapters(rows, layout)
         with self._together():
             if forward is not None:
-                state = self._advance(plan, loaded, forward)
+                state, adapters = self._advance(plan, loaded, forward), forward.batch.adapters
             else:
                 state = self._forward(plan, loaded, rows, layout, places, adapters)
             if state is None:
                 share = self._suspended[plan.step_id].share
-                return _Launched(plan.step_id, done=self._mark(), suspended_share=share)
-            if self._group.is_last_stage:
-                return self._sample(plan, loaded, rows, layout, state)
-            return self._hand_on(plan, rows, layout, state)
+                launched = _Launched(plan.step_id, done=self._mark(), suspended_share=share)
+            elif self._group.is_last_stage:
+                launched = self._sample(plan, loaded, rows, layout, state)
+            else:
+                launched = self._hand_on(plan, rows, layout, state)
+        launched.adapters = adapters
+        return launched
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -93,7 +93,7 @@ def scaled_product_of(device: torch.device, dtype: torch.dtype) -> ScaledProduct
         try:
             compare(product, device, dtype)
         except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
-            logger.warning("%s is not used: %s", product.__name__.strip("_"), error)
+            logger.warning("%s is not used: %s", product.__name__.strip("_"), str(error))
         else:
             return product
     return None

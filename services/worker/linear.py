@@ -73,6 +73,6 @@ def packing_works(dtype: torch.dtype) -> bool:
             got = _packed_linear(x, packed, bias)
             torch.testing.assert_close(got, F.linear(x, weight, bias), rtol=tolerance, atol=tolerance)
     except (RuntimeError, AttributeError, AssertionError) as error:
-        logger.warning("prepacked %s weights are not used: %s", dtype, error)
+        logger.warning("prepacked %s weights are not used: %s", dtype, str(error))
         return False
     return True

@@ -233,6 +233,6 @@ def _agrees(what: str, product: Callable[[], torch.Tensor], expected: torch.Tens
     try:
         difference = (product().float() - expected).abs().max() / expected.abs().max()
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        logger.warning("%s are not multiplied by torch's own operator: %s", what, error)
+        logger.warning("%s are not multiplied by torch's own operator: %s", what, str(error))
         return False
     return bool(difference < 0.02)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from services.worker import fp8_linear
 from services.worker.fp8_linear import Fp8Linear, compare, multiply, quantise, scaled_product_of
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
 
 def random(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -11,7 +11,8 @@ from hypothesis.extra import numpy as arrays
 
 from services.worker.transfer import Field, StaticInputs, pack, pack_to_device, unpack
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
 ARRAYS = st.lists(
     st.sampled_from(["int32", "int64", "float32", "bool"]).flatmap(

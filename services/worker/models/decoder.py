@@ -91,6 +91,8 @@ class DecoderModel(ABC):
     """Sliding windows that some layer uses."""
     softcap: float = 0.0
     """Of the attention scores of all layers: cap * tanh(score / cap); 0: none."""
+    can_be_captured: bool = True
+    """In a CUDA graph: no layer asks the device for a value while a step is launched."""
     layers: range
     """Of the whole model's, those of this stage."""
     adaptable: Sequence[Mapping[str, Adaptable]] = ()

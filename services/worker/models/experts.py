@@ -35,6 +35,11 @@ class Experts:
         self._gate_up, self._down = gate_up, down
         self._num_experts, self._top_k, self._is_renormalised = num_experts, top_k, is_renormalised
 
+    @property
+    def can_be_captured(self) -> bool:
+        """In a CUDA graph: which experts were hit is not asked by the host."""
+        return not isinstance(self._gate_up, list)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         weights = self._router(x).softmax(-1, dtype=torch.float32)

@@ -91,6 +91,8 @@ class LlamaModel(DecoderModel):
             self._embedding = TokenEmbedding(embedding, self._group)
         names = tuple(f"{prefix}layers.{i}." for i in layers)
         self._layers = [self._read_layer(reader, name, i, config, shape) for i, name in zip(layers, names, strict=True)]
+        experts = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
+        self.can_be_captured = all(mlp.can_be_captured for mlp in experts)
         self._compiled = None
         if is_plain and self._is_llama(parts):
             self._compiled = CompiledLayers.of(self._layers, self, parts.activation, self._eps)

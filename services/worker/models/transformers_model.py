@@ -47,7 +47,7 @@ class TransformersModel(DecoderModel):
     def __init__(
         self, reader: WeightReader, config: Mapping[str, Any], shape: CheckpointShape, max_model_len: int
     ) -> None:
-        """`config` is not used: transformers reads it again, with the defaults of the architecture."""
+        """`config`: transformers reads it again, with the defaults of the architecture."""
         self._named = f"{reader.path} ({shape.architecture}, run by transformers)"
         if reader.group.size > 1 or reader.group.num_stages > 1:
             raise CheckpointError(f"{self._named}: only models with layers of Tideway's own run on several devices.")
@@ -57,6 +57,7 @@ class TransformersModel(DecoderModel):
         self.vocab_size, self.hidden_size, self.num_layers = shape.vocab_size, shape.hidden_size, shape.num_layers
         self.num_kv_heads, self.head_dim = shape.num_kv_heads, shape.head_dim
         self.layers_at_once = shape.num_layers
+        self.can_be_captured = not _asks_the_device(config)
         self._outer = _load(reader, self._named)
         self._inner: Any = getattr(self._outer, self._outer.base_model_prefix)
         self._embedding: Any = self._inner.get_input_embeddings()
@@ -249,6 +250,14 @@ def _in_dtype(kind: Any, dtype: torch.dtype) -> Any:
     # by these transformers finds what names the weights have in files
     InDtype.__name__, InDtype.__module__ = kind.__name__, kind.__module__
     return InDtype
+
+
+def _asks_the_device(config: Mapping[str, Any]) -> bool:
+    """Whether its forward pass may look at values on the device: at positions, to choose among rotary embeddings, or at
+    which experts were hit."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = {str(of.get("rope_type") or of.get("type")) for of in (rope, *rope.values()) if isinstance(of, Mapping)}
+    return bool(kinds & {"dynamic", "longrope"}) or any("expert" in key for key in config)
 
 
 def _local_layers(config: Any, max_model_len: int) -> dict[int, int]:

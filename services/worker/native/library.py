@@ -405,7 +405,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(find_or_build()))
     except (BuildError, OSError) as error:
-        logger.warning("compiled kernels are not used: %s", error)
+        logger.warning("compiled kernels are not used: %s", str(error))
         return None
 
 
