@@ -1,8 +1,11 @@
 # Everything is installed into .venv, and everything that runs keeps its files in .tideway.
 #   PYTHON=python3.12   another Python to install with
 #   ARGS="..."          options for the command behind a target, say: make up ARGS="--port 8001"
+#   CALL, OUTPUT        of make gpu
 PYTHON ?= python3
 ARGS ?=
+CALL ?=
+OUTPUT ?=
 BIN := .venv/bin
 # The short ones, which need no running Tideway.
 BENCHES ?= planning dispatching stack gateway steps
@@ -11,7 +14,7 @@ BENCHES ?= planning dispatching stack gateway steps
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
+.PHONY: help up down status test test-emulated test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
 	bench-placement bench-unified bench-peers gpu gpu-wheels clean install development
 
@@ -21,6 +24,7 @@ help:
 	@echo "make down     stop a Tideway that runs in the background"
 	@echo "make status   what runs, and how it is"
 	@echo "make test     the tests that need neither a GPU nor a container engine; make test-long: those that take longest"
+	@echo "make test-emulated  those for a GPU, on an emulated one (make test has them too)"
 	@echo "make test-fast  those that need no process, port or model: under a minute"
 	@echo "make check    formatting, lint, types, and who imports whom"
 	@echo "make bench    the measurements in bench/"
@@ -37,6 +41,8 @@ help:
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
 	@echo "make gpu      everything that only a CUDA machine shows, within 9 minutes; ARGS=--quick: small shapes, on any machine"
+	@echo "              CALL=1 to 5: one of the calls it is divided into; OUTPUT=FOLDER: where all results go"
+	@echo "              ARGS='--resume FOLDER': what is done there is not run again"
 	@echo "make gpu-wheels             what make gpu needs on a machine with torch alone, for .tideway/gpu there"
 	@echo "make clean    remove .venv, .tideway and caches"
 
@@ -55,6 +61,12 @@ down status:
 # Tests wait for as long as they compute. Those of tests/e2e, live stacks of many processes, stay together on one of the four.
 test: development
 	$(BIN)/python -m pytest -n 4 -p no:schemathesis -m "not gpu and not container and not long" $(ARGS)
+	@$(if $(ARGS),true,$(MAKE) --no-print-directory test-emulated)
+
+# What is marked gpu, on a CUDA device that is emulated.
+test-emulated: development
+	$(BIN)/python -m pytest -n 3 --dist worksteal -p tests.emulated_cuda.plugin -p no:schemathesis -m "gpu and not long" \
+		tests/worker tests/emulated_cuda $(ARGS)
 
 test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)
@@ -90,7 +102,7 @@ bench-migration-gpu: development
 	$(BIN)/python -m bench.migration --device cuda --model llama-2-7b --output bench/results $(ARGS)
 
 gpu:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu $(ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu $(if $(CALL),--call $(CALL)) $(if $(OUTPUT),--output $(OUTPUT)) $(ARGS)
 
 gpu-wheels:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu.wheels $(ARGS)

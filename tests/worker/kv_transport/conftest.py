@@ -46,7 +46,15 @@ _device = "cpu"
 def pool(seed: int, stride_bytes: int = STRIDE_BYTES, device: str = "") -> torch.Tensor:
     """`[NUM_BLOCKS, BLOCK_BYTES]` uint8 of random bytes, with gaps between the blocks as in the KV slab."""
     data = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, stride_bytes), dtype=np.uint8)
-    return torch.from_numpy(data).to(device or _device)[:, :BLOCK_BYTES]
+    rows = torch.from_numpy(data).to(device or _device)[:, :BLOCK_BYTES]
+    settle(rows)
+    return rows
+
+
+def settle(rows: torch.Tensor) -> None:
+    """What the test has written is there before a transport reads it: that has a stream of its own."""
+    if rows.is_cuda:
+        torch.cuda.synchronize()
 
 
 def laid_out(layout: str, seed: int, device: str = "") -> torch.Tensor:
@@ -84,7 +92,9 @@ def new_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @functools.cache
 def warm_up() -> None:
     """First uses of a GPU take longer than the deadlines of these tests."""
-    rows = KvPool(torch.zeros(2, STRIDE_BYTES, dtype=torch.uint8, device="cuda")[:, :BLOCK_BYTES])
+    zeros = torch.zeros(2, STRIDE_BYTES, dtype=torch.uint8, device="cuda")[:, :BLOCK_BYTES]
+    settle(zeros)
+    rows = KvPool(zeros)
     for device, pinned in (("cuda", False), ("cpu", True)):
         staging = torch.empty(2 * BLOCK_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
         assert rows.gather([0, 1], staging, 64) == rows.scatter([1, 0], staging, 64)

@@ -14,7 +14,7 @@ from services.worker.kv_transport import KvTransport, Outgoing, TransferError, T
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.telemetry import TransferMetrics
-from tests.worker.kv_transport.conftest import IMPATIENT, LAYOUTS, Make, laid_out, limits_of, refusal, until
+from tests.worker.kv_transport.conftest import IMPATIENT, LAYOUTS, Make, laid_out, limits_of, refusal, settle, until
 
 
 class Opened(Faults):
@@ -49,6 +49,7 @@ async def test_what_is_in_the_blocks_when_they_are_named_arrives(make: Make, lay
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=30)
     await opened.wait()
     mine[30:50] = laid_out(layout, 3)[30:50]
+    settle(mine)
     receipt = await source.complete(begun, range(30, 50), deadline_s=30)
     assert (await incoming.wait()).checksum == receipt.checksum
     assert torch.equal(theirs[:20], laid_out(layout, 3)[30:50])

@@ -34,6 +34,7 @@ from tests.worker.kv_transport.conftest import (
     limits_of,
     pool,
     refusal,
+    settle,
     until,
 )
 
@@ -44,6 +45,7 @@ async def test_bytes_arrive_equal_and_only_where_they_should(make: Make, seed: i
     chosen = random.Random(seed)
     mine, theirs = laid_out(layout, 1), laid_out(layout, 2)
     before = theirs.clone()
+    settle(theirs)
     source, destination = await make(mine, limits=limits_of(layout)), await make(theirs)
     count = chosen.choice([1, 4, 5, 6, 10, 11, 37, NUM_BLOCKS])
     from_blocks, to_blocks = chosen.sample(range(NUM_BLOCKS), count), chosen.sample(range(NUM_BLOCKS), count)
@@ -172,6 +174,7 @@ async def test_a_changed_byte_is_noticed_and_the_blocks_are_zeroed(make: Make, l
     mine, theirs = laid_out(layout, 5), laid_out(layout, 6)
     expected = theirs.clone()
     expected[:12] = 0
+    settle(theirs)
     source = await make(mine, limits=limits_of(layout))
     destination = await make(theirs, faults=Harm(change))
     incoming = destination.expect("m", range(12), deadline_s=30)
