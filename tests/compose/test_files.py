@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from services.gateway.metrics import GatewayMetrics
 from services.placement.metrics import NatsMetrics, PlacementMetrics
 from services.scheduler.observer import Observer
+from services.worker.attention.flashinfer_modules import _arch
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.migration.telemetry import MigrationTelemetry
@@ -170,8 +172,10 @@ def test_the_base_stage_is_one() -> None:
     stages = set()
     for service in SERVICES:
         text = (REPOSITORY / "services" / service / "Dockerfile").read_text()
-        base, final = text.split("\nFROM base\n")
-        stages.add(base.split("\n", 1)[1])
+        before, base, *_, final = re.split(r"^FROM ", text, flags=re.MULTILINE)
+        assert not re.search(r"^(?!#|ARG )\S", before, re.MULTILINE)
+        assert final.startswith("base\n")
+        stages.add("\n".join(line for line in base.splitlines() if not line.startswith("#")).rstrip())
         assert f"COPY services/{service} services/{service}" in final
         assert f'CMD ["python", "-m", "services.{service}"]' in final
         assert "\nUSER tideway\n" in final
@@ -184,10 +188,44 @@ def test_a_worker_s_image_has_cuda_only_where_it_is_asked_for() -> None:
     assert default.endswith("/whl/cpu")
     arguments = compose()["services"]["worker"]["build"]["args"]
     assert arguments["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL-" + default + "}"
-    assert compose("docker-compose.gpu.yml")["services"]["worker"]["build"]["args"] == {
-        "EXTRA": "cuda",
-        "TORCH_INDEX_URL": "",
-    }
+    on_gpu = compose("docker-compose.gpu.yml")["services"]["worker"]["build"]["args"]
+    assert on_gpu["EXTRA"] == "cuda" and on_gpu["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL:-}"
+    defaults = dict(re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', text, re.MULTILINE))
+    for name in set(on_gpu) - {"EXTRA", "TORCH_INDEX_URL"}:
+        assert re.fullmatch(r"\$\{(TIDEWAY_)?" + name + ":-" + re.escape(defaults[name]) + r"\}", on_gpu[name]), name
+    assert set(on_gpu) >= {"CUDA", "CUDA_ARCHS", "NVCC_IMAGE", "FLASHINFER_ONLY"}
+
+
+def test_kernels_are_compiled_in_a_stage_of_their_own_and_never_where_the_worker_runs() -> None:
+    text = (REPOSITORY / "services/worker/Dockerfile").read_text()
+    stages = {stage.split("\n")[0]: stage for stage in re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]}
+    assert list(stages)[1:] == ["${NVCC_IMAGE} AS nvcc", "base AS modules", "base"]
+    modules, final = stages["base AS modules"], stages["base"]
+    assert "python -m services.worker.attention.flashinfer_modules" in modules
+    archs = re.findall(r'^ARG CUDA_ARCHS="(.*)"$', modules, re.MULTILINE)[0].split()
+    assert {arch.split(".")[0] for arch in archs} == {"8", "9", "10", "12"} and all(
+        _arch(arch) == arch for arch in archs
+    )
+    assert "nvcc" not in final and "g++" not in final
+    assert "apt-get purge --yes --auto-remove gcc" in final
+    assert "COPY --from=modules /modules /opt/flashinfer" in final
+    assert re.search(r"^ENV FLASHINFER_DISABLE_JIT=1 FLASHINFER_USE_CUDA_NORM=1$", final, re.MULTILINE)
+    # An image without CUDA compiles and downloads nothing for it.
+    for run in re.findall(r"^RUN (.*(?:\\\n.*)*)", modules, re.MULTILINE):
+        assert '[ "$EXTRA" = cuda ] || exit 0;' in run.split("apt-get")[0].split("export")[0]
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_ucx_is_that_of_the_image_s_cuda(cuda: int, tmp_path: Path) -> None:
+    text = (REPOSITORY / "services/worker/Dockerfile").read_text()
+    (command,) = re.findall(r"sed -i (.*) pyproject\.toml constraints\.txt", text)
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    script = f"sed -i {command} pyproject.toml constraints.txt"
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, env={**os.environ, "CUDA": str(cuda)}, check=True)
+    for name, packages in (("pyproject.toml", ["ucxx"]), ("constraints.txt", ["ucxx", "libucx"])):
+        found = re.findall(r"^\W*(\w+)-cu(\d+)[>=]=", (tmp_path / name).read_text(), re.MULTILINE)
+        assert found == [(package, str(cuda)) for package in packages]
 
 
 def test_the_command_finds_the_gateway_of_its_container() -> None:
@@ -202,7 +240,7 @@ def test_what_the_images_copy_is_in_the_build_context() -> None:
     for service in SERVICES:
         for line in (REPOSITORY / "services" / service / "Dockerfile").read_text().splitlines():
             if line.startswith("COPY "):
-                for source in line.split()[1:-1]:
+                for source in [] if "--from=" in line else line.split()[1:-1]:
                     assert source.split("/")[0] in kept and (REPOSITORY / source).exists(), line
 
 
@@ -257,6 +295,31 @@ def test_prometheus_and_grafana_know_their_targets() -> None:
         for volume in service.get("volumes", ()):
             if volume.startswith("./"):
                 assert (REPOSITORY / volume.split(":")[0]).exists(), volume
+
+
+def test_on_gpus_every_instance_is_scraped() -> None:
+    file = "/etc/prometheus/prometheus.yml"
+    (volume,) = compose("docker-compose.gpu.yml")["services"]["prometheus"]["volumes"]
+    path, target, mode = volume.split(":")
+    assert (target, mode) == (file, "ro") and any(
+        f":{file}:ro" in v for v in compose()["services"]["prometheus"]["volumes"]
+    )
+    plain, on_gpus = (
+        yaml.safe_load((REPOSITORY / name).read_text()) for name in ("deploy/prometheus/prometheus.yml", path)
+    )
+    exposed = re.findall(r"^EXPOSE (\d+)-(\d+)$", (REPOSITORY / "services/worker/Dockerfile").read_text(), re.MULTILINE)
+    ports = [target.pop("port") for target in on_gpus["scrape_configs"][1]["dns_sd_configs"]]
+    assert ports == list(range(int(exposed[0][0]) + 1, int(exposed[0][0]) + 9)) and ports[-1] <= int(exposed[0][1])
+    # Else they say the same.
+    (first,) = plain["scrape_configs"][1]["dns_sd_configs"]
+    assert first.pop("port") == ports[0]
+    on_gpus["scrape_configs"][1]["dns_sd_configs"] = on_gpus["scrape_configs"][1]["dns_sd_configs"][:1]
+    assert on_gpus == plain
+
+
+def test_workers_may_share_a_gpu() -> None:
+    worker = compose("docker-compose.gpu.yml")["services"]["worker"]
+    assert worker["scale"] == 1 and worker["environment"]["TIDEWAY_MEMORY_BYTES"] == "${TIDEWAY_GPU_MEMORY_BYTES:-0}"
 
 
 def test_each_service_is_its_role_on_nats_and_its_monitoring_port_is_closed() -> None:
