@@ -1,9 +1,15 @@
-"""Where the two processes of a bench compute: `--device cpu`, `cuda` (both on one GPU), or `cuda:0 cuda:1` (one each)."""
+"""Where the two processes of a bench compute: `--device cpu`, `cuda` (both on one GPU), or `cuda:0 cuda:1` (one each);
+and how large a model's KV blocks are there."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
@@ -44,3 +50,16 @@ def gpu_names(devices: Sequence[str]) -> str:
     import torch
 
     return ", ".join(dict.fromkeys(torch.cuda.get_device_name(device) for device in devices))
+
+
+def kv_block(checkpoint: Path, device: torch.device, *, deterministic: bool = False) -> tuple[int, int]:
+    """(bytes, tokens) of a KV block of the checkpoint's model there, without reading its weights."""
+    from services.worker.attention.choice import choose_backends
+    from shared.checkpoint import describe, run_dtype
+
+    shape = describe(checkpoint)
+    dtype = run_dtype("auto", shape.dtype, device.type)
+    backends = choose_backends(device, deterministic=deterministic)
+    facts = next(backend.facts for backend in backends if backend.facts.runs(shape.head_dim, dtype))
+    block_size = facts.block_sizes[0]
+    return shape.kv_geometry(dtype).block_bytes(block_size), block_size

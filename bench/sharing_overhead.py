@@ -23,21 +23,35 @@ import msgspec
 import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
+from bench.devices import kv_block
 from bench.reporting import Target, judged, machine, table_of, write
-from services.worker.executor import Executor, PreparedModel
+from services.worker.executor import Executor
 from services.worker.profiler import step_clock
 from shared.engine.memory.slab import blocks_per_merged, choose_merged_bytes
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 
-POOL_BYTES = {"cpu": 1 << 29, "cuda": 32 << 30}
 DECODES = {"cpu": (8, 256), "cuda": (32, 512)}
 """(sequences, tokens in the cache of each) of a decode step."""
 PREFILL = {"cpu": 128, "cuda": 2048}
 MAX_OVERHEAD = 0.02
 """The paper stays below 8 %."""
 WARM_UP_ROUNDS = 3
+
+
+def num_blocks(kind: str, block_size: int) -> int:
+    """That the sequences of a model have."""
+    num_sequences, context = DECODES[kind]
+    return sum(-(-length // block_size) for length in [context + 1] * num_sequences + [PREFILL[kind]])
+
+
+def pool_bytes(blocks: Sequence[tuple[int, int]], merged_bytes: int, kind: str) -> int:
+    """For the sequences of models with KV blocks of (bytes, tokens)."""
+    return sum(
+        -(-num_blocks(kind, block_size) // blocks_per_merged(merged_bytes, block_bytes)) * merged_bytes
+        for block_bytes, block_size in blocks
+    )
 
 
 class Place:
@@ -65,9 +79,7 @@ class Place:
 
     @property
     def num_merged(self) -> int:
-        kind, block_size = self.executor.device.type, self.shape.block_size
-        lengths = [self.context + 1] * self.num_sequences + [PREFILL[kind]]
-        return -(-sum(-(-length // block_size) for length in lengths) // self.shape.blocks_per_merged)
+        return -(-num_blocks(self.executor.device.type, self.shape.block_size) // self.shape.blocks_per_merged)
 
     def decode_s(self) -> float:
         rows = self._rows[:-1]
@@ -123,13 +135,13 @@ def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list
     """The first checkpoint's model, alone on an executor and among all of them on another."""
     kind = torch.device(device).type
     specs = [ModelSpec(f"model-{number}", str(path)) for number, path in enumerate(checkpoints)]
-    probe = Executor(device, 1, 1 << 30, 1)
-    sizes = [_block_bytes(probe.prepare_model(spec)) for spec in specs]
+    blocks = [kv_block(path, torch.device(device)) for path in checkpoints]
+    sizes = [block_bytes for block_bytes, _ in blocks]
     alone_bytes, merged_bytes = choose_merged_bytes(sizes[:1], at_least=1), choose_merged_bytes(sizes)
     # Their own executor each, so that one and the same weights are beside nobody and beside others.
     num_rows = (DECODES[kind][0] + 1) * (len(specs) + 1)
-    alone = Executor(device, POOL_BYTES[kind] // alone_bytes, alone_bytes, num_rows)
-    shared = Executor(device, POOL_BYTES[kind] // merged_bytes, merged_bytes, num_rows)
+    alone = Executor(device, pool_bytes(blocks[:1], alone_bytes, kind) // alone_bytes, alone_bytes, num_rows)
+    shared = Executor(device, pool_bytes(blocks, merged_bytes, kind) // merged_bytes, merged_bytes, num_rows)
     prepared = alone.prepare_model(specs[0])
     single = Place(alone, alone.add_model(prepared), 0, 0)
     if kind == "cpu":  # nothing of it belongs to the executor, so that the weights lie where they lay
@@ -144,13 +156,20 @@ def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list
     own, *others = places
 
     found = []
+    count = {1: "one other", 2: "two others"}.get(len(others), f"{len(others)} others")
     for step, of_single, of_own in (
         ("decode", single.decode_s, own.decode_s),
         ("prefill", single.prefill_s, own.prefill_s),
     ):
-        found.append(compare("two others resident", step, of_single, of_own, rounds))
+        found.append(compare(f"{count} resident", step, of_single, of_own, rounds))
         pair = _after([single], of_single), _after(others, of_own)
-        found.append(compare("two others computing in turn", step, *pair, rounds))
+        found.append(compare(f"{count} computing in turn", step, *pair, rounds))
+    if len(others) == 1 and _have_one_shape(checkpoints):
+        for step, of_single, of_other in (
+            ("decode", single.decode_s, others[0].decode_s),
+            ("prefill", single.prefill_s, others[0].prefill_s),
+        ):
+            found.append(compare("the other of both, one resident", step, of_single, of_other, rounds))
     tables = _tables(own.shape, single.shape, own.context, checkpoints[0])
     facts: dict[str, object] = {
         "merged_bytes": merged_bytes,
@@ -158,9 +177,13 @@ def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list
         "stride_bytes": merged_bytes // blocks_per_merged(merged_bytes, sizes[0]),
         **tables,
     }
-    for executor in (alone, shared, probe):
+    for executor in (alone, shared):
         executor.close()
     return found, facts
+
+
+def _have_one_shape(checkpoints: Sequence[Path]) -> bool:
+    return len({(path / "config.json").read_bytes() for path in checkpoints}) == 1
 
 
 def _after(places: Sequence[Place], step: Callable[[], float]) -> Callable[[], float]:
@@ -172,10 +195,6 @@ def _after(places: Sequence[Place], step: Callable[[], float]) -> Callable[[], f
         return step()
 
     return run
-
-
-def _block_bytes(prepared: PreparedModel) -> int:
-    return prepared.model.kv_shape(prepared.block_size).block_bytes
 
 
 def _tables(own: ModelShape, single: ModelShape, context: int, checkpoint: Path) -> dict[str, object]:
@@ -225,21 +244,36 @@ def weights_memory(checkpoint: Path, device: str) -> dict[str, int]:
     return {name: value - start for name, value in steps.items()}
 
 
+def make_checkpoints(folder: Path, shapes: Sequence[str], device: str, first: Path | None) -> list[Path]:
+    """One for each name. Those of one shape have their weights in the same files, but are models of their own to an
+    executor, which tells them by their paths. `first`: of the first shape, if it is there already."""
+    made = {} if first is None else {shapes[0]: first}
+    checkpoints = []
+    for number, name in enumerate(shapes):
+        path = folder / str(number)
+        if name not in made:
+            made[name] = make_checkpoint(path, SHAPES[name], device=device)
+        else:
+            path.mkdir(parents=True)
+            for file in made[name].iterdir():
+                (path / file.name).symlink_to(file.resolve())
+        checkpoints.append(path)
+    return checkpoints
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sharing_overhead", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--device", default="cpu", help="cpu | cuda")
     parser.add_argument("--models", nargs="+", default=["30m", "30m", "135m"], choices=sorted(SHAPES),
                         help="shapes, the first is measured; default: 30m 30m 135m")  # fmt: skip
+    parser.add_argument("--checkpoint", type=Path, help="of the first shape, to be used instead of one that is made")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tideway-sharing-") as folder:
-        checkpoints = [
-            make_checkpoint(Path(folder) / str(number), SHAPES[name], device=options.device)
-            for number, name in enumerate(options.models)
-        ]
+        checkpoints = make_checkpoints(Path(folder), options.models, options.device, options.checkpoint)
         weights = weights_memory(checkpoints[0], options.device)
         measured, facts = measure(checkpoints, options.device, options.rounds)
     targets = [
@@ -248,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             note=f"spread {100 * one.spread:.1f} %; the paper: under 8 %",
         )
         for one in measured
-        if one.what == "two others resident"
+        if one.what.endswith("resident")
     ]  # fmt: skip
     rows = [
         {"": one.what, "step": one.step, "alone ms": one.alone_ms, "shared ms": one.other_ms,

@@ -1,6 +1,6 @@
 """The parts of `bench.gpu` that compute: each is called in a process of its own, and emits rows as it finds them.
 
-    python -m bench.gpu.parts NAME --device cuda --scratch FOLDER --rows FILE [--quick]
+    python -m bench.gpu.parts NAME --device cuda --scratch FOLDER --limit-s SECONDS [--quick]
 
 Times of steps are of an executor that is handed plans as an engine hands them, two in flight on CUDA.
 """
@@ -12,75 +12,36 @@ import functools
 import json
 import os
 import platform
+import shutil
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu.between import cuda_ipc
+from bench.gpu.equality import equality
+from bench.gpu.order import QUICK_SHAPE, SHAPE
+from bench.gpu.runner import LEFT_OUT_STATUS, said_by
+from bench.gpu.sanitizer import sanitizer
+from bench.gpu.shapes import shapes
+from bench.gpu.stepping import MODEL, LeftOut, Runner, Setup, chosen
 from services.worker.attention.choice import choose_backends
-from services.worker.attention.interface import BatchLayout, Heads
-from services.worker.executor import Executor
-from services.worker.fp8_linear import Fp8Linear
+from services.worker.attention.interface import Heads
+from services.worker.fp8_linear import Fp8Linear, scaled_product_of
 from services.worker.linear import Linear
 from services.worker.ops import choose_ops
 from services.worker.sampling import SamplingRows
 from shared.checkpoint import describe
-from shared.engine.memory.slab import choose_merged_bytes
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan, StepResult
-from shared.messages.cluster import ModelSpec
-from shared.messages.requests import SamplingParams, pack_tokens
+from shared.engine.plan import CopyKind, KvCopy, StepPlan
+from shared.messages.requests import SamplingParams
 
-SHAPE = "llama-3.1-8b"
-QUICK_SHAPE = "tiny"
-MODEL = "m"
-
-
-@dataclass(frozen=True)
-class Setup:
-    device: torch.device
-    scratch: Path
-    rows: Path
-    is_quick: bool
-
-    def emit(self, **row: Any) -> None:
-        """A row of this part's table, at once on disk."""
-        print(json.dumps(row), flush=True)
-        with self.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def shape(self) -> str:
-        return QUICK_SHAPE if self.is_quick else SHAPE
-
-    def seconds(self, function: Callable[[], object], rounds: int, warm_up: int = 3) -> float:
-        """Median of one call; on CUDA of so many launched together."""
-        for _ in range(warm_up):
-            function()
-        if not self.on_cuda:
-            return statistics.median(self._timed(function) for _ in range(rounds))
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(rounds):
-            function()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / rounds
-
-    def _timed(self, function: Callable[[], object]) -> float:
-        started_s = time.perf_counter()
-        function()
-        return time.perf_counter() - started_s
+HEADS = (Heads(32, 8, 128), Heads(32, 32, 128), Heads(32, 2, 128), Heads(4, 2, 64))
+"""Of the 8B shape, Llama 2's, GLM-4's, and a small model's."""
 
 
 def rates(setup: Setup) -> None:
@@ -112,6 +73,14 @@ def machine(setup: Setup) -> None:
             "device": properties.name, "processors": properties.multi_processor_count, "cuda": torch.version.cuda,
             "capability": f"{properties.major}.{properties.minor}", "GiB": round(properties.total_memory / 2**30, 1),
         }  # fmt: skip
+    memory = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
+    values |= {
+        "GiB in /dev/shm": None if memory is None else round(memory.free / 2**30, 1),
+        **{tool: shutil.which(tool) or "no" for tool in ("nvcc", "ninja", "compute-sanitizer", "ncu")},
+        "nvidia-smi": said_by(["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit",
+                               "--format=csv,noheader"]) or "no",
+        "FLASHINFER_DISABLE_JIT": os.environ.get("FLASHINFER_DISABLE_JIT", "not set"),
+    }  # fmt: skip
     for name in ("flashinfer", "flash_attn", "flash_attn.cute", "triton", "ucxx", "transformers"):
         try:
             module = __import__(name)
@@ -123,158 +92,57 @@ def machine(setup: Setup) -> None:
 
 
 def kernels(setup: Setup) -> None:
-    """Compiles what models will use, in the order of need, and says how long each took."""
+    """Loads what models will use, or compiles it, in the order of need; says what was chosen and how long each took."""
     device, dtype = setup.device, torch.bfloat16
 
-    def timed(what: str, function: Callable[[], str]) -> None:
+    def timed(what: str, function: Callable[[], dict[str, str]]) -> None:
         started_s = time.perf_counter()
         found = function()
-        setup.emit(what=what, chosen=found, seconds=round(time.perf_counter() - started_s, 1))
+        setup.emit(what=what, **found, seconds=round(time.perf_counter() - started_s, 1), why=setup.why)
 
-    timed("norms, rotations, gates", lambda: type(choose_ops(device, dtype, 128)).__name__)
-    for heads in (Heads(32, 8, 128), Heads(32, 32, 128), Heads(4, 2, 64)):
-        layout = BatchLayout(*_one_row(), 128, dtype, device, (), heads)  # type: ignore[arg-type]
+    timed("norms, rotations, gates", lambda: {"ops": type(choose_ops(device, dtype, 128)).__name__})
+    for heads in HEADS:
+        backend = next(b for b in choose_backends(device) if b.facts.runs(heads.dim, "bfloat16"))
+        what = f"{heads.queries} heads over {heads.keys} of {heads.dim}"
+        timed(what, functools.partial(chosen, backend, heads, dtype, device))
 
-        def prepared(layout: BatchLayout = layout) -> str:
-            backend = choose_backends(device)[0]
-            metadata = backend.prepare(layout)
-            return f"{backend.facts.name}: {type(metadata).__name__.strip('_')}"
+    def float8() -> dict[str, str]:
+        product = scaled_product_of(device, dtype)
+        return {"float8": "widened" if product is None else product.__name__.strip("_")}
 
-        timed(f"decode of {heads.queries} heads over {heads.keys} of {heads.dim}", prepared)
-
-
-def _one_row() -> tuple[Any, Any, Any]:
-    import numpy as np
-
-    return np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 1), np.int32)
+    timed("products of float8", float8)
 
 
 def checkpoint(setup: Setup) -> None:
     """Random weights of the shape, for the other parts."""
-    from bench.coserving.testbed import SHAPES, make_checkpoint
-
     started_s = time.perf_counter()
-    path = make_checkpoint(setup.scratch / "model", SHAPES[setup.shape], device=setup.device.type)
+    path = setup.checkpoint("model", QUICK_SHAPE if setup.is_quick else SHAPE)
     num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    setup.emit(shape=setup.shape, GB=num_bytes / 1e9, seconds=round(time.perf_counter() - started_s, 1))
-
-
-class Runner:
-    """An executor with one model, and sequences of it by hand."""
-
-    def __init__(
-        self, setup: Setup, pool_tokens: int, num_rows: int, *, quantization: str = "", host: bool = False
-    ) -> None:
-        started_s = time.perf_counter()
-        spec = ModelSpec(MODEL, str(setup.scratch / "model"), quantization=quantization)
-        if setup.is_quick:
-            torch.set_num_threads(1)
-        self.setup = setup
-        block_bytes, block_size = self._block(spec)
-        merged_bytes = choose_merged_bytes([block_bytes])
-        num_merged = -(-pool_tokens // block_size) // (merged_bytes // block_bytes) + 1
-        self.executor = Executor(setup.device, num_merged, merged_bytes, num_rows,
-                                 num_host_merged=num_merged if host else 0)  # fmt: skip
-        prepared = self.executor.prepare_model(spec)
-        self.model = prepared.model
-        self.weight_bytes = _weight_bytes(setup.scratch / "model")
-        self.num_graphs = 0 if prepared.graphs is None else prepared.graphs.num_captured
-        self.attention = prepared.backend.facts.name
-        self.shape: ModelShape = self.executor.add_model(prepared)
-        self.load_s = time.perf_counter() - started_s
-        self._num_blocks = num_merged * self.shape.blocks_per_merged
-        self._free = iter(range(self._num_blocks))
-        self._step_id = 0
-
-    def _block(self, spec: ModelSpec) -> tuple[int, int]:
-        """Bytes and tokens of a KV block."""
-        shape = describe(Path(spec.source))
-        facts = next(b.facts for b in choose_backends(self.setup.device) if b.facts.runs(shape.head_dim, shape.dtype))
-        block_size = facts.block_sizes[0]
-        return shape.kv_geometry(shape.dtype).block_bytes(block_size), block_size
-
-    def close(self) -> None:
-        self.executor.close()
-
-    def sequence(self, row: int, num_prompt: int, num_more: int, **sampling: Any) -> NewSequence:
-        """With blocks for what it will have."""
-        tokens = [3 + (7 * row + i) % 250 for i in range(num_prompt)]
-        num_blocks = -(-(num_prompt + num_more) // self.shape.block_size)
-        params = SamplingParams(**{"max_tokens": 1 << 30, "temperature": 0.0} | sampling)
-        return NewSequence(row, pack_tokens(tokens), num_prompt, params, [next(self._free) for _ in range(num_blocks)])
-
-    def plan(
-        self, rows: list[int], starts: list[int], counts: list[int], new: list[NewSequence], **fields: Any
-    ) -> StepPlan:
-        self._step_id += 1
-        return StepPlan(
-            step_id=self._step_id, model=MODEL, rows=rows, starts=starts, counts=counts, samples=[True] * len(rows),
-            new_sequences=new, new_blocks=[], **fields,
-        )  # fmt: skip
-
-    def run(self, plan: StepPlan) -> StepResult:
-        result = self.executor.execute(plan)
-        if result.error:
-            raise RuntimeError(result.error)
-        return result
-
-    def fill(self, rows: list[int], context: int, num_more: int, **sampling: Any) -> None:
-        """Sequences with `context` tokens in the cache; those from before are over."""
-        self._free = iter(range(self._num_blocks))
-        most = 512 if self.setup.is_quick else 8192
-        new = [self.sequence(row, context, num_more, **sampling) for row in rows]
-        for begin in range(0, len(rows), max(1, most // context)):
-            part = rows[begin : begin + max(1, most // context)]
-            chosen = new[begin : begin + len(part)]
-            self.run(self.plan(part, [0] * len(part), [context] * len(part), chosen))
-
-    def decode_s(self, rows: list[int], context: int, num_steps: int) -> float:
-        """Of one of so many steps, launched and collected as an engine does."""
-        in_flight = 2 if self.setup.on_cuda else 1
-
-        def plans() -> Iterator[StepPlan]:
-            for step in range(num_steps):
-                yield self.plan(rows, [context + step] * len(rows), [1] * len(rows), [])
-
-        def collect() -> None:
-            result = self.executor.collect()
-            if result.error:
-                raise RuntimeError(result.error)
-
-        started_s = time.perf_counter()
-        for plan in plans():
-            if self.executor.num_in_flight == in_flight:
-                collect()
-            self.executor.launch(plan)
-        while self.executor.num_in_flight:
-            collect()
-        return (time.perf_counter() - started_s) / num_steps
-
-
-def _weight_bytes(path: Path) -> int:
-    """That a step reads: a tied embedding once, as the head."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    setup.emit(
+        shape=QUICK_SHAPE if setup.is_quick else SHAPE, GB=num_bytes / 1e9,
+        seconds=round(time.perf_counter() - started_s, 1),
+    )  # fmt: skip
 
 
 def decode(setup: Setup, quantization: str = "") -> None:
     """Step times at several batch sizes over those of reading weights and KV once at the measured rate of copies."""
     batches, context, steps = ([1, 4, 8], 64, 6) if setup.is_quick else ([1, 8, 64, 256], 1024, 60)
-    runner = Runner(setup, max(batches) * (context + 3 * steps + 256), max(batches), quantization=quantization)
+    pool_tokens = max(batches) * (context + 3 * steps + 256)
+    runner = Runner.of(setup, pool_tokens, max(batches), quantization=quantization)
     shape = describe(setup.scratch / "model")
     kv_bytes = shape.kv_geometry(shape.dtype).block_bytes(1)
     rate = _rate(setup, "copy")
-    setup.emit(
-        weights_GB=runner.weight_bytes / 1e9, loaded_s=round(runner.load_s, 1), graphs=runner.num_graphs,
-        attention=runner.attention, ops=type(choose_ops(setup.device, torch.bfloat16, shape.head_dim)).__name__,
-    )  # fmt: skip
+    loaded = {"weights_GB": runner.weight_bytes / 1e9, "loaded_s": round(runner.load_s, 1)}
+    if not setup.is_measured(**runner.choices()):
+        setup.emit(**loaded, **runner.choices())
     kinds: list[tuple[str, dict[str, Any]]] = [("greedy", {})]
     if not quantization:
         kinds.append(("top_p 0.95", {"temperature": 0.8, "top_p": 0.95}))
-    for batch in batches:
-        rows = list(range(batch))
-        for kind, sampling in kinds:
-            if sampling and batch == batches[1]:
+    for kind, sampling in kinds:
+        for batch in batches:
+            if (sampling and batch == batches[1]) or setup.is_measured(batch=batch, sampling=kind):
                 continue
+            rows = list(range(batch))
             runner.fill(rows, context, 3 * steps, **sampling)
             runner.decode_s(rows, context, steps // 2)
             step_s = runner.decode_s(rows, context + steps // 2, steps)
@@ -291,6 +159,7 @@ def decode(setup: Setup, quantization: str = "") -> None:
 
 def _profile(setup: Setup, runner: Runner, context: int) -> None:
     """Where the time of a step of one sequence goes: kernels by time."""
+    runner.fill([0], context, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         runner.decode_s([0], context, 5)
     found = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:12]
@@ -303,37 +172,38 @@ def decode_fp8(setup: Setup) -> None:
 
 
 def prefill(setup: Setup) -> None:
-    """A prompt in one step, over the time of its matrix products and attention at the measured rate of products."""
+    """A prompt in one step, over the time of its products and attention at the measured rate of products; and what
+    its first use costs, as kernels may be planned and memory be found for each new shape."""
     lengths = [128, 256] if setup.is_quick else [2048, 8192]
     rounds = 3 if setup.is_quick else 6
-    runner = Runner(setup, 2 * len(lengths) * max(lengths), 8)
+    runner = Runner.of(setup, 2 * len(lengths) * max(lengths), 8)
     shape = describe(setup.scratch / "model")
     config = json.loads((setup.scratch / "model/config.json").read_text())
     head = config["vocab_size"] * config["hidden_size"]
     num_weights = runner.weight_bytes / 2 - head  # the embedding is looked up; the head computes one token
     rate = _rate(setup, "product")
     for row, length in enumerate(lengths):
+        if setup.is_measured(tokens=length):
+            continue
         new = runner.sequence(row, length, 1)
-        plans = [runner.plan([row], [0], [length], [new] if i == 0 else []) for i in range(rounds + 2)]
-        for plan in plans[:2]:
-            runner.run(plan)
-        started_s = time.perf_counter()
-        for plan in plans[2:]:
-            runner.run(plan)
-        step_s = (time.perf_counter() - started_s) / rounds
+        first_s = runner.run_s(runner.plan([row], [0], [length], [new]))
+        runner.run(runner.plan([row], [0], [length], []))
+        step_s = statistics.median(runner.run_s(runner.plan([row], [0], [length], [])) for _ in range(rounds))
         width = config["num_attention_heads"] * shape.head_dim
         operations = 2 * num_weights * length + 2 * head + 2 * shape.num_layers * width * length**2
         setup.emit(
-            tokens=length, step_ms=1e3 * step_s, tokens_per_s=length / step_s, TFLOP_per_s=operations / step_s / 1e12,
-            share_of_products=operations / rate / step_s, attention=runner.attention,
+            tokens=length, first_ms=1e3 * first_s, step_ms=1e3 * step_s, tokens_per_s=length / step_s,
+            TFLOP_per_s=operations / step_s / 1e12, share_of_products=operations / rate / step_s,
         )  # fmt: skip
+    if not setup.is_measured(**runner.choices()):
+        setup.emit(**runner.choices())
     runner.close()
 
 
 def safepoints(setup: Setup) -> None:
     """What safepoints cost a step (A B B A), and how long after an interrupt it has left the device."""
     length, pairs, reactions = (256, 4, 4) if setup.is_quick else (4096, 10, 12)
-    runner = Runner(setup, 4 * length, 4)
+    runner = Runner.of(setup, 4 * length, 4)
     every = runner.executor._models[MODEL].layers_per_safepoint
     new = [runner.sequence(0, length, 1)]
 
@@ -341,9 +211,7 @@ def safepoints(setup: Setup) -> None:
         nonlocal new
         plan = runner.plan([0], [0], [length], new, is_interruptible=is_interruptible)
         new = []
-        started_s = time.perf_counter()
-        runner.run(plan)
-        return time.perf_counter() - started_s
+        return runner.run_s(plan)
 
     for kind in (False, True, True, False):
         step_s(kind)
@@ -389,27 +257,95 @@ def safepoints(setup: Setup) -> None:
 def copies(setup: Setup) -> None:
     """Checkpoints of KV blocks to the host's memory and back, beside nothing else."""
     num_blocks = 8 if setup.is_quick else 128
-    runner = Runner(setup, 2 * num_blocks * 128, 4, host=True)
-    block_bytes = runner.executor.block_rows(MODEL, on_host=False).shape[1]
-    num_blocks = min(num_blocks, len(runner.executor.block_rows(MODEL, on_host=True)))
-    blocks = list(range(num_blocks))
-    runner.executor.claim_blocks(MODEL, blocks)
-    done = threading.Event()
-    runner.executor.on_copy_finished(done.set)
+    runner = Runner.of(setup, 2 * num_blocks * 128, 4, host=True)
+    copying = Copying(runner, num_blocks)
     for kind in (CopyKind.CHECKPOINT, CopyKind.RESTORE):
         times = []
-        for number in range(4):
-            done.clear()
+        for _ in range(4):
             started_s = time.perf_counter()
-            runner.executor.start_copy(KvCopy(number, kind, MODEL, blocks, blocks))
-            if not done.wait(60):
-                raise RuntimeError("a copy did not end within 60 s")
+            copying.start(kind)
+            copying.finish()
             times.append(time.perf_counter() - started_s)
-            ((_, is_ok),) = runner.executor.finished_copies()
+        rate = copying.num_bytes / statistics.median(times[1:]) / 1e9
+        block_bytes = copying.num_bytes / len(copying.blocks)
+        setup.emit(what=str(kind), blocks=len(copying.blocks), block_MiB=block_bytes / 2**20, GB_per_s=rate)
+    runner.close()
+
+
+class Copying:
+    """Copies of the same blocks, one after the other. Raises `RuntimeError` where one fails."""
+
+    TIMEOUT_S = 60.0
+
+    def __init__(self, runner: Runner, num_blocks: int) -> None:
+        """Of the pool's last blocks, which the first sequences do not have."""
+        executor = self._executor = runner.executor
+        block_rows, host_rows = (executor.block_rows(MODEL, on_host=on_host) for on_host in (False, True))
+        num_blocks = min(num_blocks, len(host_rows))
+        self.blocks = list(range(len(block_rows) - num_blocks, len(block_rows)))
+        self._host_blocks = list(range(num_blocks))
+        assert isinstance(block_rows, torch.Tensor)
+        self.num_bytes = num_blocks * block_rows.shape[1]
+        self.num_done = self._num_started = 0
+        self._done = threading.Event()
+        executor.claim_blocks(MODEL, self.blocks)
+        executor.on_copy_finished(self._done.set)
+
+    def start(self, kind: CopyKind = CopyKind.CHECKPOINT) -> None:
+        self._done.clear()
+        self._num_started += 1
+        self._executor.start_copy(KvCopy(self._num_started, kind, MODEL, self.blocks, self._host_blocks))
+
+    def go_on(self) -> None:
+        """Starts the next one where the last has ended."""
+        self._take()
+        if self.num_done == self._num_started:
+            self.start()
+
+    def finish(self) -> None:
+        while self.num_done < self._num_started:
+            if not self._done.wait(self.TIMEOUT_S):
+                raise RuntimeError(f"a copy did not end within {self.TIMEOUT_S:.0f} s")
+            self._take()
+
+    def _take(self) -> None:
+        for number, is_ok in self._executor.finished_copies():
             if not is_ok:
-                raise RuntimeError(f"a {kind} failed")
-        rate = num_blocks * block_bytes / statistics.median(times[1:]) / 1e9
-        setup.emit(what=str(kind), blocks=num_blocks, block_MiB=block_bytes / 2**20, GB_per_s=rate)
+                raise RuntimeError(f"copy {number} failed")
+            self.num_done += 1
+
+
+def copies_beside(setup: Setup) -> None:
+    """Decode steps while checkpoints of KV blocks go to the host without pause, over those beside nothing (A B B A): more
+    than an engine does, which copies what is new."""
+    batch, context, steps, rounds, num_blocks = (8, 64, 8, 3, 4) if setup.is_quick else (64, 1024, 40, 8, 32)
+    runner = Runner.of(setup, batch * (context + steps + 128) + 2 * num_blocks * 128, batch, host=True)
+    copying = Copying(runner, num_blocks)
+    rows = list(range(batch))
+    runner.fill(rows, context, steps)
+    copied_s = 0.0
+
+    def step_s(is_copying: bool) -> float:
+        nonlocal copied_s
+        found = runner.decode_s(rows, context, steps, copying.go_on if is_copying else lambda: None)
+        copying.finish()
+        copied_s += found * steps if is_copying else 0.0
+        return found
+
+    for kind in (False, True):
+        step_s(kind)
+    copying_before, copied_s = copying.num_done, 0.0
+    ratios, plain = [], []
+    for _ in range(rounds):
+        a, b, c, d = (step_s(kind) for kind in (False, True, True, False))
+        ratios.append((b + c) / (a + d))
+        plain += [a, d]
+    num_bytes = (copying.num_done - copying_before) * copying.num_bytes
+    ratio = statistics.median(ratios)
+    setup.emit(
+        batch=batch, context=context, step_ms=1e3 * statistics.median(plain), overhead_percent=100 * (ratio - 1),
+        copied_GB_per_s=num_bytes / copied_s / 1e9, **runner.choices(),
+    )  # fmt: skip
     runner.close()
 
 
@@ -450,19 +386,16 @@ def sampling(setup: Setup) -> None:
 
 
 def _rate(setup: Setup, what: str) -> float:
-    """Bytes or operations per second that `rates` has measured in this run."""
+    """Bytes or operations per second that `rates` has measured on this card."""
     factor = {"copy": 1e9, "product": 1e12}[what]
-    values = [
-        row["value"] for row in map(json.loads, (setup.rows.parent / "rates.jsonl").read_text().splitlines())
-        if row["what"].startswith(what)
-    ]  # fmt: skip
-    return factor * max(values)
+    return factor * max(float(row["value"]) for row in setup.rows_of("rates") if row["what"].startswith(what))
 
 
 PARTS: dict[str, Callable[[Setup], None]] = {
     function.__name__: function
     for function in (
-        machine, rates, kernels, checkpoint, decode, decode_fp8, prefill, safepoints, copies, products, sampling,
+        machine, rates, kernels, checkpoint, equality, sanitizer, decode, decode_fp8, prefill, safepoints, copies,
+        copies_beside, products, sampling, shapes, cuda_ipc,
     )
 }  # fmt: skip
 
@@ -472,10 +405,17 @@ def main() -> int:
     parser.add_argument("name", choices=PARTS)
     parser.add_argument("--device", required=True)
     parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, required=True)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    PARTS[options.name](Setup(torch.device(options.device), options.scratch, options.rows, options.quick))
+    rows = options.scratch / f"{options.name}.jsonl"
+    ends_s = time.monotonic() + options.limit_s
+    setup = Setup(torch.device(options.device), options.scratch, rows, options.quick, ends_s)
+    try:
+        PARTS[options.name](setup)
+    except LeftOut as error:
+        setup.emit(left_out=str(error))
+        return LEFT_OUT_STATUS
     return 0
 
 

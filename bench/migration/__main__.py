@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import tempfile
 import time
@@ -13,26 +12,23 @@ from pathlib import Path
 import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
-from bench.devices import add_device_option, environments, gpu_names
+from bench.devices import add_device_option, environments, gpu_names, kv_block
 from bench.migration.experiments import EXPERIMENTS, Setup
 from bench.migration.pair import Affinity
 from bench.reporting import judged, machine, table_of, write
-from services.worker.executor import Executor
 from shared.engine.memory.slab import choose_merged_bytes
-from shared.messages.cluster import ModelSpec
 
 
 def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
-    """A Llama of the shape, with random weights and room for the longest request."""
+    """A Llama of the shape, with random weights and room for the longest request, unless there is one already."""
     longest = max(arguments.lengths)
     shape = {**SHAPES[arguments.model], "max_position_embeddings": longest + 8192}
-    make_checkpoint(folder, shape, device=arguments.device[0])
-    prepared = Executor(arguments.device[0], 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
-    block_size, block_bytes = prepared.block_size, prepared.model.kv_shape(prepared.block_size).block_bytes
-    del prepared
-    if arguments.ends[0]:
-        gc.collect()
-        torch.cuda.empty_cache()  # the instances need the memory
+    if arguments.checkpoint is None:
+        make_checkpoint(folder, shape, device=arguments.device[0])
+        if arguments.ends[0]:
+            torch.cuda.empty_cache()  # the instances need the memory
+    folder = arguments.checkpoint or folder
+    block_bytes, block_size = kv_block(folder, torch.device(arguments.device[0]))
     merged_bytes = choose_merged_bytes([block_bytes])
     pool_tokens = 3 * longest + 16384
     num_merged = -(-pool_tokens // block_size) // (merged_bytes // block_bytes) + 1
@@ -57,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.migration")
     parser.add_argument("experiments", nargs="*", metavar="|".join(EXPERIMENTS))
     parser.add_argument("--model", default="135m", choices=sorted(SHAPES))
+    parser.add_argument("--checkpoint", type=Path, help="of that shape, to be used instead of one that is made")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192], metavar="TOKENS")
     parser.add_argument("--moves", type=int, default=12, help="of each length")
     parser.add_argument("--seed", type=int, default=1)

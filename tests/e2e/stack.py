@@ -69,7 +69,7 @@ class Stack:
         self.models = models
         self._environment = {
             **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
             "TIDEWAY_NATS_URL": self.nats.url,
             "TIDEWAY_MODELS": json.dumps([{"name": name, "source": source} for name, source in models.items()]),
             "TIDEWAY_NUM_INSTANCES": str(num_instances),
