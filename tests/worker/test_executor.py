@@ -474,11 +474,11 @@ def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoin
 
 
 @pytest.mark.usefixtures("torch_alone")
-@pytest.mark.parametrize(("most", "tried"), [(4, [16, 8, 4]), (3, [16, 8, 4, 2]), (0, [16, 8, 4, 2, 1])])
+@pytest.mark.parametrize(("most", "tried"), [(8, [16, 8, 4]), (4, [16, 8, 4]), (3, [16, 8, 4]), (0, [16, 8, 4])])
 def test_where_a_graph_cannot_be_captured_steps_run_without(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], most: int, tried: list[int]
 ) -> None:
-    """Smaller ones may still be: of half as many rows or less."""
+    """Smaller ones may still be: of half as many rows or less, until three were tried in vain."""
     sizes: list[int] = []
 
     def capture(function: Callable[[], Any]) -> tuple[Any, Replayable]:
@@ -492,7 +492,7 @@ def test_where_a_graph_cannot_be_captured_steps_run_without(
     backend = StaticTorchBackend(torch.device("cpu"))
     executor._backends = [backend]
     driver = Driver(executor, load(executor, checkpoints["llama"]), range(4))
-    assert list(dict.fromkeys(sizes))[: len(tried)] == tried
+    assert list(dict.fromkeys(sizes))[: len(tried)] == tried and (most > 3 or sizes[-1] == 4)
     rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
     driver.step([(row, len(row.tokens)) for row in rows])
     driver.decode(rows, 2)
@@ -500,7 +500,7 @@ def test_where_a_graph_cannot_be_captured_steps_run_without(
     assert [row.output for row in rows] == [
         tokens[: len(row.output)] for row, tokens in zip(rows, expected["llama"], strict=True)
     ]
-    replayed = {4: {4, 1}, 3: {1}, 0: set()}[most]
+    replayed = {8: {4, 1}, 4: {4, 1}, 3: set(), 0: set()}[most]
     assert set(backend.filled) == replayed
 
 
