@@ -281,6 +281,7 @@ class Engine:
             self._high_priority_load,
             self.planner.last_limits.max_tokens,
             0.0 if now is None else self.steps.online_wait_s(now),
+            self._objectives[0],
         )
 
     def check(self) -> None:

@@ -62,6 +62,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Decode steps."""
     prompts_s: float = 0.0
     """Before the prompt of one more online request is begun."""
+    ttft_s: float = 0.0
+    """Objective of a first token."""
 
 
 class _Totals:
@@ -152,10 +154,12 @@ def instance_load(
     high_priority_load: float,
     max_step_tokens: int,
     steps_s: float,
+    ttft_s: float = 0.0,
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
     pool that is used beside requests of high priority; 0: from the cost models. `max_step_tokens`: limit of the step planned
-    last. `steps_s`: until the steps in flight end that an online request would wait for."""
+    last. `steps_s`: until the steps in flight end that an online request would wait for. `ttft_s`: objective where neither
+    request nor model names one; 0: none."""
     totals, pool = _Totals(memory.queues), memory.pool
     models = []
     for queue in memory.queues.values():
@@ -198,6 +202,7 @@ def instance_load(
         next_migration_model=next_model,
         running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
+        ttft_s=ttft_s,
     )
 
 

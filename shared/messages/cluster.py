@@ -247,6 +247,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     prompts of those that are here; 0 without a cost model."""
     next_migration_model: str = ""
     """Of the request that `next_migration_tokens` is about."""
+    ttft_s: Seconds = 0.0
+    """Objective of a first token where neither request nor model names one; 0: not said."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,14 @@
-"""How many instances there should be: keeps each model's mean freeness within bounds (Llumnix, OSDI'24, section 4.4.3).
+"""How many instances there should be: keeps each model's mean freeness within bounds (Llumnix, OSDI'24, section 4.4.3), and
+the time that its prompts take and wait.
 
-    mean freeness of a model < low                                  for a period -> one more instance
-    mean freeness of every model, with one instance less, >= high   for a period -> drain the one with fewest requests
-    demand while an instance is being drained                       for a period -> keep that one after all
+    one more    for a period       mean freeness of a model < low,
+                                or its prompts wait for longer than the objective of a first token,
+                                or they take more than `MOST_WORK` of its instances' time,
+                                or a batch of it will miss its deadline
+    one less    for a period       with one instance less, for every model: mean freeness >= high, prompts wait for at most
+                                `SPARE_LATE` of the objective and take at most `SPARE_WORK`, and all batches are in time:
+                                the one with fewest requests is drained
+    kept        for a period       demand while an instance is being drained: that one stays after all
 
 Freeness is in decode steps until the KV pool is full, as a normal request sees it. The mean of a model is over the
 instances that serve it. An idle instance, whose freeness has no bound, counts `IDLE_BOUNDS` times `high`, as does whatever
@@ -12,16 +18,18 @@ Where requests of a model wait before they reach any instance, its freeness does
 something other than memory. A model that nobody serves is not free: nothing is drained beside it. (It asks for nothing
 either: why nobody serves it, one more instance rarely mends. Nor does a model that is to be on so many instances and is.)
 
-One thing at a time: nothing is decided while an instance comes or goes, and for a settling time after, so that what is
-measured is the effect of what was done. At a constant load that cannot go to and fro, because an instance leaves only
-where the rest stays above `high`, and `low` is less.
+As many come at once as what is known of the load asks for, up to `MAX_GROWTH` times those that there are. One thing at a
+time: nothing is decided while an instance comes or goes, and for a settling time after, so that what is measured is the
+effect of what was done. At a constant load that cannot go to and fro, because an instance leaves only where the rest stays
+within bounds that are narrower than those for one more. What no bound sees is learnt: an instance that was missed soon after
+it had left is kept for `HOLD_S`, and for twice as long each time that this happens again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.policies.virtual_usage import left_of
@@ -32,6 +40,18 @@ CARRY_OUT_S = 600.0
 as failed."""
 RETRY_S = 30.0
 """After an attempt that was refused or failed."""
+
+MOST_WORK, SPARE_WORK = 0.7, 0.5
+"""Of an instance's time, that prompts take: above the first there are too few; with one less at most the second. Decodes
+need the rest."""
+SPARE_LATE = 0.5
+SPARE_PRESSURE = 0.8
+"""Of the time that batches have left, what they need with one instance less."""
+MAX_GROWTH = 4
+
+REGRET_S = 120.0
+"""Who asks for one more so soon after one less left too early."""
+HOLD_S, MAX_HOLD_S = 600.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,8 @@ class Member(NamedTuple):
     """Online ones that it has."""
     pool_tokens: float
     """What its whole KV pool holds."""
+    late: float = 0.0
+    """Predicted time until the prompt of one more request would be begun, over the objective of a first token."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +101,15 @@ class Fleet:
     unserved: Collection[str] = ()
     """Models that should be served and are not."""
     queued: Collection[str] = ()
-    """Models of which online requests wait for an instance to take them."""
+    """Models of which online requests wait for an instance to take them; a mapping says how many."""
     settled: Collection[str] = ()
     """Models that are on as many instances as they are to be: they would not be on one more."""
     failed: Collection[str] = ()
     """Instances that serve nothing and are not about to: their models cannot be loaded."""
+    work: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of prompts that come each second, of each model; those that wait for an instance in it."""
+    pressure: Mapping[str, float] = field(default_factory=dict)
+    """Time that the batches of a model need at the present rate, over the time that they have."""
 
 
 class Grow(NamedTuple):
@@ -125,6 +151,27 @@ def mean_without(members: Collection[Member], leaving: Member, cap: float) -> fl
     return _mean([min((_free_tokens(m) - used) / max(1.0, m.num_running + num_running), cap) for m in others])
 
 
+def work_of(model: str, serving: Mapping[str, Sequence[Member]], work: Mapping[str, float], num_less: int = 0) -> float:
+    """Share of the time of the model's instances that prompts of all models there take, were there `num_less` fewer."""
+    on_each = {name: work.get(name, 0.0) / max(1, len(members) - num_less) for name, members in serving.items()}
+    return _mean([sum(on_each[name] for name in member.models) for member in serving[model]])
+
+
+def num_wanted(members: Sequence[Member], num_queued: int, low: float) -> int:
+    """Instances on which the requests that there are, and those that wait and are as large, have a freeness of `low`; 0: not
+    known."""
+    used = sum(member.pool_tokens - _free_tokens(member) for member in members)
+    num_requests = sum(member.num_requests for member in members)
+    used += num_queued * used / max(1, num_requests)
+    num_requests += num_queued
+    pool_tokens = _mean([member.pool_tokens for member in members])
+    if not (math.isfinite(used) and pool_tokens > low):
+        return 0
+    wanted = math.ceil((used + low * num_requests) / pool_tokens)
+    # Where there are more instances than requests, each has to hold one.
+    return wanted if wanted <= num_requests else max(num_requests, math.ceil(used / (pool_tokens - low)))
+
+
 def _free_tokens(member: Member) -> float:
     return left_of(member.pool_tokens, member.freeness, member.num_running)
 
@@ -153,6 +200,12 @@ class Autoscaling:
         """When instances that serve nothing yet were first and last seen so."""
         self._attempt: _Attempt | None = None
         self._quiet_until_s = -math.inf
+        self._is_refused = False
+        """The last attempt: what is asked for next is one more."""
+        self._shrunk_s = -math.inf
+        """When an instance last left."""
+        self._hold_s = HOLD_S
+        self._held_until_s = -math.inf
 
     @property
     def attempt(self) -> Decision | None:
@@ -162,6 +215,7 @@ class Autoscaling:
     def refused(self, now: float) -> None:
         """What was decided last cannot be done."""
         if self._attempt is not None:
+            self._is_refused = True
             self._end_attempt(now, RETRY_S)
 
     def decide(self, fleet: Fleet, now: float) -> Decision | None:
@@ -174,15 +228,20 @@ class Autoscaling:
             self._forget()
             return None
         num_active = len(fleet.members) + len(fleet.starting)
-        is_short = self._is_short(fleet, num_active, now)
+        short = self._short(fleet, num_active, now)
         if isinstance(attempt, Shrink):
-            if is_short and fleet.leaving:
+            if short and fleet.leaving:
+                self._regret(now)
                 return self._begin(Keep(min(fleet.leaving)), len(fleet.members) + 1, now)
             return None
-        if is_short:
+        if short:
+            if now < self._shrunk_s + REGRET_S:
+                self._regret(now)
             num_useless = len(fleet.starting) + len(fleet.failed)
-            wanted = max(len(fleet.members) + num_useless + 1, self.bounds.min_instances)
-            if not self.bounds.max_instances or wanted <= self.bounds.max_instances:
+            wanted = max(len(fleet.members) + num_useless + self._num_more(fleet, short), self.bounds.min_instances)
+            if self.bounds.max_instances:
+                wanted = min(wanted, self.bounds.max_instances)
+            if wanted > len(fleet.members) + num_useless:
                 return self._begin(Grow(wanted), wanted - num_useless, now)
             return None
         if (spare := self._spare(fleet, num_active, now)) is not None:
@@ -205,14 +264,22 @@ class Autoscaling:
         else:
             is_done = len(fleet.members) >= num_instances
         if is_done:
+            self._is_refused = False
+            self._shrunk_s = now if isinstance(decision, Shrink) else self._shrunk_s
             self._end_attempt(now, self.bounds.settle_s)
         elif now >= begun_s + CARRY_OUT_S:
+            self._is_refused = True
             self._end_attempt(now, RETRY_S)
 
     def _end_attempt(self, now: float, quiet_s: float) -> None:
         self._forget()
         self._attempt = None
         self._quiet_until_s = now + quiet_s
+
+    def _regret(self, now: float) -> None:
+        """What left, or was to, is missed."""
+        self._held_until_s, self._shrunk_s = now + self._hold_s, -math.inf
+        self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s)
 
     def _forget(self) -> None:
         """What was measured does not hold any more."""
@@ -228,25 +295,51 @@ class Autoscaling:
 
     # ------------------------------------------------------------------------------------------ measurements
 
-    def _is_short(self, fleet: Fleet, num_active: int, now: float) -> bool:
-        """Whether more has been needed for a period."""
+    def _short(self, fleet: Fleet, num_active: int, now: float) -> list[str]:
+        """Models of which more has been needed for a period."""
         serving = _by_model(fleet.members)
-        short = {m for m, members in serving.items() if mean_freeness(members, self._cap) < self.bounds.low}
-        short |= serving.keys() & set(fleet.queued)
+        short = {model for model, members in serving.items() if self._lacks(model, members, serving, fleet)}
         short -= set(fleet.settled)
         if num_active < self.bounds.min_instances:
             short.add("")
         self._short_since = {model: self._short_since.get(model, now) for model in short}
-        return any(now >= since + self.bounds.period_s for since in self._short_since.values())
+        return [model for model, since in self._short_since.items() if now >= since + self.bounds.period_s]
+
+    def _lacks(
+        self, model: str, members: Sequence[Member], serving: Mapping[str, Sequence[Member]], fleet: Fleet
+    ) -> bool:
+        return (
+            mean_freeness(members, self._cap) < self.bounds.low
+            or model in fleet.queued
+            or _mean([member.late for member in members]) > 1.0
+            or work_of(model, serving, fleet.work) > MOST_WORK
+            or fleet.pressure.get(model, 0.0) > 1.0
+        )
+
+    def _num_more(self, fleet: Fleet, short: Collection[str]) -> int:
+        """Instances: as many as the model asks for that lacks most."""
+        if self._is_refused:
+            return 1
+        serving, most = _by_model(fleet.members), 1
+        for model in serving.keys() & set(short):
+            members = serving[model]
+            num_queued = fleet.queued.get(model, 0) if isinstance(fleet.queued, Mapping) else int(model in fleet.queued)
+            times = max(work_of(model, serving, fleet.work) / MOST_WORK, fleet.pressure.get(model, 0.0))
+            wanted = max(
+                math.ceil(len(members) * min(times, MAX_GROWTH)), num_wanted(members, num_queued, self.bounds.low)
+            )
+            most = max(most, min(wanted, MAX_GROWTH * len(members)) - len(members))
+        return most
 
     def _spare(self, fleet: Fleet, num_active: int, now: float) -> str | None:
         """An instance that could have been done without for a period."""
         found = None
-        if num_active > self.bounds.min_instances and not self._short_since and not fleet.unserved:
+        may_go = num_active > self.bounds.min_instances and now >= self._held_until_s
+        if may_go and not self._short_since and not fleet.unserved:
             serving = _by_model(fleet.members)
             by_id = sorted(fleet.members, key=lambda m: m.instance_id, reverse=True)
             for member in sorted(by_id, key=lambda m: m.num_requests):
-                if all(mean_without(serving[model], member, self._cap) >= self.bounds.high for model in member.models):
+                if all(self._is_spare(model, member, serving, fleet) for model in member.models):
                     found = member.instance_id
                     break
         if found is None:
@@ -254,6 +347,16 @@ class Autoscaling:
             return None
         self._spare_since = now if self._spare_since is None else self._spare_since
         return found if now >= self._spare_since + self.bounds.period_s else None
+
+    def _is_spare(self, model: str, member: Member, serving: Mapping[str, Sequence[Member]], fleet: Fleet) -> bool:
+        members = serving[model]
+        num_left = len(members) - 1
+        return (
+            mean_without(members, member, self._cap) >= self.bounds.high
+            and sum(each.late for each in members) <= SPARE_LATE * num_left
+            and work_of(model, serving, fleet.work, num_less=1) <= SPARE_WORK
+            and fleet.pressure.get(model, 0.0) * len(members) <= SPARE_PRESSURE * num_left
+        )
 
 
 def _by_model(members: Sequence[Member]) -> Mapping[str, list[Member]]:

@@ -165,7 +165,8 @@ class SchedulerCore:
 
     def look_at_scale(self, replicas: Mapping[str, int], now: float) -> None:
         queued = {lane.model: length for lane, length in self.queue.lengths().items() if lane.is_online}
-        self._actions += self.scaler.due(self.cluster, queued, now, replicas)
+        work, pressure = self.dispatcher.prompt_work(now), self.grants.pressure(now)
+        self._actions += self.scaler.due(self.cluster, queued, now, replicas, work, pressure)
 
     def on_time(self, now: float) -> None:
         for kind, name in self.life.timers.due(now):

@@ -27,7 +27,7 @@ from shared.policies.ordering import ModelView
 from shared.scheduling.candidates import CandidateIndex, CandidatesFor, Ranking, Seen
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.in_flight import InFlight, InFlightLedger, PrefixAffinity
-from shared.scheduling.queue import GlobalQueue, Head, Lane, lane_of
+from shared.scheduling.queue import GlobalQueue, Head, Lane, Outflow, lane_of
 from shared.scheduling.requests import TrackedRequest
 
 LOOKAHEAD = 16
@@ -35,6 +35,9 @@ LOOKAHEAD = 16
 sizes the head may need the largest, and must not hold up those that do not."""
 OVERDUE_S = 5.0
 """A request that fits nowhere is passed by others for so long at most."""
+WORK_WINDOW_S = 15.0
+"""In which the prompts are counted that are dispatched."""
+BACKLOG_S = 30.0
 
 
 class Dispatcher:
@@ -60,6 +63,9 @@ class Dispatcher:
         self._held_back: dict[Lane, tuple[int, int]] = {}
         """Since `picks` began: of the lane's last request that is to wait, its tokens, now and at most."""
         self._num_picked = 0
+        self._prompts_s: dict[str, Outflow] = {}
+        """Predicted, of each model's online requests that were dispatched; likewise how many these were."""
+        self._num_dispatched: dict[str, Outflow] = {}
         self._last_pick: dict[str, int] = {}
         """For each model, the number of its last pick."""
 
@@ -91,6 +97,16 @@ class Dispatcher:
                 for model in wanted.keys() & state.ready.keys():
                     room[model] += max(0, self.ranking.offline_room(model, instance_id, state))
         return {m: room[m] - self.queue.num_tokens(Lane(m, False)) if m in room else None for m in wanted}
+
+    def prompt_work(self, now: float) -> dict[str, float]:
+        """Of each model, the predicted seconds of prompts of online requests that are dispatched each second lately, and
+        those that wait here, as they are to be worked off within `BACKLOG_S`; with what caches spare them."""
+        lengths, work = self.queue.lengths(), {}
+        for model, outflow in self._prompts_s.items():
+            per_s = outflow.per_second(now)
+            mean_s = per_s / max(1e-9, self._num_dispatched[model].per_second(now))
+            work[model] = per_s + lengths.get(Lane(model, True), 0) * mean_s / BACKLOG_S
+        return work
 
     def picks(self, now: float) -> Iterator[tuple[TrackedRequest, str]]:
         """Decides on every dispatch that is possible now, best place in the queue first over all woken lanes. A request
@@ -125,7 +141,7 @@ class Dispatcher:
             for tracked in self.queue.first(lane, now, limit)[limit > 1 :]:
                 index = self.ranking.index(lane, tracked.is_high)
                 if tracked.deadline_s > now and (chosen := self._choose(tracked, index, now)) is not None:
-                    self._take(tracked, chosen)
+                    self._take(tracked, chosen, now)
                     return tracked, chosen.instance_id
                 if index.is_empty():
                     return None  # whoever has no room for this one has none for those after it
@@ -198,7 +214,7 @@ class Dispatcher:
         least = self._held_back.get(lane_of(tracked))
         return least is not None and tracked.num_tokens >= least[0] and tracked.num_tokens_at_most >= least[1]
 
-    def _take(self, tracked: TrackedRequest, chosen: Seen) -> None:
+    def _take(self, tracked: TrackedRequest, chosen: Seen, now: float) -> None:
         self.queue.remove(tracked)
         self._num_picked += 1
         instance_id, state = chosen.instance_id, chosen.state
@@ -209,6 +225,9 @@ class Dispatcher:
             tracked.model, tracked.is_online, chosen.demand_merged, chosen.prompt_s, tracked.num_tokens_at_most
         )
         self.ledger.add(tracked.request_id, instance_id, entry)
+        if tracked.is_online:
+            for outflows, amount in (self._prompts_s, entry.prompt_s), (self._num_dispatched, 1.0):
+                outflows.setdefault(tracked.model, Outflow(WORK_WINDOW_S)).count(now, amount)
         if self._affinity is not None and tracked.request is not None:
             self._affinity.record(tracked.request.public_model, tracked.request.prompt, instance_id)
         self.ranking.worsen(instance_id, state)

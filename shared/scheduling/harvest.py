@@ -100,6 +100,20 @@ class GrantBook:
                 unmet[demand.model] += demand.wanted_tokens
         return unmet
 
+    def pressure(self, now: float) -> dict[str, float]:
+        """Of each model of which batches wait for room, the time that they need at the present throughput, earliest deadline
+        first, over the time that the one which is tightest has."""
+        self._expire(now)
+        tokens_per_s, pressure, needed = self.tokens_per_s(now), dict[str, float](), Counter[str]()
+        unmet = [demand for gateway in self._gateways.values() for demand in gateway.unmet]
+        for demand in sorted(unmet, key=lambda demand: demand.slack_s):
+            rate = tokens_per_s.get(demand.model, 0.0)
+            needed[demand.model] += demand.unfinished_tokens
+            if rate > 0 and demand.slack_s > 0:
+                share = needed[demand.model] / rate / demand.slack_s
+                pressure[demand.model] = max(pressure.get(demand.model, 0.0), share)
+        return pressure
+
     def _expire(self, now: float) -> None:
         for gateway_id, gateway in list(self._gateways.items()):
             if now - gateway.asked_s > GRANT_EXPIRY_S:

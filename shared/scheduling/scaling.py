@@ -1,14 +1,14 @@
 """Autoscaling in the scheduler: the cluster's view in, calls to placement out; off unless `settings.autoscale`.
 
     check_settings(settings)                                         at the start of the process; SettingsError
-    scaler.due(cluster, queued, now, replicas)                       about once a second: the actions
+    scaler.due(cluster, queued, now, replicas, work, pressure)       about once a second: the actions
     call_of(action)                                                  the PLACEMENT_... endpoint, and what it is asked
     scaler.answered(released, now)                                   what placement said
 
 `cluster`: the ClusterView. `queued`: online requests in the global queue, per model. `replicas`: of the models that are to
-be on so many instances. What comes of an action is seen in the registry. A new leader does not know what the one before has
-begun: it measures for a period before it does anything. Placement remembers which instances it drained for scaling, and
-brings those back first when there should be more.
+be on so many instances. `work`: `Dispatcher.prompt_work`; `pressure`: `GrantBook.pressure`. What comes of an action is seen
+in the registry. A new leader does not know what the one before has begun: it measures for a period before it does anything.
+Placement remembers which instances it drained for scaling, and brings those back first when there should be more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shared.scheduling.actions import CancelDrain, DrainAction, ScaleUp, Scaling
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.settings import SchedulerSettings, SettingsError
 
+NOTHING: Mapping[str, float] = {}
 CALL_TIMEOUT_S = 15.0
 """Placement may have to ask node agents, or the API server of Kubernetes."""
 
@@ -67,11 +68,17 @@ class Scaler:
         self._own_drains: set[str] = set()
 
     def due(
-        self, cluster: ClusterView, queued: Mapping[str, int], now: float, replicas: Mapping[str, int]
+        self,
+        cluster: ClusterView,
+        queued: Mapping[str, int],
+        now: float,
+        replicas: Mapping[str, int],
+        work: Mapping[str, float] = NOTHING,
+        pressure: Mapping[str, float] = NOTHING,
     ) -> list[ScalingAction]:
         if self._policy is None:
             return []
-        match self._policy.decide(self._fleet(cluster, queued, replicas), now):
+        match self._policy.decide(self._fleet(cluster, queued, replicas, work, pressure), now):
             case Grow(num_instances):
                 return [ScaleUp(num_instances)]
             case Shrink(instance_id):
@@ -87,7 +94,14 @@ class Scaler:
         elif self._policy is not None:
             self._policy.refused(now)
 
-    def _fleet(self, cluster: ClusterView, queued: Mapping[str, int], replicas: Mapping[str, int]) -> Fleet:
+    def _fleet(
+        self,
+        cluster: ClusterView,
+        queued: Mapping[str, int],
+        replicas: Mapping[str, int],
+        work: Mapping[str, float],
+        pressure: Mapping[str, float],
+    ) -> Fleet:
         members: list[Member] = []
         starting, failed, leaving, known = [], [], [], set()
         named: set[str] = set()
@@ -111,14 +125,17 @@ class Scaler:
         # Until its drain shows in the registry an instance is a member, whose drain must not be forgotten.
         self._own_drains &= known
         served = {model for member in members for model in member.models}
-        waiting = {model for model, number in queued.items() if number}
+        waiting = {model: number for model, number in queued.items() if number}
         settled = {model for model, number in replicas.items() if num_placed[model] >= number}
-        return Fleet(members, starting, leaving, (named | waiting) - served, waiting, settled, failed)
+        return Fleet(
+            members, starting, leaving, (named | waiting.keys()) - served, waiting, settled, failed, work, pressure
+        )
 
 
 def _member(instance_id: str, state: InstanceState) -> Member:
-    assert state.report is not None
-    load, scaling_freeness = state.load, state.report.scaling_freeness
+    load, report = state.load, state.report
+    assert report is not None
+    scaling_freeness = report.scaling_freeness
     # Models differ in the tokens of a merged block: the pool counts as what it holds of the largest blocks.
     per_merged = min(served.tokens_per_merged for served in state.ready.values())
     freeness = -math.inf if math.isnan(scaling_freeness) else scaling_freeness
@@ -129,4 +146,5 @@ def _member(instance_id: str, state: InstanceState) -> Member:
         load.num_running,
         load.num_requests,
         float(per_merged * state.info.num_merged),
+        report.prompts_s / report.ttft_s if report.ttft_s else 0.0,
     )

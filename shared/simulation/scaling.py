@@ -53,9 +53,11 @@ class Scaling:
 
     def _scale(self, action: ScalingAction) -> list[str]:
         match action:
-            case ScaleUp():
-                self.num_started += 1
-                self._add(f"started-{self.num_started}")
+            case ScaleUp(num_instances):
+                num_staying = sum(instance.state != "draining" for instance in self._fleet.instances.values())
+                for _ in range(num_instances - num_staying):
+                    self.num_started += 1
+                    self._add(f"started-{self.num_started}")
             case DrainAction(instance_id):
                 self._fleet.drain(instance_id)
                 return [instance_id]

@@ -11,7 +11,7 @@ import pytest
 
 from bench.rebalance.__main__ import main
 from bench.rebalance.bounds import alone_s, curve, ideal
-from bench.rebalance.cluster import A10, CPU, Cluster, Device, System
+from bench.rebalance.cluster import A10, A100, CPU, Cluster, Device, System
 from bench.rebalance.experiments import SYSTEMS
 from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
 from bench.rebalance.workloads import LENGTHS, MIXES, PREFILL_MIX, Workload, draw_jobs, power_law
@@ -154,6 +154,23 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
     assert cluster.scaling is not None and (num_started := cluster.scaling.num_started) >= 2
     assert len(cluster.fleet.instances) < 1 + num_started
     assert 1.0 < cluster.mean_instances() < 1 + num_started
+
+
+def test_a_fleet_short_of_time_and_not_of_memory_grows_at_once_and_does_not_swing() -> None:
+    """Prompts that take 0.3 s, in pools that they hardly fill: 0.45 instances' time at first, then 2.7."""
+    draw = np.random.default_rng(5)
+    slow, fast = draw.uniform(0.0, 120.0, 180), draw.uniform(120.0, 240.0, 1080)
+    jobs = [Job(at_s, 6000, 20) for at_s in sorted([*slow.tolist(), *fast.tolist()])]
+    system = msgspec.structs.replace(SYSTEMS["tideway"], scheduler={"max_instances": 12})
+    cluster = Cluster(A100, system, jobs, num_instances=2, start_s=10.0)
+    sizes, asked = list[tuple[float, str]](), cluster.fleet.scale
+    cluster.fleet.scale = lambda action: (sizes.append((cluster.fleet.events.now, str(action))), asked(action))[1]
+    cluster.run()
+    up = [at_s for at_s, action in sizes if action.startswith("ScaleUp")]
+    assert up and 120.0 < up[0] < 150.0 and len(up) <= 2
+    assert all(at_s < 120.0 for at_s, action in sizes if action.startswith("DrainAction"))
+    late = [record.ttft_s for record in cluster.gateway.records if record.arrival_s > 190.0]
+    assert len(late) > 300 and np.percentile(late, 90) < 1.5
 
 
 def test_a_miss_is_called_a_miss() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.policies.autoscaling import (
     CARRY_OUT_S,
+    HOLD_S,
     RETRY_S,
     Autoscaling,
     Decision,
@@ -290,3 +292,70 @@ def test_a_model_without_any_room_is_short_of_all_of_it() -> None:
     members = [member("a", -math.inf), member("b", 900.0, num_requests=1), member("c", 900.0)]
     assert decisions(Autoscaling(BOUNDS), Fleet(members), 0, 100)[0][1] == Grow(4)
     assert mean_without(members, members[1], 1000.0) == -math.inf
+
+
+FREE = 150_000.0
+"""Decode steps: memory is no matter."""
+
+
+def busy(names: str, late: float = 0.0) -> list[Member]:
+    return [member(name, FREE, num_running=2, num_requests=6)._replace(late=late) for name in names]
+
+
+def test_prompts_that_wait_for_longer_than_the_objective_ask_for_one_more_whatever_the_freeness() -> None:
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab", late=1.2)), 0, 12) == [(10, Grow(3))]
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab", late=0.4)), 0, 100) == [], "0.8 with one less"
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab", late=0.2)), 0, 12) == [(10, Shrink("b"))]
+
+
+def test_as_many_come_as_the_prompts_of_a_second_need_time() -> None:
+    unbounded = ScalingBounds(100.0, 500.0, 10.0)
+    assert decisions(Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 3.4}), 0, 12) == [(10, Grow(5))]
+    assert decisions(Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 99.0}), 0, 12) == [(10, Grow(8))]
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab"), work={"m": 99.0}), 0, 12) == [(10, Grow(4))], "the bound"
+    assert decisions(Autoscaling(unbounded), Fleet(busy("abc"), work={"m": 1.1}), 0, 100) == [], "0.55 with one less"
+    assert decisions(Autoscaling(unbounded), Fleet(busy("abc"), work={"m": 0.9}), 0, 12) == [(10, Shrink("c"))]
+
+
+def test_prompts_of_several_models_share_the_time_of_their_instances() -> None:
+    shared = [each._replace(models=frozenset("mn")) for each in busy("ab")]
+    fleet = Fleet([*shared, busy("c")[0]], work={"m": 0.9, "n": 0.9})
+    assert decisions(Autoscaling(BOUNDS), fleet, 0, 12) == [(10, Grow(4))]
+
+
+def test_requests_that_wait_ask_for_as_many_as_hold_them() -> None:
+    full = [member("a", 0.0)]
+    fleet = Fleet(full, queued={"m": 20})
+    # 30 requests of 1,000 tokens, and room for 100 steps of each: 33,000 tokens.
+    assert decisions(Autoscaling(BOUNDS), fleet, 0, 12) == [(10, Grow(4))]
+
+
+def test_after_a_refusal_one_more_is_asked_for() -> None:
+    unbounded = ScalingBounds(100.0, 500.0, 10.0)
+    policy, fleet = Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 3.4})
+    assert decisions(policy, fleet, 0, 12) == [(10, Grow(5))]
+    policy.refused(12.0)
+    assert decisions(policy, fleet, 12, 60)[0][1] == Grow(3)
+
+
+def test_batches_that_will_be_late_ask_for_more_and_keep_what_there_is() -> None:
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab"), pressure={"m": 1.4}), 0, 12) == [(10, Grow(3))]
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab"), pressure={"m": 0.5}), 0, 100) == [], "late with one less"
+    assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab"), pressure={"m": 0.3}), 0, 12) == [(10, Shrink("b"))]
+
+
+def test_what_was_missed_soon_after_it_had_left_is_kept_for_longer_each_time() -> None:
+    """Nothing that is measured says that three are too few, but the queue that forms then."""
+    policy = Autoscaling(BOUNDS)
+    names, shrunk_s = ["a", "b", "c", "d"], list[int]()
+    for now in range(4000):
+        match policy.decide(Fleet(busy("".join(names)), queued={"m": 1} if len(names) < 4 else {}), float(now)):
+            case Shrink(name):
+                names.remove(name)
+                shrunk_s.append(now)
+            case Grow(number):
+                names = ["a", "b", "c", "d", "e"][:number]
+    assert len(names) == 4 and [second - first for first, second in pairwise(shrunk_s)] == sorted(
+        second - first for first, second in pairwise(shrunk_s)
+    )
+    assert len(shrunk_s) <= 3 and shrunk_s[1] - shrunk_s[0] >= HOLD_S

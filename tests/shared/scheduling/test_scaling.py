@@ -42,7 +42,9 @@ class Cluster:
         )
         self.view.register(info, 0.0)
 
-    def report(self, instance_id: str, freeness: float, num_running: int = 0, num_waiting: int = 0) -> None:
+    def report(
+        self, instance_id: str, freeness: float, num_running: int = 0, num_waiting: int = 0, **fields: float
+    ) -> None:
         self._sequence += 1
         load = ModelLoad(
             model="m",
@@ -63,6 +65,7 @@ class Cluster:
             ended=[],
             finished=[],
             scaling_freeness=freeness,
+            **fields,
         )
         assert self.view.hear(report, 0.0) is not None
 
@@ -112,7 +115,7 @@ def test_starting_silent_and_draining_instances_serve_nobody() -> None:
 
 def test_the_least_loaded_is_drained_and_a_demand_brings_it_back() -> None:
     scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
-    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("a"))]
     scaler.answered(["b"], 6.0)
     cluster.show("b", "draining")
     cluster.report("a", 10.0, 4)
@@ -134,7 +137,7 @@ def test_whose_drain_it_is_only_placement_knows() -> None:
 
 def test_the_drain_of_another_instance_than_asked_for_is_known_from_the_answer() -> None:
     scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
-    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("a"))]
     scaler.answered(["a"], 6.0)
     cluster.show("a", "draining")
     cluster.report("b", 10.0, 4)
@@ -216,3 +219,23 @@ async def test_a_demand_drains_nothing_that_placement_counts_and_the_scheduler_d
     assert isinstance(query, ScaleInstances)
     scaler.answered((await site.keeper.scale(query)).released, 6.0)
     assert len(site.active) == 4 and not site.stored.draining
+
+
+def test_prompts_that_wait_on_the_instances_and_late_batches_are_a_demand() -> None:
+    cluster = Cluster().serving(a=9e5, b=9e5)
+    assert run(Scaler(SETTINGS), cluster, 0, 8) == [(5, DrainAction("b"))]
+    for instance_id in "ab":
+        cluster.report(instance_id, 9e5, 4, prompts_s=3.0, ttft_s=1.5)
+    assert run(Scaler(SETTINGS), cluster, 0, 8) == [(5, ScaleUp(3))]
+    cluster.serving(a=9e5, b=9e5)
+    for of in ({"work": {"m": 1.5}}, {"pressure": {"m": 1.2}}):
+        scaler = Scaler(SETTINGS)
+        found = [action for now in range(8) for action in scaler.due(cluster.view, {}, float(now), {}, **of)]
+        assert found == [ScaleUp(3)]
+
+
+def test_an_instance_that_says_nothing_of_its_objective_is_not_late() -> None:
+    cluster = Cluster().serving(a=9e5, b=9e5)
+    for instance_id in "ab":
+        cluster.report(instance_id, 9e5, 4, prompts_s=30.0)
+    assert run(Scaler(SETTINGS), cluster, 0, 8) == [(5, DrainAction("b"))]
