@@ -115,7 +115,7 @@ def test_starting_silent_and_draining_instances_serve_nobody() -> None:
 
 def test_the_least_loaded_is_drained_and_a_demand_brings_it_back() -> None:
     scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
-    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("a"))]
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
     scaler.answered(["b"], 6.0)
     cluster.show("b", "draining")
     cluster.report("a", 10.0, 4)
@@ -137,7 +137,7 @@ def test_whose_drain_it_is_only_placement_knows() -> None:
 
 def test_the_drain_of_another_instance_than_asked_for_is_known_from_the_answer() -> None:
     scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
-    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("a"))]
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
     scaler.answered(["a"], 6.0)
     cluster.show("a", "draining")
     cluster.report("b", 10.0, 4)
