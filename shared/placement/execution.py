@@ -29,6 +29,10 @@ def alone_s(cost: CostModel, prompt_tokens: np.ndarray, output_tokens: np.ndarra
         + cost.prefill_attention_s * prompt**2 / 2
         + cost.over_knee_s * over
     )
+    # A last chunk of one token is computed as a decode is (`shape_of`).
+    as_prefill = cost.prefill_s + cost.prefill_token_s + cost.prefill_attention_s * (prompt - 0.5)
+    as_decode = cost.decode_s + cost.decode_context_s * (prompt - 1)
+    prefill_s += np.where(last == 1, as_decode - as_prefill, 0.0)
     decode_s = cost.fixed_s + cost.decode_s + cost.over_knee_s * max(0, 1 - cost.knee_tokens)
     context = decodes * prompt + decodes * (decodes - 1) / 2
     seconds: np.ndarray = prefill_s + decodes * decode_s + cost.decode_context_s * context

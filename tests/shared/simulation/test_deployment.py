@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.placement.execution import alone_s, execution_s, least_group
@@ -39,6 +39,8 @@ SHARED = plan(((0, 1), NAMES), ((2,), ("opt-6.7b",)))
 
 
 @given(prompt=st.integers(2, 3000), output=st.integers(1, 60), kind=st.sampled_from([A800_80G, CPU]))
+@example(prompt=1025, output=1, kind=CPU)
+@example(prompt=513, output=7, kind=CPU)
 @settings(max_examples=10, deadline=None)
 def test_a_request_alone_takes_what_is_reckoned(prompt, output, kind) -> None:
     model = model_facts("m", SHAPES["llama-135m"], [kind], max_model_len=4096)
