@@ -49,10 +49,7 @@ LEFT_BEHIND = {
     "nvidia-cudnn-frontend": "",
     "nvidia-cutlass-dsl": "",
 }
-VARIANTS = (
-    "bfloat16/128", "bfloat16/64", "bfloat16/128/window", "bfloat16/64/window", "bfloat16/128/softcap",
-    "bfloat16/128/window/softcap",
-)  # fmt: skip
+VARIANTS = ("bfloat16/128", "bfloat16/64", "bfloat16/128/window", "bfloat16/64/window")
 """Of attention modules: what the parts of `make gpu` compute, and the tests on a device."""
 PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 LEFT_OUT = (
