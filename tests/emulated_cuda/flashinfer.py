@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.emulated_cuda.device import CudaError, Span, place, plain
-from tests.emulated_cuda.tensors import DeviceTensor, device, inner_of, kernel, on_device
+from tests.emulated_cuda.tensors import DeviceTensor, device, inner_of, kernel, on_device, repeatable
 from tests.worker import fake_flashinfer as fake
 
 PLAN_BYTES = 64
@@ -132,30 +131,21 @@ def function_of(function: Callable[..., Any], changed: Sequence[int] = ()) -> Ca
     """`changed`: which of its arguments it writes to."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, shape = tree_flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-        constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-        tensors = [inner_of(leaves[i]) for i in places]
+        tensors, again = repeatable(function, args, kwargs)
         num_tensors = len(tensors)
-
-        def again(*given: torch.Tensor) -> Any:
-            filled = list(constants)
-            for i, x in zip(places, given, strict=False):
-                filled[i] = x
-            again_args, again_kwargs = tree_unflatten(filled, shape)
-            return function(*again_args, **again_kwargs)
+        at = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
 
         with plain():
             made = again(*tensors)
         outs = [] if made is None else [device.placed(made)]
 
         def run(*given: torch.Tensor) -> None:
-            result = again(*given)
+            result = again(*given[:num_tensors])
             if result is not None:
                 given[-1].copy_(result)
 
         def spans(*given: torch.Tensor) -> tuple[list[Span], list[Span]]:
-            written = [given[places.index(i)] for i in changed] + list(given[num_tensors:])
+            written = [given[at.index(i)] for i in changed] + list(given[num_tensors:])
             return device.spans(given[:num_tensors]), device.spans(written)
 
         kernel(f"{function.__name__} {place()}", run, tensors, outs, spans, has_run=True)

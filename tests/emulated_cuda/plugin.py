@@ -50,3 +50,13 @@ def _no_reports() -> Iterator[None]:
     device.exempt.clear()
     with whatever_the_machine_does():
         assert not found, "\n".join(found)
+
+
+@pytest.fixture(params=["2.11", "2.12", "2.14"])
+def torch_version(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of whose behaviour after a failed capture the device is."""
+    device.torch_version = request.param
+    yield request.param
+    device.torch_version = "2.13"
+    for pool in device._pools.values():
+        pool.is_recording = False

@@ -380,31 +380,39 @@ def _note(
     fresh: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     """The operator, which has run, as a kernel that can be replayed."""
-    leaves, shape = tree_flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    tensors = [leaves[i] for i in places]
-    constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+    tensors, again = repeatable(func, args, kwargs)
     changed = {i for i, x in enumerate(tensors) if any(x is y for y in written)}
-    num_outs = len(fresh)
+    count, num_outs = len(tensors), len(fresh)
 
-    # What a graph runs again must not keep the tensors that it was captured with.
     def run(*given: torch.Tensor) -> None:
-        filled = list(constants)
-        for i, x in zip(places, given, strict=False):
-            filled[i] = x
-        again_args, again_kwargs = tree_unflatten(filled, shape)
-        again = func(*again_args, **again_kwargs)
-        made = [x for x in tree_leaves(again) if isinstance(x, torch.Tensor)]
-        for out, new in zip(given[len(places) :], made[-num_outs:] if num_outs else [], strict=True):
+        made = [x for x in tree_leaves(again(*given[:count])) if isinstance(x, torch.Tensor)]
+        for out, new in zip(given[count:], made[-num_outs:] if num_outs else [], strict=True):
             out.copy_(new)
 
     def spans(*given: torch.Tensor) -> tuple[list[Span], list[Span]]:
-        count = len(places)
         reads = [x for i, x in enumerate(given[:count]) if i not in changed and x.dim()]
         writes = [given[i] for i in changed] + list(given[count:])
         return device.spans(reads), device.spans(writes)
 
-    device.launch(f"{func.__name__.partition('.')[0]} {place()}", run, [*tensors, *fresh], spans, has_run=True)
+    what = f"{func.__name__.partition('.')[0]} {place()}"
+    device.launch(what, run, [*tensors, *fresh], spans, has_run=True)
+
+
+def repeatable(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+    """The tensors among the arguments, in the host's memory, and a function that calls `func` with others in their places.
+    It keeps none of them: a graph must not keep what it was captured with."""
+    leaves, shape = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+
+    def again(*given: torch.Tensor) -> Any:
+        filled = list(constants)
+        for i, x in zip(places, given, strict=True):
+            filled[i] = x
+        again_args, again_kwargs = tree_unflatten(filled, shape)
+        return func(*again_args, **again_kwargs)
+
+    return [inner_of(leaves[i]) for i in places], again
 
 
 # ------------------------------------------------------------------------------------------------- whole functions
@@ -467,18 +475,12 @@ def fused(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         made = func(*inner_args, **inner_kwargs)
     made = device.placed(made.clone() if device.serial(made) in {device.serial(x.inner) for x in ours} else made)
     result = on_device(made, ours[0].device.index)
-    leaves, shape = tree_flatten((inner_args, inner_kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+    tensors, again = repeatable(func, args, kwargs)
 
     def run(*given: torch.Tensor) -> None:
-        filled = list(constants)
-        for i, x in zip(places, given, strict=False):
-            filled[i] = x
-        again_args, again_kwargs = tree_unflatten(filled, shape)
-        given[-1].copy_(func(*again_args, **again_kwargs))
+        given[-1].copy_(again(*given[:-1]))
 
-    kernel(f"{func.__name__} {place()}", run, [leaves[i] for i in places], [made], has_run=True)
+    kernel(f"{func.__name__} {place()}", run, tensors, [made], has_run=True)
     return result
 
 

@@ -6,7 +6,7 @@ import concurrent.futures
 import gc
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,15 +29,6 @@ def found(kind: str = "") -> list[str]:
 
 def ones(n: int = 8) -> torch.Tensor:
     return torch.ones(n, device=CUDA)
-
-
-@pytest.fixture(params=["2.11", "2.12", "2.14"])
-def torch_version(request: pytest.FixtureRequest) -> Iterator[str]:
-    device.torch_version = request.param
-    yield request.param
-    device.torch_version = "2.13"
-    for pool in device._pools.values():
-        pool.is_recording = False
 
 
 # ------------------------------------------------------------------------------------------------- order

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(folder: Path) -> Path:
     """With heads that FlashInfer has kernels for: in graphs."""
     return write_checkpoint(folder / "small", "qwen3", head_dim=64, **BF16)
-
-
-@pytest.fixture(params=["2.11", "2.12", "2.14"])
-def torch_version(request: pytest.FixtureRequest) -> Iterator[str]:
-    device.torch_version = request.param
-    yield request.param
-    device.torch_version = "2.13"
-    for pool in device._pools.values():
-        pool.is_recording = False
 
 
 def test_attention_with_capped_scores_is_captured(folder: Path) -> None:
