@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from shared.engine.memory.allocator import Allocator
@@ -12,12 +13,14 @@ from shared.engine.sequence import PriorityClass, Sequence
 class Candidate:
     """With runnable sequences of one rank."""
 
-    __slots__ = ("_memory", "priority_class", "queue")
+    __slots__ = ("_memory", "limit_s", "priority_class", "queue")
 
     def __init__(self, memory: Allocator, queue: ModelQueue, priority_class: PriorityClass) -> None:
         self._memory = memory
         self.queue = queue
         self.priority_class = priority_class
+        self.limit_s = math.inf
+        """Of an offline step beside online work: what the objectives leave."""
 
     @property
     def name(self) -> str:

@@ -105,7 +105,7 @@ class Engine:
             may_interrupt=interruption != "off" and num_stages == 1,
             mix_phases=mix_phases,
             prefetch=prefetch,
-            plans_ahead=steps_in_flight > 1,
+            steps_in_flight=steps_in_flight,
             num_stages=num_stages,
         )
         self.requests = RequestTable(self.memory, max_waiting)

@@ -19,6 +19,10 @@ ONLINE_CLASSES = (PriorityClass.ONLINE_HIGH, PriorityClass.ONLINE_NORMAL)
 _OFFLINE = PriorityClass.OFFLINE
 
 
+PROMPT_STEPS = 2.0
+"""Times the time that prompts take alone, in which they are done in chunks between the steps of others."""
+
+
 class Objectives(NamedTuple):
     """Of a model's online sequences at some moment, whether or not they can run. All `inf` where there are none."""
 
@@ -48,6 +52,8 @@ class ModelQueue:
         self.leaving: dict[int, Sequence] = {}
         """On their way to another instance: not planned, nobody's victims."""
         self.last_planned_step = -1
+        self.offline_turn_s = 0.0
+        """When the last step with offline work of the model was to begin, or the first of what it holds came."""
         self.cost_model: CostModel | None = None
         """With the live correction."""
         self.is_cost_known = False
@@ -165,6 +171,36 @@ class ModelQueue:
         if not num or self.cost_model is None:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))
+
+    def claims(self, now: float) -> list[tuple[float, float]]:
+        """What its online sequences need for their objectives, as `room_s` takes it: the time left until the earliest next
+        token of its streams is due by its TPOT objective, with the time of a step of them; and that to the first first
+        token that can still be in time, with the time that its prompts take beside others' steps."""
+        first_left_s, num, context = math.inf, 0, 0
+        for sequence in self._runnable_online():
+            if sequence.first_token_s is not None:
+                num, context = num + 1, context + sequence.num_computed
+            elif 0.0 <= (left_s := sequence.ttft_due_s - now) < first_left_s:
+                first_left_s = left_s
+        claims = []
+        step_s = 0.0 if self.cost_model is None else self.cost_model.predict(StepShape(0, 0.0, num, context))
+        if num:
+            claims.append((self.token_left_s(now), SERVING_STEPS * step_s))
+        if first_left_s < math.inf:
+            claims.append((first_left_s, step_s + PROMPT_STEPS * self.prompts_s()))
+        return claims
+
+    def token_left_s(self, now: float) -> float:
+        """Until a stream of it will have stood still for as long as its TPOT objective allows; inf without one."""
+        left_s = math.inf
+        for sequence in self._runnable_online():
+            if sequence.first_token_s is not None:
+                waited_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
+                left_s = min(left_s, PLANNED_SHARE * sequence.tpot_objective_s - waited_s)
+        return left_s
+
+    def _runnable_online(self) -> Iterator[Sequence]:
+        return chain.from_iterable(self.runnable(priority_class) for priority_class in ONLINE_CLASSES)
 
     def num_decoding(self, priority_class: PriorityClass) -> int:
         """Running sequences of the rank that have one token to compute."""

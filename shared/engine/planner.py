@@ -1,14 +1,18 @@
 """The next step of one instance: continuous batching with chunked prefill, online first, offline in what is left.
 
-Order of authority: online before offline and high before normal, always; then the ordering policy picks the model and
-the order within a class; then, of that model, decodes first and prefill chunks after, until the step's limits (tokens, and
-predicted time where an objective is to be kept), the rows or the KV pool are used up. Memory: memory/allocator.py.
+Who may delay whom, and by how much, is in docs/design/scheduling.md ("Order of authority"). Which model leads a step is
+decided first (`_groups`): offline work of models of which nothing online runs, where all objectives leave time for a step
+of its own; else a model with online work, high priority by weight and normal by what it was promised; else offline work.
+The ordering policy picks among models of a rank, and the order within one. Of that model decodes come first and prefill
+chunks after, rank by rank, until the step's limits (tokens, and predicted time where an objective is to be kept), the
+rows or the KV pool are used up. Memory: memory/allocator.py.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import cast
 
 from shared.cost_model import StepShape
@@ -21,15 +25,32 @@ from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.sequence import PriorityClass, Sequence, State
 from shared.messages.timeline import EventKind
 from shared.policies.ordering import ModelView
-from shared.policies.silence import URGENT_S, is_overfull, room_s
+from shared.policies.silence import PLANNED_SHARE, SERVING_STEPS, URGENT_S, is_overfull, room_s
+from shared.policies.slo_budget import MAX_SLACK, PACE
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
+from shared.policies.turns import Turns
 
 MIN_ONLINE_CHUNK = 16
 """Tokens."""
 
+_HIGH, _NORMAL = "high", "normal"
+"""Who take turns where models of both wait."""
+
 SHORT_STEP_SHARE = 0.02
 """Of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
 
+HIGH_WEIGHT = 8.0
+"""Turns of a model with requests of high priority for each of another with normal ones."""
+
+WORTH_STEPS = 4.0
+"""An offline step of its own, beside online work, takes at least so many times what its least one would, where waiting for
+more time gives it as much: each begins anew by reading the weights."""
+
+FULL_SLACK = 0.95
+"""Of the most time that the objectives can leave: waiting for more would be in vain."""
+
+WAIT_SHARE = 0.25
+"""Of the TTFT objective: what all offline steps in flight take together at most where they cannot be interrupted."""
 
 EXPECTED_STEPS = 1.5
 """While a running sequence is about to come from another instance, and with its first step, a step takes so many times as
@@ -53,11 +74,12 @@ class Planner:
         may_interrupt: bool,
         mix_phases: bool,
         prefetch: bool,
-        plans_ahead: bool,
+        steps_in_flight: int,
         num_stages: int = 1,
     ) -> None:
-        """`num_stages`: the first stage of a pipeline knows a step's tokens when the last one has sampled them, so with
-        several no sequence is in two steps at once, and steps share the sequences that decode among them."""
+        """`steps_in_flight`: at most. `num_stages`: the first stage of a pipeline knows a step's tokens when the last one
+        has sampled them, so with several no sequence is in two steps at once, and steps share the sequences that decode
+        among them."""
         self._memory = memory
         self._queues = memory.queues
         self._ordering = memory.ordering
@@ -71,27 +93,58 @@ class Planner:
         self._may_interrupt = may_interrupt
         self._mix_phases = mix_phases and memory.ordering.mixes_phases
         self._prefetch = prefetch
-        self._plans_ahead = plans_ahead
+        self._steps_in_flight = steps_in_flight
         self._num_stages = num_stages
         self._holds_offline = False
         """No offline sequence joins the step that is being planned."""
+        self._rank_turns = Turns()
+        self._rank_weights: dict[str, float] = {}
+        """Of the ranks, where models of both wait for the step that is being planned."""
+        self._offline_turns = Turns()
+        self._offline_weights: dict[str, float] = {}
+        """Of the models with offline work for the step that is being planned: the number of their sequences."""
+        self._kept_for: str | None = None
+        """The model whose offline turn it is, as soon as the objectives leave enough for a step of it: until then nobody
+        else's offline work uses that up."""
 
     def online_need(self, now: float) -> tuple[float, float]:
         """The predicted time of the next steps of all runnable online sequences, and how soon the first of all that are
         online is due a token."""
-        step_s = sum(
-            queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
-            for queue in self._queues.values()
-            if queue.cost_model is not None and queue.has_online_work()
-        )
         objectives = self._objectives(now)
-        return step_s, min(objectives.slack_s, objectives.ttft_left_s)
+        return self._online_steps_s(), min(objectives.slack_s, objectives.ttft_left_s)
 
     def spare_s(self, now: float) -> float:
         """What the objectives leave beside an online step."""
         objectives = self._objectives(now)
         limit_s = self._token_budget.offline_limit_s(objectives.slack_s, objectives.ttft_left_s)
-        return max(0.0, limit_s - self.online_need(now)[0])
+        return max(0.0, limit_s - self._online_steps_s())
+
+    def offline_spare_s(self, model: str, now: float) -> float:
+        """For how long an offline step of the model may run now, or soon, beside online work; 0 where the objectives leave
+        none; inf without online work."""
+        if not self._memory.has_online_work():
+            return math.inf
+        spare_s = self._most_spare_s(self._objectives(now), self._online_steps_s())
+        return spare_s if spare_s > self._least_step_s(self._queues[model]) else 0.0
+
+    def _most_spare_s(self, objectives: Objectives, need_s: float) -> float:
+        """What they leave beside online steps of `need_s` now, or when the streams are as far ahead as they can get."""
+        slack_s = objectives.slack_s
+        if need_s < PACE * objectives.tpot_s < math.inf:
+            slack_s = MAX_SLACK * objectives.tpot_s
+        return self._token_budget.offline_limit_s(slack_s, objectives.ttft_left_s) - need_s
+
+    def _online_steps_s(self) -> float:
+        return sum(
+            queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
+            for queue in self._queues.values()
+            if queue.cost_model is not None and queue.has_online_work()
+        )
+
+    @staticmethod
+    def _least_step_s(queue: ModelQueue) -> float:
+        """Of a step that brings offline work of the model on at all."""
+        return 0.0 if queue.cost_model is None else queue.cost_model.predict(StepShape(1, 0.5))
 
     def _objectives(self, now: float) -> Objectives:
         """Over all models."""
@@ -114,52 +167,175 @@ class Planner:
             return None
         if not is_alone and self._drafting.is_on and self._drafting.awaits(self._queues.values()):
             return None
-        for priority_class in self._classes:
-            if priority_class == PriorityClass.OFFLINE and self._holds_offline:
-                break
-            candidates = self._candidates(priority_class, begins_s)
+        for candidates in self._groups(begins_s):
             while candidates:
                 picked, is_choice = candidates[0], len(candidates) > 1
                 if is_choice:
                     picked = cast(Candidate, self._ordering.pick_model(cast(list[ModelView], candidates), begins_s))
                 candidates.remove(picked)
-                queue = picked.queue
-                limits = self._limits(queue, priority_class, begins_s)
+                queue, leading = picked.queue, picked.priority_class
+                limits = self._limits(picked, begins_s)
                 if limits.is_interruptible and not is_alone and self._num_stages == 1:
                     # It would keep the results of the step before it waiting; a short one does not.
                     if queue.cost_model is None:
                         continue
                     limits = limits._replace(limit_s=self._short_step_s(), is_interruptible=False)
                 limits = self._limits_for_expected(queue, limits, begins_s)
-                batch = self._fill(queue, picked.priority_class, limits, now)
+                batch = self._fill(queue, leading, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
                     if is_choice:
                         self._ordering.on_turn(picked)
+                    self._take_turns(queue, leading, batch, begins_s)
                     self.last_limit_s = min(
                         limits.limit_s, math.inf if batch.sequences[-1].is_online else limits.offline_limit_s
                     )
                     return self._close(
-                        step_id, queue, batch, limits.is_interruptible and priority_class == PriorityClass.OFFLINE, now
+                        step_id, queue, batch, limits.is_interruptible and leading == PriorityClass.OFFLINE, now
                     )
         return None
 
-    def _candidates(self, priority_class: PriorityClass, begins_s: float) -> list[Candidate]:
-        """The models that could lead the step: those with work of the rank, and beside high priority those whose normal
-        streams have stood still for as long as they may."""
-        found = [
+    # ------------------------------------------------------------------------------------------------ who leads
+
+    def _groups(self, begins_s: float) -> Iterator[list[Candidate]]:
+        """The models that could lead the step, group by group: of each the ordering policy picks, and the next one is
+        asked where nothing of it can run."""
+        self._rank_weights, self._kept_for = {}, None
+        self._offline_weights, found = {}, []
+        if PriorityClass.OFFLINE in self._classes and not self._holds_offline:
+            found = self._candidates(PriorityClass.OFFLINE)
+            self._offline_weights = {one.name: float(sum(1 for _ in one.runnable())) for one in found}
+            if (turn := self._offline_turn(found, begins_s)) is not None:
+                yield [turn]
+                # It found no room: the time that was kept for it is anybody's.
+                self._kept_for = None
+                self._offline_turns.take(turn.name, self._offline_weights)
+        yield from self._online_groups(begins_s)
+        yield found
+
+    def _candidates(self, priority_class: PriorityClass) -> list[Candidate]:
+        """The models with work of the rank."""
+        return [
             Candidate(self._memory, queue, priority_class)
             for queue in self._queues.values()
             if queue.has_work(priority_class) and (self._prefetch or not queue.restoring)
         ]
-        if found and priority_class == PriorityClass.ONLINE_HIGH:
-            others = [queue for queue in self._queues.values() if all(queue is not one.queue for one in found)]
-            found += [
-                Candidate(self._memory, queue, PriorityClass.ONLINE_NORMAL)
-                for queue in others
-                if self._is_urgent(queue, begins_s)
-            ]
-        return found
+
+    def _offline_turn(self, found: list[Candidate], begins_s: float) -> Candidate | None:
+        """The model whose offline work has a step of its own before the next online one, within what the objectives of all
+        models leave. None: there is no time for one, or it is the turn of a model with online work, whose steps it joins."""
+        if len(found) == sum(one.queue.has_online_work() for one in found) or not self._memory.has_online_work():
+            return None
+        objectives, need_s = self._objectives(begins_s), self._online_steps_s()
+        spare_s = self._token_budget.offline_limit_s(objectives.slack_s, objectives.ttft_left_s) - need_s
+        if spare_s == math.inf:
+            # The policy knows no objectives: what is online goes first.
+            return None
+        most_s = self._most_spare_s(objectives, need_s)
+        left = dict(self._offline_weights)
+        while left:
+            name = self._offline_turns.next(left)
+            del left[name]
+            candidate = next(one for one in found if one.name == name)
+            if candidate.queue.has_online_work():
+                return None
+            if candidate.queue.cost_model is None:
+                continue
+            least_s = self._least_step_s(candidate.queue)
+            worth_s = min(WORTH_STEPS * least_s, FULL_SLACK * most_s)
+            asked_s = max(least_s, min(worth_s, self._offline_decodes_s(candidate.queue)))
+            # No stream is to stand still for longer than its objective, but where no step would be worth its while.
+            more_s = max(0.0, worth_s / FULL_SLACK + need_s - PLANNED_SHARE * objectives.tpot_s)
+            limit_s = min(spare_s, self._room_of_streams_s(begins_s, need_s) + more_s)
+            if limit_s >= asked_s:
+                candidate.limit_s = limit_s
+                return candidate
+            if most_s >= asked_s:
+                self._kept_for = name
+                return None
+        return None
+
+    def _room_of_streams_s(self, begins_s: float, need_s: float) -> float:
+        """How long something may run before online steps of `need_s` must begin, for no stream of whatever model to stand
+        still for longer than its TPOT objective."""
+        queues = [queue for queue in self._queues.values() if queue.has_online_work()]
+        return min((queue.token_left_s(begins_s) for queue in queues), default=math.inf) - need_s
+
+    def _offline_decodes_s(self, queue: ModelQueue) -> float:
+        """Of a step with the offline sequences that decode, where there is nothing else to do; else inf."""
+        running = queue.running[PriorityClass.OFFLINE].values()
+        if queue.cost_model is None or not running or any(not sequence.is_in_decode for sequence in running):
+            return math.inf
+        waiting, memory = queue.waiting[PriorityClass.OFFLINE], self._memory
+        if waiting and memory.num_free_rows:
+            has_room = memory.pool.num_available(queue.name) >= memory.num_wanted_blocks(waiting[0])
+            if has_room:
+                return math.inf
+        context = sum(sequence.num_computed for sequence in running)
+        return queue.cost_model.predict(StepShape(0, 0.0, len(running), context))
+
+    def _online_groups(self, begins_s: float) -> Iterator[list[Candidate]]:
+        """Within a model high priority goes before normal, always. Between models it is a weight: a model with normal
+        requests alone leads where its streams have stood still for as long as they may (silence.py), where it could not
+        keep its objectives otherwise and those of high priority can be kept all the same, and in its turns."""
+        high = self._candidates(PriorityClass.ONLINE_HIGH)
+        are_high = {one.name for one in high}
+        normal = [one for one in self._candidates(PriorityClass.ONLINE_NORMAL) if one.name not in are_high]
+        if not high or not normal:
+            yield high or normal
+            return
+        self._rank_weights = {_HIGH: HIGH_WEIGHT * len(high), _NORMAL: float(len(normal))}
+        if urgent := [one for one in normal if self._is_urgent(one.queue, begins_s)]:
+            yield [*high, *urgent]
+        for due in self._due(high, normal, begins_s):
+            yield [due]
+        groups = [high, normal]
+        if self._rank_turns.next(self._rank_weights) == _NORMAL:
+            groups.reverse()
+        yield from groups
+
+    def _due(self, high: list[Candidate], normal: list[Candidate], begins_s: float) -> list[Candidate]:
+        """Of the models with normal requests those that must lead now to keep their objectives, while those with requests of
+        high priority keep theirs."""
+        claims = {one.name: one.queue.claims(begins_s) for one in normal}
+        step_s = max(self._step_s(one, begins_s) for one in high)
+        if room_s([claim for of_model in claims.values() for claim in of_model]) >= step_s:
+            return []
+        room_of_high_s = self._room_of_high_s(begins_s)
+        due = [
+            (room_s(claims[one.name]), index)
+            for index, one in enumerate(normal)
+            if claims[one.name] and room_of_high_s >= self._least_online_s(one.queue)
+        ]
+        return [normal[index] for _, index in sorted(due)]
+
+    def _step_s(self, candidate: Candidate, begins_s: float) -> float:
+        """What a step that it leads would take."""
+        cost = candidate.queue.cost_model
+        if cost is None:
+            return 0.0
+        limits = self._limits(candidate, begins_s)
+        return min(limits.limit_s, cost.predict(candidate.queue.online_shape(limits.max_tokens)))
+
+    def _room_of_high_s(self, begins_s: float) -> float:
+        """How long something else may run without breaking an objective of a model with requests of high priority."""
+        queues = [queue for queue in self._queues.values() if queue.has_work(PriorityClass.ONLINE_HIGH)]
+        return room_s([claim for queue in queues for claim in queue.claims(begins_s)])
+
+    def _least_online_s(self, queue: ModelQueue) -> float:
+        """Of a step with its streams, and a bit of a prompt."""
+        if queue.cost_model is None:
+            return 0.0
+        return queue.cost_model.predict(queue.online_shape(MIN_ONLINE_CHUNK))
+
+    def _take_turns(self, queue: ModelQueue, leading: PriorityClass, batch: Batch, begins_s: float) -> None:
+        """After a step was filled."""
+        if self._rank_weights and leading != PriorityClass.OFFLINE:
+            self._rank_turns.take(_HIGH if leading == PriorityClass.ONLINE_HIGH else _NORMAL, self._rank_weights)
+        if not batch.sequences[-1].is_online:  # they come last
+            queue.offline_turn_s = begins_s
+            if queue.name in self._offline_weights:
+                self._offline_turns.take(queue.name, self._offline_weights)
 
     def _is_urgent(self, queue: ModelQueue, begins_s: float) -> bool:
         """Whether streams of the model have stood still for so long that they go first."""
@@ -178,7 +354,8 @@ class Planner:
             least_s = least_s or max(serving_s)
         return max(room_s(streams.values()), least_s)
 
-    def _limits(self, queue: ModelQueue, leading: PriorityClass, begins_s: float) -> Limits:
+    def _limits(self, candidate: Candidate, begins_s: float) -> Limits:
+        queue, leading = candidate.queue, candidate.priority_class
         view = StepView(
             model=queue.name,
             now=begins_s,
@@ -192,25 +369,60 @@ class Planner:
             self.last_limits = self._token_budget.limits(view)
             return self.last_limits
         if not view.is_online:
-            # Online sequences of the model cannot run now, or this step would be led by them.
-            num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
-            view = view._replace(num_other_online=num_online)
+            limits = self._offline_limits(candidate, view)
         else:
             num_others = sum(other.has_online_work() for other in self._queues.values() if other is not queue)
             own = queue.objectives(begins_s)
             tpot_s, slack_s, ttft_left_s = own if len(self._queues) == 1 else self._objectives(begins_s)
             has_both = max(tpot_s, own.ttft_left_s) < math.inf
-            view = view._replace(
-                num_other_online=num_others,
-                tpot_objective_s=tpot_s,
-                slack_s=slack_s,
-                ttft_left_s=ttft_left_s,
-                own_ttft_left_s=own.ttft_left_s,
-                online=queue.online_shape(sys.maxsize) if has_both else StepShape(),
+            limits = self._token_budget.limits(
+                view._replace(
+                    num_other_online=num_others,
+                    tpot_objective_s=tpot_s,
+                    slack_s=slack_s,
+                    ttft_left_s=ttft_left_s,
+                    own_ttft_left_s=own.ttft_left_s,
+                    online=queue.online_shape(sys.maxsize) if has_both else StepShape(),
+                )
             )
-        limits = self._token_budget.limits(view)
+            if self._kept_for is not None and self._kept_for != queue.name:
+                limits = limits._replace(offline_limit_s=0.0)
+            elif len(self._offline_weights) > 1:
+                # The streams may have stood still for the sake of another model's.
+                limit_s = max(0.0, self._room_of_streams_s(begins_s, 0.0))
+                limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, limit_s))
+            if leading == PriorityClass.ONLINE_NORMAL and self._rank_weights:
+                room_s = min(self._room_of_high_s(begins_s), queue.token_left_s(begins_s))
+                limit_s = max(room_s, SERVING_STEPS * self._least_online_s(queue))
+                limits = limits._replace(limit_s=min(limits.limit_s, limit_s))
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
         return self.last_limits
+
+    def _offline_limits(self, candidate: Candidate, view: StepView) -> Limits:
+        """Of a step of offline sequences alone."""
+        num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
+        limits = self._token_budget.limits(view._replace(num_other_online=num_online))
+        if candidate.limit_s < math.inf:
+            return limits._replace(limit_s=candidate.limit_s)
+        # Else online sequences cannot run now, or the step would be led by them.
+        if not num_online:
+            if limits.is_interruptible and not self._may_interrupt:
+                limit_s = WAIT_SHARE * self._least_ttft_s() / self._steps_in_flight
+                limits = limits._replace(limit_s=max(limit_s, self._sure_step_s(candidate.queue)))
+        elif self._num_stages > 1:
+            # They are in flight, and their next step will come after as many of these as there are stages.
+            slack_s = max(0.0, self._objectives(view.now).slack_s)
+            limits = limits._replace(limit_s=min(limits.limit_s, slack_s / self._num_stages))
+        return limits
+
+    def _sure_step_s(self, queue: ModelQueue) -> float:
+        """Of a step into which at least one offline sequence of the model fits, whichever."""
+        context = max((s.num_computed for s in queue.runnable(PriorityClass.OFFLINE)), default=0)
+        decode_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(StepShape(0, 0.0, 1, context))
+        return max(decode_s, WORTH_STEPS * self._least_step_s(queue))
+
+    def _least_ttft_s(self) -> float:
+        return min(queue.ttft_objective_s for queue in self._queues.values())
 
     def _limits_for_expected(self, queue: ModelQueue, limits: Limits, begins_s: float) -> Limits:
         """The step ends when a sequence that comes may be here, or is a short one. One that may be interrupted is, then."""
@@ -274,7 +486,7 @@ class Planner:
         is_interruptible = is_interruptible and not sequences[0].is_online
         drafts = self._drafting.add(queue, batch) if self._drafting.is_on else []
         predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
-        if self._plans_ahead and 0.0 < predicted_s <= self._short_step_s():
+        if self._steps_in_flight > 1 and 0.0 < predicted_s <= self._short_step_s():
             # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
             is_interruptible = False
         plan = StepPlan(
@@ -299,7 +511,7 @@ class Planner:
 
     def _short_step_s(self) -> float:
         """For which any online request can wait, though two such steps may be before it."""
-        return SHORT_STEP_SHARE * min(queue.ttft_objective_s for queue in self._queues.values())
+        return SHORT_STEP_SHARE * self._least_ttft_s()
 
     def resume(self, now: float, stop_share: float) -> PlannedStep:
         """The suspended step, to be gone on with, up to a share of its layers."""

@@ -1,0 +1,258 @@
+"""Who may delay whom, and by how much, where models, classes, priorities and stages meet ("Order of authority" in
+docs/design/scheduling.md). The real engine in virtual time."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
+from shared.engine.engine import Effect, Engine
+from shared.engine.plan import ModelShape
+from shared.engine.requests import Ended, Output
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.requests import GenerationRequest, Priority, RequestClass, SamplingParams, pack_tokens
+from shared.policies.catalogue import ordering_policy
+from shared.policies.slo_budget import SloTokenBudget
+from shared.simulation.events import Events
+from shared.simulation.instance import VirtualInstance, VirtualStep
+
+COST = CostModel(
+    fixed_s=0.012,
+    prefill_token_s=1e-4,
+    prefill_attention_s=3e-9,
+    decode_s=3e-5,
+    decode_context_s=3.6e-7,
+    prefill_s=0.002,
+    num_layers=32,
+    layers_per_safepoint=4,
+    checkpoint_block_s=0.004,
+    restore_block_s=0.004,
+)
+"""About a 7B model on a GPU."""
+TTFT_S, TPOT_S = 1.5, 0.11
+OFFLINE, HIGH = RequestClass.OFFLINE, Priority.HIGH
+
+
+class World:
+    """One instance in virtual time. `is_known`: cost models were measured, else they are learnt."""
+
+    def __init__(
+        self,
+        models: str,
+        *,
+        depth: int = 2,
+        num_stages: int = 1,
+        num_merged: int = 20_000,
+        num_host_merged: int = 0,
+        num_rows: int = 256,
+        max_tokens: int = 8192,
+        is_known: bool = True,
+        tpot_s: float = TPOT_S,
+        order: str = "doubling_budget",
+    ) -> None:
+        self.events = Events()
+        self.engine = Engine(
+            num_merged,
+            num_rows,
+            ordering_policy(order),
+            SloTokenBudget(max_tokens),
+            steps_in_flight=depth,
+            num_stages=num_stages,
+            num_host_merged=num_host_merged,
+            ttft_s=TTFT_S,
+            tpot_s=tpot_s,
+        )
+        for model in models:
+            self.engine.apply(AddModel(ModelShape(model, 32, 1, 1 << 17, num_layers=32, layers_per_safepoint=4)), 0.0)
+            if is_known:
+                self.engine.apply(SetCostModel(model, COST), 0.0)
+            self.engine.apply(SetStatistics(ExecutionStatistics(model, 1.0, 1.0, 100)), 0.0)
+        self.sent: dict[str, float] = {}
+        self.times: dict[str, list[float]] = {}
+        """Of each request's tokens."""
+        self.ended: dict[str, Ended] = {}
+        self.steps: list[VirtualStep] = []
+        self.instance = VirtualInstance(
+            self.engine,
+            self.events,
+            lambda _: COST,
+            lambda plan: [1] * sum(plan.samples),
+            self._on_effects,
+            on_step=self.steps.append,
+        )
+
+    def _on_effects(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Output):
+                for entry in effect.entries:
+                    times = self.times.setdefault(entry.request_id, [])
+                    times += [self.events.now] * (len(entry.tokens) // 4)
+            elif isinstance(effect, Ended):
+                assert effect.request.request_id not in self.ended
+                self.ended[effect.request.request_id] = effect
+
+    def submit(
+        self,
+        name: str,
+        model: str,
+        num_prompt: int,
+        num_output: int,
+        at_s: float = 0.0,
+        *,
+        request_class: RequestClass = RequestClass.ONLINE,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        self.sent[name] = at_s
+        number = len(self.sent)
+        request = GenerationRequest(
+            request_id=name,
+            gateway_id="g",
+            model=model,
+            prompt=pack_tokens([(number * 7919 + i * 31) % 30_000 for i in range(num_prompt)]),
+            sampling=SamplingParams(max_tokens=num_output, temperature=0.0),
+            request_class=request_class,
+            priority=priority,
+            timeout_s=1e5,
+        )
+        self.events.at(at_s, lambda: self.instance.apply(Submit(request)))
+
+    def lines(self, model: str, num: int, num_prompt: int = 1024, num_output: int = 128, at_s: float = 1.0) -> None:
+        for index in range(num):
+            self.submit(f"line-{model}{index}", model, num_prompt, num_output, at_s, request_class=OFFLINE)
+
+    def run(self, until_s: float) -> None:
+        self.events.run(lambda: False, until_s)
+
+    def ttft_s(self, name: str) -> float:
+        return self.times[name][0] - self.sent[name] if name in self.times else float("inf")
+
+    def gaps(self, name: str, since_s: float = 0.0) -> list[float]:
+        return [b - a for a, b in pairwise(self.times[name]) if a >= since_s]
+
+    def harvested(self) -> int:
+        return self.engine.counters.harvested_tokens
+
+
+# -------------------------------------------------------------------------------------- offline work of other models
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("num_prompt", "num_output"), [(1024, 128), (64, 512)])
+def test_offline_work_of_another_model_gets_what_that_of_the_same_model_does(depth, num_prompt, num_output):
+    harvested = {}
+    for model in "AB":
+        world = World("AB", depth=depth)
+        world.submit("stream", "A", 200, 4000)
+        world.lines(model, 64, num_prompt, num_output)
+        world.run(50.0)
+        harvested[model] = world.harvested()
+        gaps = world.gaps("stream", 2.0)
+        assert sum(gaps) / len(gaps) <= TPOT_S
+    assert max(gaps) <= TPOT_S
+    assert harvested["B"] >= 0.9 * harvested["A"]
+
+
+@pytest.mark.parametrize("tpot_s", [0.03, 0.05, 0.11])
+def test_a_backlog_of_another_model_costs_little_more_than_its_own_steps(tpot_s):
+    """Where there is always more to do, what is lost is that its steps read weights of their own."""
+    harvested = {}
+    for model in "AB":
+        world = World("AB", tpot_s=tpot_s)
+        world.submit("stream", "A", 200, 4000)
+        world.lines(model, 300)
+        world.run(20.0)
+        harvested[model] = world.harvested()
+    gaps = world.gaps("stream", 2.0)
+    assert sum(gaps) / len(gaps) <= tpot_s
+    assert harvested["B"] >= 0.75 * harvested["A"]
+
+
+def test_offline_work_of_several_models_takes_turns_beside_a_stream():
+    world = World("ABC")
+    world.submit("stream", "A", 200, 4000)
+    for model in "ABC":
+        world.lines(model, 300)
+    world.run(30.0)
+    tokens = {
+        model: sum(len(times) for name, times in world.times.items() if name.startswith(f"line-{model}"))
+        for model in "ABC"
+    }
+    assert min(tokens.values()) > 0.25 * max(tokens.values()), tokens
+    assert max(world.gaps("stream", 2.0)) <= TPOT_S
+
+
+# --------------------------------------------------------------------------------------- high priority between models
+
+
+@pytest.mark.parametrize("order", ["doubling_budget", "fcfs"])
+def test_a_normal_request_beside_a_high_stream_of_another_model_keeps_its_objectives(order):
+    world = World("AB", order=order)
+    world.submit("stream", "B", 200, 600)
+    world.submit("high", "A", 200, 3000, 2.0, priority=HIGH)
+    world.submit("late", "B", 2000, 20, 5.0)
+    world.run(30.0)
+    assert world.ttft_s("late") <= TTFT_S
+    assert max(world.gaps("stream")) <= TPOT_S
+    # and the one of high priority has most of the turns
+    gaps = world.gaps("high", 2.5)
+    assert sum(gaps) / len(gaps) <= 0.02 and max(gaps) <= TPOT_S
+
+
+def test_normal_requests_of_several_models_keep_theirs_beside_high_ones():
+    world = World("ABCDE")
+    for model in "BCDE":
+        world.submit(f"stream{model}", model, 200, 500)
+    world.submit("high", "A", 200, 3000, 1.0, priority=HIGH)
+    for index in range(10):
+        world.submit(f"high{index}", "A", 500, 50, 2.0 + index, priority=HIGH)
+        world.submit(f"late{index}", "BCDE"[index % 4], 500, 50, 2.5 + index)
+    world.run(30.0)
+    assert max(world.ttft_s(f"late{index}") for index in range(10)) <= TTFT_S
+    assert max(world.ttft_s(f"high{index}") for index in range(10)) <= TTFT_S
+    for model in "BCDE":
+        gaps = world.gaps(f"stream{model}", 1.5)
+        assert sum(gaps) / len(gaps) <= TPOT_S
+
+
+def test_beyond_what_the_device_can_do_normal_requests_have_their_share_of_the_turns():
+    """Ten streams of high priority leave others' prompts no time within objectives, yet these get on."""
+    world = World("AB", tpot_s=0.014)
+    for index in range(10):
+        world.submit(f"high{index}", "A", 200, 4000, priority=HIGH)
+    world.submit("normal", "B", 3000, 20, 1.0)
+    world.run(30.0)
+    assert "normal" in world.ended
+    gaps = world.gaps("high0", 1.0)
+    assert sum(gaps) / len(gaps) <= 0.03
+
+
+# ------------------------------------------------------------------------------------------------------- pipelines
+
+
+@pytest.mark.parametrize(("num_stages", "limit_s"), [(1, 0.5), (2, 0.5), (4, 0.5)])
+@pytest.mark.parametrize("num_prompt", [300, 4096])
+def test_an_online_request_waits_little_for_offline_steps_whatever_the_stages(num_stages, limit_s, num_prompt):
+    world = World("A", depth=max(2, num_stages), num_stages=num_stages)
+    world.lines("A", 200, num_prompt, 64, at_s=0.0)
+    for index in range(12):
+        world.submit(f"online{index}", "A", 64, 8, 2.0 + 0.87 * index)
+    world.run(15.0)
+    assert max(world.ttft_s(f"online{index}") for index in range(12)) <= limit_s
+
+
+def test_offline_work_gets_on_where_a_step_takes_longer_than_it_should():
+    """One token takes longer than what all steps in flight may take."""
+    slow = msgspec.structs.replace(COST, fixed_s=0.5)
+    world = World("A", depth=4, num_stages=4)
+    world.engine.apply(SetCostModel("A", slow), 0.0)
+    world.engine.apply(SetObjectives("A", 0.5, 0.05), 0.0)
+    rng = random.Random(1)
+    for index in range(20):
+        world.submit(f"line{index}", "A", rng.randint(1, 3000), rng.randint(1, 50), request_class=OFFLINE)
+    world.run(500.0)
+    assert len(world.ended) == 20
