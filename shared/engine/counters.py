@@ -34,6 +34,8 @@ class EngineCounters:
         """Computed (prompt and output) for online requests."""
         self.harvested_tokens = 0
         """Computed for offline requests."""
+        self.unserved: Counter[str] = Counter()
+        """Offline requests of each model that were given up because online work left them no turn."""
         self.drafts: Counter[str] = Counter()
         """Of each model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
         self.drafted_tokens: Counter[str] = Counter()

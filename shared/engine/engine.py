@@ -217,6 +217,7 @@ class Engine:
     def on_time(self, now: float) -> None:
         """See `OnTime`."""
         self.requests.end_overdue(now)
+        self.requests.give_up_unserved(now)
         self.memory.serve_demand(now)
 
     def effects(self) -> list[Effect]:
@@ -281,6 +282,8 @@ class Engine:
             self._high_priority_load,
             self.planner.last_limits.max_tokens,
             0.0 if now is None else self.steps.online_wait_s(now),
+            lambda model: inf if now is None else self.planner.offline_spare_s(model, now),
+            now,
             self._objectives[0],
         )
 

@@ -8,7 +8,7 @@ its blocks and may come back; blocks reserved for one that comes are taken from 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil, inf
 
 import msgspec
@@ -31,6 +31,9 @@ from shared.policies.virtual_usage import (
 HOARD_S = 4.0
 """An instance holds at most so many seconds of offline work that it has not begun, so that none idles while another has too
 much of it."""
+
+UNSERVED_S = 2.0
+"""A model whose offline work had no turn for so long has no room for more."""
 
 LEAST_IDEAL_SHARE = 0.125
 """Of the pool, that may be used beside requests of high priority, whatever the cost model says."""
@@ -154,12 +157,15 @@ def instance_load(
     high_priority_load: float,
     max_step_tokens: int,
     steps_s: float,
+    spare_s: Callable[[str], float],
+    now: float | None,
     ttft_s: float = 0.0,
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
     pool that is used beside requests of high priority; 0: from the cost models. `max_step_tokens`: limit of the step planned
-    last. `steps_s`: until the steps in flight end that an online request would wait for. `ttft_s`: objective where neither
-    request nor model names one; 0: none."""
+    last. `steps_s`: until the steps in flight end that an online request would wait for. `spare_s`: for how long an offline
+    step of a model may run beside online work (`Planner.offline_spare_s`). `ttft_s`: objective where neither request nor
+    model names one; 0: none."""
     totals, pool = _Totals(memory.queues), memory.pool
     models = []
     for queue in memory.queues.values():
@@ -171,7 +177,10 @@ def instance_load(
             totals.wait(queue.waiting[priority_class], priority_class, queue)
             num_decodes, num_blocks = num_decodes + len(held), num_blocks + held_blocks
         decode_cost = _decode_cost(queue, num_decodes, num_blocks * queue.shape.block_size)
-        models.append(_model_load(memory, queue, offline_tokens_per_s, max_step_tokens, decode_cost))
+        room = 0
+        if offline_tokens_per_s is not None and _has_turns(memory, queue, spare_s, now):
+            room = _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens, spare_s)
+        models.append(_model_load(memory, queue, room, decode_cost))
     for coming in reserved:
         if coming.is_load:
             totals.arrive(len(coming.blocks), coming.priority_class, memory.queues[coming.model])
@@ -255,11 +264,7 @@ def _ideal_merged(memory: Allocator, high_priority_load: float) -> float:
 
 
 def _model_load(
-    memory: Allocator,
-    queue: ModelQueue,
-    offline_tokens_per_s: float | None,
-    max_step_tokens: int,
-    decode_cost: tuple[float, float],
+    memory: Allocator, queue: ModelQueue, offline_room_tokens: int, decode_cost: tuple[float, float]
 ) -> ModelLoad:
     return ModelLoad(
         model=queue.name,
@@ -267,9 +272,7 @@ def _model_load(
         num_waiting=queue.num_waiting,
         num_offline=queue.num_offline,
         num_waiting_online=queue.num_waiting_of(True),
-        offline_room_tokens=0
-        if offline_tokens_per_s is None
-        else _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens),
+        offline_room_tokens=offline_room_tokens,
         budgets=memory.ordering.budgets(queue.all_held()),
         prompt_cost=(0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
         decode_cost=decode_cost,
@@ -285,20 +288,39 @@ def _decode_cost(queue: ModelQueue, num_decodes: int, context_tokens: int) -> tu
     return one_s, (all_s - one_s) / max(1, num_decodes)
 
 
-def _offline_room(memory: Allocator, queue: ModelQueue, tokens_per_s: float, max_step_tokens: int) -> int:
-    """Offline tokens (prompt and output) that could be given beyond those held: what the free blocks hold or some seconds
-    of work, whichever is less, minus what waits here already; at least a step's worth, so that the instance never runs dry
-    between two reports."""
+def _has_turns(memory: Allocator, queue: ModelQueue, spare_s: Callable[[str], float], now: float | None) -> bool:
+    """Whether offline work of the model gets on here: what is held shows it, else what online objectives leave."""
+    if not memory.has_online_work():
+        return True
+    if queue.num_offline:
+        return now is None or now - queue.offline_turn_s <= UNSERVED_S
+    return spare_s(queue.name) > 0.0
+
+
+def _offline_room(
+    memory: Allocator,
+    queue: ModelQueue,
+    tokens_per_s: float,
+    max_step_tokens: int,
+    spare_s: Callable[[str], float],
+) -> int:
+    """Offline tokens (prompt and output) that could be given beyond those held: what the free blocks hold or the model's
+    part of some seconds of work, whichever is less, minus what waits here already; at least a step's worth, so that the
+    instance never runs dry between two reports."""
     held = sum(
         sequence.max_total
         for sequence in (*queue.waiting[PriorityClass.OFFLINE], *queue.restoring.values(), *queue.restored.values())
         if not sequence.is_online
     )
-    if queue.cost_model is not None and queue.is_cost_known and not memory.has_online_work():
+    cost, step_tokens = queue.cost_model if queue.is_cost_known else None, max_step_tokens
+    if cost is not None and not memory.has_online_work():
         shape = StepShape(max_step_tokens, max_step_tokens * max_step_tokens / 2)
-        tokens_per_s = max(tokens_per_s, max_step_tokens / queue.cost_model.predict(shape))
+        tokens_per_s = max(tokens_per_s, max_step_tokens / cost.predict(shape))
+    elif cost is not None and (step_s := spare_s(queue.name)) < inf:
+        step_tokens = min(max_step_tokens, cost.max_prefill_tokens(step_s - cost.fixed_s, StepShape(), 0))
     by_memory = memory.pool.num_available(queue.name) * queue.shape.block_size
     if not memory.num_free_rows:
         by_memory = 0
-    by_time = int(tokens_per_s * HOARD_S)
-    return max(0, max(min(by_memory, by_time), max_step_tokens) - held)
+    num_sharing = 1 + sum(other.num_offline > 0 for other in memory.queues.values() if other is not queue)
+    by_time = int(tokens_per_s * HOARD_S / num_sharing)
+    return max(0, max(min(by_memory, by_time), step_tokens) - held)

@@ -535,6 +535,7 @@ class Planner:
         )
         step.planned_s = now
         step.is_interrupted = False
+        self._queues[plan.model].offline_turn_s = now
         return step
 
     # ------------------------------------------------------------------------------------------------ filling

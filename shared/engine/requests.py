@@ -25,6 +25,10 @@ from shared.messages.requests import (
 )
 from shared.messages.timeline import EventKind
 
+UNSERVED_S = 5.0
+"""Offline requests of a model that had no turn beside online work for so long, and for as long as was computed of them, are
+given up here, so that another instance may have them."""
+
 
 class Output(msgspec.Struct, frozen=True):
     """Effect: entries for one gateway."""
@@ -175,6 +179,9 @@ class RequestTable:
     def hold(self, sequence: Sequence, now: float) -> None:
         """Held from now on; its place in a queue is the caller's matter."""
         self._sequences[sequence.request.request_id] = sequence
+        queue = self._memory.queues[sequence.model]
+        if not sequence.is_online and not queue.num_offline:
+            queue.offline_turn_s = now
         self._memory.ordering.on_arrival(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
         if len(self._deadlines) > 2 * len(self._sequences) + 64:
@@ -333,6 +340,24 @@ class RequestTable:
             # One that is frozen ends when it is reattached.
             if sequence.handover != Handover.FROZEN:
                 self.end_late(sequence, now)
+
+    def give_up_unserved(self, now: float) -> None:
+        """Offline requests for which online work leaves no turn: to wait here longer than computing them again would take
+        gains nothing where others have room, and an instance tells of none meanwhile."""
+        if not self._memory.has_online_work():
+            return
+        for queue in self._memory.queues.values():
+            if now - queue.offline_turn_s <= UNSERVED_S:
+                continue
+            held = (*queue.waiting[PriorityClass.OFFLINE], *queue.running[PriorityClass.OFFLINE].values())
+            for sequence in held:
+                waited_s = now - max(queue.offline_turn_s, sequence.here_since_s)
+                if sequence.in_flight or sequence.handover != Handover.NONE:
+                    continue
+                if waited_s > UNSERVED_S + sequence.device_s:
+                    self._memory.counters.unserved[queue.name] += 1
+                    message = f"online requests left it no turn for {waited_s:.3g} s"
+                    self.end(sequence, FinishReason.ERROR, now, ErrorInfo(ErrorCode.UNAVAILABLE, message))
 
     def end_late(self, sequence: Sequence, now: float) -> None:
         error = ErrorInfo(ErrorCode.DEADLINE, f"the request's time of {sequence.request.timeout_s:.3g} s is over")

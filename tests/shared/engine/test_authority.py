@@ -256,3 +256,58 @@ def test_offline_work_gets_on_where_a_step_takes_longer_than_it_should():
         world.submit(f"line{index}", "A", rng.randint(1, 3000), rng.randint(1, 50), request_class=OFFLINE)
     world.run(500.0)
     assert len(world.ended) == 20
+
+
+# -------------------------------------------------------------------------------------------------- promises of room
+
+
+def _room(world: World, model: str) -> int:
+    loads = {load.model: load for load in world.engine.load(world.events.now).models}
+    return loads[model].offline_room_tokens
+
+
+def test_room_is_told_for_a_model_whose_offline_work_has_turns():
+    world = World("AB")
+    world.submit("stream", "A", 200, 4000)
+    world.run(1.0)
+    assert 0 < _room(world, "B") <= 8192
+    world.lines("B", 7)
+    world.run(3.0)
+    assert world.harvested() > 0 and _room(world, "B") > 0
+
+
+def _saturated(order: str = "doubling_budget") -> World:
+    """Streams whose steps take all the time that their objective allows."""
+    world = World("AB", tpot_s=0.013, order=order)
+    for index in range(16):
+        world.submit(f"stream{index}", "A", 200, 3000)
+    return world
+
+
+def test_no_room_is_told_where_online_work_leaves_no_turn():
+    world = _saturated()
+    world.run(3.0)
+    assert _room(world, "A") == _room(world, "B") == 0
+    world.run(200.0)
+    assert len(world.ended) == 16 and _room(world, "A") > 0 and _room(world, "B") > 0
+
+
+@pytest.mark.parametrize("model", ["A", "B"])
+def test_offline_requests_without_a_turn_leave_to_be_placed_again(model):
+    world = _saturated()
+    world.lines(model, 5)
+    world.run(3.5)
+    assert _room(world, model) == 0 and world.engine.num_held(model) >= 5
+    world.run(12.0)
+    given_up = [end for name, end in world.ended.items() if name.startswith("line")]
+    assert len(given_up) == 5 and all(end.is_given_up and end.num_output_tokens == 0 for end in given_up)
+    assert world.engine.counters.unserved[model] == 5
+
+
+def test_offline_requests_stay_while_their_model_has_turns():
+    world = World("AB")
+    world.submit("stream", "A", 200, 4000)
+    world.lines("B", 400)
+    world.run(40.0)
+    assert not world.engine.counters.unserved
+    assert not any(end.is_given_up for end in world.ended.values())
