@@ -19,6 +19,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import torch
 
 from services.worker.kv_store import KvStore, KvViews
 from services.worker.suspension import cuda_event
-from shared.engine.plan import CopyKind, KvCopy
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ class KvCopies:
             _check(_runtime().cudaHostUnregister(self.pool.data_ptr()))
             self._stream = None
 
-    def _report(self, copy: KvCopy, ok: bool) -> None:
-        self._finished.append((copy.copy_id, ok))
+    def _report(self, copy: KvCopy, ok: bool, seconds: float = 0.0) -> None:
+        self._finished.append(EndedCopy(copy.copy_id, ok, seconds))
         self.on_finished()
 
     # ------------------------------------------------------------------------------------ the copying thread
@@ -147,14 +148,17 @@ class KvCopies:
             niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))  # less of it is not ours to take
             os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
         while (job := self._jobs.get()) is not None:
-            copy, ok = job.copy, False
+            copy, ok, begun_s = job.copy, False, 0.0
             if not self._closing:
                 try:
+                    if job.after is not None:
+                        job.after.synchronize()
+                    begun_s = time.perf_counter()
                     self._carry_out(job)
                     ok = True
                 except Exception:
                     logger.exception("%s %d of %s failed", copy.kind, copy.copy_id, copy.model)
-            self._report(copy, ok)
+            self._report(copy, ok, time.perf_counter() - begun_s if ok else 0.0)
             if self._closing and self._jobs.empty():
                 return
 

@@ -1,8 +1,14 @@
-"""When KV blocks are copied to host memory and back: asks the policy before each step, and begins the copies."""
+"""When KV blocks are copied to host memory and back: asks the policy before each step, and begins the copies.
+
+How long a block takes is measured on the copies themselves, in each direction; that of the model whose blocks take longest
+counts. Before the first has ended it is what the cost model says, and where that says nothing, few blocks are copied at a
+time.
+"""
 
 from __future__ import annotations
 
 from shared.engine.memory.allocator import Allocator
+from shared.engine.plan import CopyKind
 from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.checkpointing import (
     CheckpointPolicy,
@@ -19,6 +25,14 @@ IDLE_STEP_S = 1.0
 COPY_SHARE = 0.5
 """Of a step's time that copies in both directions may take beside it."""
 
+FIRST_BLOCKS = 2
+"""Copied at a time in a direction in which nobody knows how long a block takes."""
+
+NEW_WEIGHT = 0.25
+"""Of the last copy in the time of a block."""
+OUTLIER = 2.0
+"""A copy counts as at most so many times slower than those before it: a stall is not a slow link."""
+
 
 class Copying:
     def __init__(self, memory: Allocator, policy: CheckpointPolicy) -> None:
@@ -27,6 +41,30 @@ class Copying:
         self._growth = SmoothedRate()
         self._seen_s: float | None = None
         self._seen_used = 0.0
+        self._block_s: dict[tuple[CopyKind, str], float] = {}
+        """Measured, of each kind and model; 0: whoever copies does not say."""
+
+    def learn(self, copy_id: int, seconds: float) -> None:
+        """A copy has ended."""
+        copy = self._memory.host.copy(copy_id)
+        if copy is None:
+            return
+        key, block_s = (copy.kind, copy.model), seconds / len(copy.device_blocks)
+        known_s = self._block_s.get(key, 0.0)
+        if known_s:
+            block_s = known_s + NEW_WEIGHT * (min(block_s, OUTLIER * known_s) - known_s)
+        self._block_s[key] = block_s
+
+    def _of_block(self, kind: CopyKind) -> float | None:
+        """Seconds; 0: not told; None: not known yet."""
+        known = []
+        for queue in self._memory.queues.values():
+            measured_s = self._block_s.get((kind, queue.name))
+            cost, is_save = queue.cost_model, kind == CopyKind.CHECKPOINT
+            profiled_s = 0.0 if cost is None else cost.checkpoint_block_s if is_save else cost.restore_block_s
+            if measured_s is not None or profiled_s:
+                known.append(measured_s or profiled_s)
+        return max(known, default=None)
 
     def on_time(self, now: float) -> None:
         """Follows the memory consumption, where there is host memory to copy to."""
@@ -39,19 +77,18 @@ class Copying:
 
     def start(self, step_s: float | None) -> None:
         """Begins the copies that run beside a step of so many predicted seconds (0: unknown; None: no step runs)."""
-        memory, host = self._memory, self._memory.host
+        host = self._memory.host
         if host.pool is None:
             return
         step_s = step_s or IDLE_STEP_S
-        models = [queue.cost_model for queue in memory.queues.values() if queue.cost_model is not None]
-        save_s = max((model.checkpoint_block_s for model in models), default=0.0)
-        restore_s = max((model.restore_block_s for model in models), default=0.0)
+        save_s, restore_s = self._of_block(CopyKind.CHECKPOINT), self._of_block(CopyKind.RESTORE)
         # What is under way takes its part of this step's time too.
-        budget_s = COPY_SHARE * step_s - host.num_checkpointing_blocks * save_s - host.num_restoring_blocks * restore_s
-        budget_s -= self._restore(budget_s, restore_s) * restore_s
+        budget_s = COPY_SHARE * step_s - host.num_checkpointing_blocks * (save_s or 0.0)
+        budget_s -= host.num_restoring_blocks * (restore_s or 0.0)
+        budget_s -= self._restore(budget_s, restore_s) * (restore_s or 0.0)
         self._checkpoint(step_s, budget_s, save_s)
 
-    def _restore(self, budget_s: float, block_s: float) -> int:
+    def _restore(self, budget_s: float, block_s: float | None) -> int:
         """Returns the number of blocks."""
         host = self._memory.host
         restoring = [
@@ -63,11 +100,15 @@ class Copying:
         if not restoring or (budget_s <= 0 and host.num_restoring_blocks):
             return 0
         restoring.sort(key=restore_key)
-        count = blocks_to_restore(budget_s, block_s, sum(len(sequence.restore[1]) for sequence in restoring))
+        num_missing = sum(len(sequence.restore[1]) for sequence in restoring)
+        if block_s is None:
+            count = max(0, min(FIRST_BLOCKS, num_missing) - host.num_restoring_blocks)
+        else:
+            count = blocks_to_restore(budget_s, block_s, num_missing)
         host.copy_back(restoring, count)
         return count
 
-    def _checkpoint(self, step_s: float, budget_s: float, block_s: float) -> None:
+    def _checkpoint(self, step_s: float, budget_s: float, block_s: float | None) -> None:
         memory, host = self._memory, self._memory.host
         assert host.pool is not None
         running: list[Sequence] = [
@@ -96,7 +137,9 @@ class Copying:
             unsaved_online_blocks=unsaved[1],
         )
         blocks = self._policy.blocks_now(view)
-        if block_s > 0:
+        if block_s is None:
+            blocks = min(blocks, FIRST_BLOCKS - host.num_checkpointing_blocks)
+        elif block_s > 0:
             blocks = min(blocks, int(budget_s / block_s))
         if blocks <= 0:
             return

@@ -21,7 +21,7 @@ import msgspec
 
 from shared.engine.calls import OnCopy, OnStep, OnTime
 from shared.engine.engine import Effect, Engine
-from shared.engine.plan import KvCopy, StepPlan, StepResult
+from shared.engine.plan import EndedCopy, KvCopy, StepPlan, StepResult
 
 
 class StepStats(msgspec.Struct, frozen=True):
@@ -128,8 +128,9 @@ class Driver:
         return Turn(None, self._engine.effects(), self.copies(), None), stats
 
     def on_copies(self, finished: Iterable[tuple[int, bool]], now: float) -> list[KvCopy]:
-        """(copy id, whether it succeeded) of those that have ended. Returns those to start now."""
-        for copy_id, ok in finished:
+        """(copy id, whether it succeeded) of those that have ended, or `EndedCopy`. Returns those to start now."""
+        for ended in finished:
             self._num_copies -= 1
-            self._engine.apply(OnCopy(copy_id, ok), now)
+            copy_id, ok = ended
+            self._engine.apply(OnCopy(copy_id, ok, ended.seconds if isinstance(ended, EndedCopy) else 0.0), now)
         return self.copies()

@@ -200,8 +200,10 @@ class Engine:
         those of one sequence must end in it."""
         return self.memory.compaction.started_copies() + self.memory.host.started_copies()
 
-    def on_copy(self, copy_id: int, ok: bool, now: float) -> None:
+    def on_copy(self, copy_id: int, ok: bool, now: float, seconds: float = 0.0) -> None:
         """See `OnCopy`."""
+        if ok:
+            self._copying.learn(copy_id, seconds)
         if self.memory.compaction.on_copy(copy_id, ok):
             self.outgoing.finish_leaving(now)
         elif (ended := self.memory.host.on_copy(copy_id, ok)) is not None:

@@ -161,3 +161,15 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     @property
     def tokens_per_merged(self) -> int:
         return self.block_size * self.blocks_per_merged
+
+
+class EndedCopy(tuple[int, bool]):
+    """(id of the copy, whether it succeeded), and how long it took."""
+
+    seconds: float
+
+    def __new__(cls, copy_id: int, ok: bool, seconds: float) -> EndedCopy:
+        """`seconds`: from its turn among the copies on."""
+        ended = super().__new__(cls, (copy_id, ok))
+        ended.seconds = seconds
+        return ended

@@ -16,7 +16,7 @@ from shared.cost_model import CostModel
 from shared.engine.calls import Call
 from shared.engine.driver import Driver
 from shared.engine.engine import Effect, Engine
-from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult
 from shared.simulation.events import Events
 
 T = TypeVar("T")
@@ -194,11 +194,12 @@ class VirtualInstance:
             cost = self._cost_model(copy.model)
             block_s = {CopyKind.RESTORE: cost.restore_block_s, CopyKind.CHECKPOINT: cost.checkpoint_block_s}
             begins_s = max(self._events.now, self._copies_end_s)
-            self._copies_end_s = begins_s + block_s.get(copy.kind, 0.0) * len(copy.device_blocks)
-            self._events.at(self._copies_end_s, self._end_copy, copy.copy_id)
+            seconds = block_s.get(copy.kind, 0.0) * len(copy.device_blocks)
+            self._copies_end_s = begins_s + seconds
+            self._events.at(self._copies_end_s, self._end_copy, EndedCopy(copy.copy_id, True, seconds))
 
-    def _end_copy(self, copy_id: int) -> None:
-        self._finished.append((copy_id, True))
+    def _end_copy(self, ended: EndedCopy) -> None:
+        self._finished.append(ended)
         self.wake()
 
 

@@ -57,7 +57,7 @@ from services.worker.ranks.messages import (
     framed,
 )
 from shared.checkpoint import CheckpointError, CheckpointMissing
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter
 
@@ -128,6 +128,8 @@ class GroupExecutor:
         self._copies: dict[int, tuple[int, bool]] = {}
         """By id: ranks that have not ended it, and whether those that have succeeded."""
         self._ended_copies: deque[tuple[int, bool]] = deque()
+        self._copy_s: dict[int, float] = {}
+        """How long copies took on rank 0."""
         self._on_copy_finished: Callable[[], None] = lambda: None
         self._window_lock = threading.Lock()
         """Also held while a model comes, for then ranks answer nothing else, and while one goes: else it would on some ranks
@@ -290,10 +292,14 @@ class GroupExecutor:
                 self._lose(f"a move of blocks of {copy.model!r} is not done on all ranks after {ANSWER_TIMEOUT_S:g} s")
 
     def finished_copies(self) -> list[tuple[int, bool]]:
-        for copy_id, ok in self._own.finished_copies():
+        for own in self._own.finished_copies():
+            copy_id, ok = own
+            if isinstance(own, EndedCopy):
+                self._copy_s[copy_id] = own.seconds
             self._on_copy_ended(copy_id, ok)
         ended = self._ended_copies
-        return [ended.popleft() for _ in range(len(ended))]
+        known = [ended.popleft() for _ in range(len(ended))]
+        return [EndedCopy(copy_id, ok, self._copy_s.pop(copy_id, 0.0)) for copy_id, ok in known]
 
     def on_copy_finished(self, callback: Callable[[], None]) -> None:
         self._on_copy_finished = callback

@@ -170,6 +170,11 @@ class HostKv:
         self._copies[effect.copy_id] = _Copy(effect, sequence, first)
         self._started.append(effect)
 
+    def copy(self, copy_id: int) -> KvCopy | None:
+        """One that is under way."""
+        copy = self._copies.get(copy_id)
+        return None if copy is None else copy.effect
+
     def on_copy(self, copy_id: int, ok: bool) -> tuple[Sequence, bool] | None:
         """A copy has ended. Returns a sequence whose restore is over by that, and whether it succeeded."""
         copy = self._copies.pop(copy_id, None)

@@ -12,7 +12,7 @@ import pytest
 from shared.cost_model import CostModel
 from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
 from shared.engine.engine import Effect, Engine
-from shared.engine.plan import ModelShape
+from shared.engine.plan import CopyKind, KvCopy, ModelShape
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import GenerationRequest, Priority, RequestClass, SamplingParams, pack_tokens
@@ -311,3 +311,30 @@ def test_offline_requests_stay_while_their_model_has_turns():
     world.run(40.0)
     assert not world.engine.counters.unserved
     assert not any(end.is_given_up for end in world.ended.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_copies_beside_steps_are_bounded_in_time(is_known):
+    """Also where the time of a block is only learnt from the copies."""
+    world = World("A", depth=1, num_merged=600, num_host_merged=2000, max_tokens=2048, is_known=is_known)
+    copies: dict[CopyKind, list[int]] = {CopyKind.CHECKPOINT: [], CopyKind.RESTORE: []}
+    start = world.instance._start_copies
+
+    def start_copies(started: list[KvCopy]) -> None:
+        for copy in started:
+            copies[copy.kind].append(len(copy.device_blocks))
+        start(started)
+
+    world.instance._start_copies = start_copies  # type: ignore[method-assign]
+    for index in range(24):
+        world.submit(f"line{index}", "A", 900, 300, request_class=OFFLINE)
+    for index in range(30):
+        world.submit(f"online{index}", "A", 1500, 60, 10.0 + 0.7 * index)
+    world.run(60.0)
+    longest_s = max(step.whole_s for step in world.steps)
+    for kind, blocks in copies.items():
+        assert len(blocks) > 50, kind
+        assert max(blocks) * COST.restore_block_s <= 0.5 * longest_s + COST.restore_block_s
