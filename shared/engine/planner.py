@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import cast
 
@@ -616,8 +617,8 @@ class Planner:
             batch.add_chunk(sequence, count)
 
     def _admit(self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float) -> None:
-        """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head that lacks
-        room, of whatever model."""
+        """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head of its own model that
+        lacks room, nor one of another if that would wait for longer."""
         self._admit_restored(queue, priority_class, batch, now, decodes=False)
         waiting = queue.waiting[priority_class]
         if waiting and not self._ordering.is_static:
@@ -633,7 +634,8 @@ class Planner:
             )
             has_row = self._memory.num_free_rows > num_kept or self._memory.make_row(sequence, now)
             if not has_row or not self._memory.allocate_prompt(queue, sequence, now):
-                self._memory.stuck = sequence
+                if not self._overtakes(sequence, now):
+                    self._memory.stuck = sequence
                 return
             waiting.remove(sequence)
             sequence.row = self._memory.take_row()
@@ -700,9 +702,34 @@ class Planner:
         return bool(victims) and self._memory.reaches(stuck.model, [*self._memory.offline_holders(), *victims], needed)
 
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
+        """Whether it is not admitted because one before it in the order lacks room."""
+        stuck = self._memory.stuck
+        if stuck is None or not self._overtakes(sequence, now):
+            return False
+        return stuck.model == sequence.model or self._delays(stuck, sequence)
+
+    def _overtakes(self, sequence: Sequence, now: float) -> bool:
+        """Whether one before it lacks room that is not what its own model can have in any case."""
         stuck = self._memory.stuck
         if stuck is None or stuck is sequence or stuck.state != State.WAITING:
             return False
         if sequence.is_online and stuck.model != sequence.model and self._memory.is_below_share(sequence.model):
             return False
         return self._memory.order_key(sequence, now) > self._memory.order_key(stuck, now)
+
+    def _delays(self, stuck: Sequence, sequence: Sequence) -> bool:
+        """Whether more of those that run would have to end before the first has room, if the second had what it wants."""
+        memory = self._memory
+        running = [s for q in self._queues.values() for c in ONLINE_CLASSES for s in q.running[c].values()]
+        running.sort(key=lambda s: len(s.blocks) / self._queues[s.model].shape.blocks_per_merged, reverse=True)
+        offline, needed = memory.offline_holders(), memory.num_wanted_blocks(stuck)
+        num_to_end = bisect_left(
+            range(len(running) + 1),
+            True,
+            key=lambda num: memory.reaches(stuck.model, [*offline, *running[:num]], needed),
+        )
+        per_merged = {name: queue.shape.blocks_per_merged for name, queue in self._queues.items()}
+        merged = -(-memory.num_wanted_blocks(sequence) // per_merged[sequence.model])
+        needed += merged * per_merged[stuck.model]
+        # Where it needs nobody's end it lacks something else, or its turn has come.
+        return not num_to_end or not memory.reaches(stuck.model, [*offline, *running[:num_to_end]], needed)

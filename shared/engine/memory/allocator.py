@@ -68,8 +68,8 @@ class Allocator:
         self.expected: dict[str, float] = {}
         """Running online sequences that come from other instances, by migration: when they may be here, at the earliest."""
         self.stuck: Sequence | None = None
-        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it, but online
-        ones of models that hold less than their least share."""
+        """A waiting sequence that lacked room: nobody after it in the order is admitted before it, but of other models
+        online ones where these hold less than their least share, and those for whom it waits no longer."""
 
     @property
     def stuck_online(self) -> Sequence | None:

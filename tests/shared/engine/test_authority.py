@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, StepShape
 from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import CopyKind, KvCopy, ModelShape
@@ -338,3 +338,124 @@ def test_copies_beside_steps_are_bounded_in_time(is_known):
     for kind, blocks in copies.items():
         assert len(blocks) > 50, kind
         assert max(blocks) * COST.restore_block_s <= 0.5 * longest_s + COST.restore_block_s
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+def _behind_a_long_head(*, with_small: bool) -> World:
+    """A's head waits for the end of a long stream; B has more than its least share, and blocks are free that do not help
+    the head."""
+    world = World("AB", num_merged=450)
+    world.submit("long", "A", 8000, 1000)
+    for index in range(2):
+        world.submit(f"b{index}", "B", 1000, 3000, 0.5)
+    world.submit("head", "A", 6000, 10, 1.6)
+    for index in range(20 * with_small):
+        world.submit(f"small{index}", "B", 64, 20, 3.0 + 0.4 * index)
+    world.run(100.0)
+    return world
+
+
+def test_a_head_without_room_does_not_shut_out_who_would_not_delay_it():
+    alone, world = _behind_a_long_head(with_small=False), _behind_a_long_head(with_small=True)
+    assert alone.ttft_s("head") > 10.0, "it waits for memory"
+    assert max(world.ttft_s(f"small{index}") for index in range(20)) <= TTFT_S
+    assert world.ttft_s("head") <= alone.ttft_s("head") + 1.0 + 20 * 20 * COST.predict(StepShape(0, 0.0, 20, 2000))
+
+
+def test_a_head_without_room_is_not_delayed_by_many_small_ones():
+    """Ten streams of A are to end before its head fits; small requests of B that come all the time may not take what they
+    leave."""
+    world = World("AB", num_merged=450)
+    for index in range(10):
+        world.submit(f"a{index}", "A", 1000, 200 + 100 * index)
+    for index in range(2):
+        world.submit(f"b{index}", "B", 1000, 3000)
+    world.submit("head", "A", 9000, 10, 2.0)
+    for index in range(400):
+        world.submit(f"small{index}", "B", 64, 200, 2.5 + 0.1 * index)
+    world.run(200.0)
+    assert len(world.ended) == 413
+    last_of_a = max(world.times[f"a{index}"][-1] for index in range(10))
+    assert world.times["head"][0] <= last_of_a + TTFT_S
+
+
+# -------------------------------------------------------------------------------------------------------- properties
+
+
+def _mixed(seed: int, load: float) -> World:
+    """Random models, classes, priorities, lengths, objectives, stages and pools. `load`: of the device's time, that online
+    requests take if each is served alone, about."""
+    rng = random.Random(seed)
+    num_stages = rng.choice([1, 1, 2, 4])
+    models = "ABCD"[: rng.randint(1, 4)]
+    world = World(
+        models,
+        depth=max(num_stages, rng.randint(1, 2)),
+        num_stages=num_stages,
+        num_merged=rng.choice([3000, 20_000]),
+        num_host_merged=rng.choice([0, 2000]),
+        max_tokens=rng.choice([512, 2048, 8192]),
+        is_known=rng.random() < 0.7,
+        tpot_s=rng.uniform(0.11, 0.2),
+        order=rng.choice(["doubling_budget", "doubling_budget", "fcfs", "round_robin"]),
+    )
+    at_s, number = 0.0, 0
+    while at_s < 20.0:
+        num_prompt, num_output = rng.randint(20, 1500), rng.randint(2, 200)
+        priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
+        world.submit(f"online{number}", rng.choice(models), num_prompt, num_output, at_s, priority=priority)
+        # a step of one sequence is shared by some others, and tokens of a prompt by none
+        at_s += rng.expovariate(load / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / 4))
+        number += 1
+    for model in models:
+        if rng.random() < 0.8:
+            world.lines(model, rng.randint(1, 80), rng.randint(16, 3000), rng.randint(1, 100), rng.uniform(0.0, 10.0))
+    return world
+
+
+def _idle_s(world: World) -> float:
+    """The time that no step ran while requests were held."""
+    held = sorted(
+        [(at_s, 1) for name, at_s in world.sent.items()] + [(end.ended_s, -1) for end in world.ended.values()]
+    )
+    busy = sorted((step.start_s, step.end_s) for step in world.steps)
+    spans, num, since_s = [], 0, 0.0
+    for at_s, change in held:
+        if num == 0 and change > 0:
+            since_s = at_s
+        num += change
+        if num == 0:
+            spans.append((since_s, at_s))
+    total_s = sum(end_s - start_s for start_s, end_s in spans)
+    return total_s - sum(end_s - start_s for start_s, end_s in busy)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_at_a_load_that_fits_everybody_has_what_was_promised(seed):
+    world = _mixed(seed, load=0.35)
+    world.run(1000.0)
+    assert set(world.ended) == set(world.sent), "all end"
+    assert not any(end.is_given_up for end in world.ended.values())
+    assert _idle_s(world) <= 0.01 * world.events.now / 100 + 0.2, "the device is not idle while anybody waits"
+    online = [name for name in world.sent if name.startswith("online")]
+    assert max(map(world.ttft_s, online)) <= TTFT_S
+    assert max(max(world.gaps(name), default=0.0) for name in online) <= 0.5
+    for name in online:
+        end = world.ended[name]
+        assert end.objectives_met()[1] is not False or end.num_output_tokens < 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_beyond_what_fits_all_end_and_nobody_waits_without_bound(seed):
+    world = _mixed(seed, load=2.0)
+    world.run(2000.0)
+    assert set(world.ended) == set(world.sent)
+    assert _idle_s(world) <= 0.2
+    # Online work is over at some time, and offline work that was not given up then goes on.
+    last_s = max(end.ended_s for end in world.ended.values())
+    for name, end in world.ended.items():
+        assert end.is_given_up or end.num_output_tokens > 0
+        assert not end.is_given_up or name.startswith("line")
+        assert world.ttft_s(name) <= last_s or end.is_given_up
