@@ -41,7 +41,7 @@ SHORT_STEP_SHARE = 0.02
 """Of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
 
 HIGH_WEIGHT = 8.0
-"""Turns of a model with requests of high priority for each of another with normal ones."""
+"""Turns of a model with requests of high priority for each of another with normal ones, whose streams keep their pace."""
 
 WORTH_STEPS = 4.0
 """An offline step of its own, beside online work, takes at least so many times what its least one would, where waiting for
@@ -278,14 +278,16 @@ class Planner:
     def _online_groups(self, begins_s: float) -> Iterator[list[Candidate]]:
         """Within a model high priority goes before normal, always. Between models it is a weight: a model with normal
         requests alone leads where its streams have stood still for as long as they may (silence.py), where it could not
-        keep its objectives otherwise and those of high priority can be kept all the same, and in its turns."""
+        keep its objectives otherwise and those of high priority can be kept all the same, and in its turns; these are equal
+        while streams of such models lag behind."""
         high = self._candidates(PriorityClass.ONLINE_HIGH)
         are_high = {one.name for one in high}
         normal = [one for one in self._candidates(PriorityClass.ONLINE_NORMAL) if one.name not in are_high]
         if not high or not normal:
             yield high or normal
             return
-        self._rank_weights = {_HIGH: HIGH_WEIGHT * len(high), _NORMAL: float(len(normal))}
+        weight = HIGH_WEIGHT if all(self._is_ahead(one.queue, begins_s) for one in normal) else 1.0
+        self._rank_weights = {_HIGH: weight * len(high), _NORMAL: float(len(normal))}
         if urgent := [one for one in normal if self._is_urgent(one.queue, begins_s)]:
             yield [*high, *urgent]
         for due in self._due(high, normal, begins_s):
@@ -294,6 +296,15 @@ class Planner:
         if self._rank_turns.next(self._rank_weights) == _NORMAL:
             groups.reverse()
         yield from groups
+
+    def _is_ahead(self, queue: ModelQueue, begins_s: float) -> bool:
+        """Whether streams of the model keep the pace of their objectives, and are as far ahead of it as they can get where
+        offline work waits for what those leave."""
+        objectives = queue.objectives(begins_s)
+        if objectives.tpot_s == math.inf:
+            return True
+        ahead_s = FULL_SLACK * MAX_SLACK * objectives.tpot_s if self._offline_weights else 0.0
+        return objectives.slack_s >= ahead_s
 
     def _due(self, high: list[Candidate], normal: list[Candidate], begins_s: float) -> list[Candidate]:
         """Of the models with normal requests those that must lead now to keep their objectives, while those with requests of
@@ -555,7 +566,9 @@ class Planner:
         left = budget.tokens_left if decodes else 0
         if self._num_stages > 1:
             left = min(left, -(-len(running) // self._num_stages))
+            # Beside steps of other models all may be back when the next of these is filled: who waited longest goes first.
             running = [sequence for sequence in running if not sequence.in_flight]
+            running.sort(key=lambda sequence: sequence.last_ran_s)
         is_offline = priority_class == PriorityClass.OFFLINE
         if is_offline:
             # Online decodes are never left out for the sake of time: an objective that online alone breaks is broken.
