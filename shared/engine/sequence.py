@@ -52,7 +52,7 @@ class Handover(IntEnum):
 
 
 class PriorityClass(IntEnum):
-    """Classes in strict order: a lower rank never waits for a higher one."""
+    """Of one model in strict order: a lower rank never waits for a higher one. Between models see planner.py."""
 
     ONLINE_HIGH = 0
     ONLINE_NORMAL = 1
