@@ -205,7 +205,7 @@ class Planner:
         self._offline_weights, found = {}, []
         if PriorityClass.OFFLINE in self._classes and not self._holds_offline:
             found = self._candidates(PriorityClass.OFFLINE)
-            self._offline_weights = {one.name: float(sum(1 for _ in one.runnable())) for one in found}
+            self._offline_weights = {one.name: float(one.queue.num_offline) for one in found}
             if (turn := self._offline_turn(found, begins_s)) is not None:
                 yield [turn]
                 # It found no room: the time that was kept for it is anybody's.
