@@ -10,6 +10,7 @@ from services.worker.machine import free_memory_bytes
 from services.worker.ranks.messages import SetUp
 from services.worker.ranks.starting import RankProcess, join_ranks
 from shared.engine.engine import Engine
+from shared.engine.load import GIVE_UP_S
 from shared.engine.recording import Configuration, recorded
 from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
@@ -78,6 +79,7 @@ def build_engine(
         ttft_s=settings.ttft_ms / 1000,
         tpot_s=settings.tpot_ms / 1000,
         migration_cooldown_s=settings.migration_cooldown_s,
+        give_up_s=GIVE_UP_S,
         high_priority_load=settings.high_priority_load,
         fits_costs=settings.profile != "off",
         least_share=settings.least_share,

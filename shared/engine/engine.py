@@ -84,6 +84,7 @@ class Engine:
         fits_costs: bool = True,
         least_share: float = 0.25,
         num_stages: int = 1,
+        give_up_s: float = 0.0,
         lookup: LookupSettings = LookupSettings(),  # noqa: B008 - immutable
         record: Recorder | None = None,
     ) -> None:
@@ -94,8 +95,9 @@ class Engine:
         the cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
         token budget bounds a step there. `least_share`: of the pool, that is divided evenly over the models and kept for
         their online requests. `num_stages`: of the pipeline that computes a step; with several none is interrupted,
-        and as many should be in flight. `lookup`: which tokens are guessed; pipelines guess none. `record` is given each
-        call before it is carried out, each plan after it was made."""
+        and as many should be in flight. `give_up_s`: offline requests of a model that has had no turn beside online work
+        for so long are given up, for somebody to place them again; 0: they wait. `lookup`: which tokens are guessed;
+        pipelines guess none. `record` is given each call before it is carried out, each plan after it was made."""
         self.memory = Allocator(num_merged, num_rows, num_host_merged, ordering, least_share)
         self.planner = Planner(
             self.memory,
@@ -108,7 +110,7 @@ class Engine:
             steps_in_flight=steps_in_flight,
             num_stages=num_stages,
         )
-        self.requests = RequestTable(self.memory, max_waiting)
+        self.requests = RequestTable(self.memory, max_waiting, give_up_s)
         self.charging = Charging(self.memory)
         self.steps = Steps(self.memory, self.planner, self.requests, self.charging, steps_in_flight)
         self.outgoing = Outgoing(self.requests, self.memory, migration_cooldown_s)

@@ -35,6 +35,9 @@ much of it."""
 UNSERVED_S = 2.0
 """A model whose offline work had no turn for so long has no room for more."""
 
+GIVE_UP_S = 5.0
+"""`give_up_s` of an engine whose requests somebody places again."""
+
 LEAST_IDEAL_SHARE = 0.125
 """Of the pool, that may be used beside requests of high priority, whatever the cost model says."""
 

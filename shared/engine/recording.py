@@ -43,6 +43,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     fits_costs: bool = True
     least_share: float = 0.25
     num_stages: int = 1
+    give_up_s: float = 0.0
     lookup: LookupSettings = LookupSettings()
 
     def arguments(self) -> dict[str, Any]:

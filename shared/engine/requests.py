@@ -25,10 +25,6 @@ from shared.messages.requests import (
 )
 from shared.messages.timeline import EventKind
 
-UNSERVED_S = 5.0
-"""Offline requests of a model that had no turn beside online work for so long, and for as long as was computed of them, are
-given up here, so that another instance may have them."""
-
 
 class Output(msgspec.Struct, frozen=True):
     """Effect: entries for one gateway."""
@@ -129,9 +125,10 @@ def has_objectives(request: GenerationRequest) -> tuple[bool, bool]:
 class RequestTable:
     """Those of one instance, in the queues of its allocator."""
 
-    def __init__(self, memory: Allocator, max_waiting: int) -> None:
+    def __init__(self, memory: Allocator, max_waiting: int, give_up_s: float) -> None:
         self._memory = memory
         self._max_waiting = max_waiting
+        self._give_up_s = give_up_s
         self._sequences: dict[str, Sequence] = {}
         self.outputs: dict[str, list[TokenEntry]] = {}
         """Of each gateway, since they were last taken."""
@@ -342,19 +339,18 @@ class RequestTable:
                 self.end_late(sequence, now)
 
     def give_up_unserved(self, now: float) -> None:
-        """Offline requests for which online work leaves no turn: to wait here longer than computing them again would take
-        gains nothing where others have room, and an instance tells of none meanwhile."""
-        if not self._memory.has_online_work():
+        """Offline requests of models that had no turn beside online work for some seconds, and for as long as was computed
+        of them: to wait here for longer gains nothing where others have room, and an instance tells of none meanwhile."""
+        if not self._give_up_s or not self._memory.has_online_work():
             return
         for queue in self._memory.queues.values():
-            if now - queue.offline_turn_s <= UNSERVED_S:
+            if now - queue.offline_turn_s <= self._give_up_s:
                 continue
-            held = (*queue.waiting[PriorityClass.OFFLINE], *queue.running[PriorityClass.OFFLINE].values())
-            for sequence in held:
+            for sequence in (*queue.waiting[PriorityClass.OFFLINE], *queue.running[PriorityClass.OFFLINE].values()):
                 waited_s = now - max(queue.offline_turn_s, sequence.here_since_s)
                 if sequence.in_flight or sequence.handover != Handover.NONE:
                     continue
-                if waited_s > UNSERVED_S + sequence.device_s:
+                if waited_s > self._give_up_s + sequence.device_s:
                     self._memory.counters.unserved[queue.name] += 1
                     message = f"online requests left it no turn for {waited_s:.3g} s"
                     self.end(sequence, FinishReason.ERROR, now, ErrorInfo(ErrorCode.UNAVAILABLE, message))

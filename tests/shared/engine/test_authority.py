@@ -66,6 +66,7 @@ class World:
             num_host_merged=num_host_merged,
             ttft_s=TTFT_S,
             tpot_s=tpot_s,
+            give_up_s=5.0,
         )
         for model in models:
             self.engine.apply(AddModel(ModelShape(model, 32, 1, 1 << 17, num_layers=32, layers_per_safepoint=4)), 0.0)
