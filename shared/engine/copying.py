@@ -1,8 +1,8 @@
 """When KV blocks are copied to host memory and back: asks the policy before each step, and begins the copies.
 
 How long a block takes is measured on the copies themselves, in each direction; that of the model whose blocks take longest
-counts. Before the first has ended it is what the cost model says, and where that says nothing, few blocks are copied at a
-time.
+counts. Before the first has ended it is what the cost model says, and where that says nothing, few blocks are begun beside
+a step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ IDLE_STEP_S = 1.0
 COPY_SHARE = 0.5
 """Of a step's time that copies in both directions may take beside it."""
 
-FIRST_BLOCKS = 2
-"""Copied at a time in a direction in which nobody knows how long a block takes."""
+FIRST_BLOCKS = 8
+"""Whose copies begin beside a step in a direction in which nobody knows how long a block takes."""
 
 NEW_WEIGHT = 0.25
 """Of the last copy in the time of a block."""
@@ -102,7 +102,7 @@ class Copying:
         restoring.sort(key=restore_key)
         num_missing = sum(len(sequence.restore[1]) for sequence in restoring)
         if block_s is None:
-            count = max(0, min(FIRST_BLOCKS, num_missing) - host.num_restoring_blocks)
+            count = min(FIRST_BLOCKS, num_missing)
         else:
             count = blocks_to_restore(budget_s, block_s, num_missing)
         host.copy_back(restoring, count)
@@ -138,7 +138,7 @@ class Copying:
         )
         blocks = self._policy.blocks_now(view)
         if block_s is None:
-            blocks = min(blocks, FIRST_BLOCKS - host.num_checkpointing_blocks)
+            blocks = min(blocks, FIRST_BLOCKS)
         elif block_s > 0:
             blocks = min(blocks, int(budget_s / block_s))
         if blocks <= 0:
