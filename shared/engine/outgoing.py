@@ -68,16 +68,19 @@ class Outgoing:
         candidates = [
             ((*order, candidate.num_blocks, sequence.number), candidate)
             for order, sequence in found
-            if self._may_migrate(sequence, now)
+            if self._may_migrate(sequence, now, is_drain=include_offline)
             for candidate in (self._candidate(sequence),)
         ]
         candidates.sort(key=lambda pair: pair[0])
         return [candidate for _, candidate in candidates]
 
-    def _may_migrate(self, sequence: Sequence, now: float) -> bool:
+    def _may_migrate(self, sequence: Sequence, now: float, *, is_drain: bool) -> bool:
+        """A request of unknown length goes on for about as long as it has: with a cooldown that doubles it moves no more often
+        than that pays for, whatever the load does. Who drains asks for less."""
+        cooldown_s = self._migration_cooldown_s * (1 if is_drain else 2**sequence.num_migrations)
         return (
             sequence.handover == Handover.NONE
-            and now - sequence.moved_s >= self._migration_cooldown_s
+            and now - sequence.moved_s >= cooldown_s
             and not sequence.is_spoilt
             and may_migrate(sequence.request.epoch)
             and not self._is_scoring(sequence)

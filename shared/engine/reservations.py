@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from shared.engine.handover import Reservation
 from shared.engine.memory.allocator import Allocator, Demand
 from shared.engine.sequence import PriorityClass, class_of_priority
-from shared.messages.migration import PreAllocate
+from shared.messages.migration import MigrationReason, PreAllocate
 from shared.messages.requests import ErrorCode, ErrorInfo
 
 HASH_BYTES = 16
@@ -114,9 +114,19 @@ class Reservations:
             return ErrorInfo(ErrorCode.BAD_REQUEST, f"block {expected} should come next", "first_block")
         if len(query.hashes) % HASH_BYTES or len(query.hashes) > HASH_BYTES * query.num_blocks:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "not a hash for each full block", "hashes")
+        if reserved is None and self._is_waited_for(query):
+            return ErrorInfo(ErrorCode.OVERLOADED, f"a request waits here for the memory that {query.request_id} would take")
         if query.on_host and self._memory.host.pool is None:
             return ErrorInfo(ErrorCode.OVERLOADED, "this instance has no host memory for checkpoints")
         return None
+
+    def _is_waited_for(self, query: PreAllocate) -> bool:
+        """Whether what an online request would take here is being got together for one that is no less urgent; who drains
+        has to give it somewhere."""
+        stuck = self._memory.stuck_online
+        if stuck is None or query.on_host or not query.num_blocks or query.reason is MigrationReason.DRAIN:
+            return False
+        return stuck.priority_class <= class_of_priority(query.request_class, query.priority)
 
     def _allocate(self, reserved: Reserved, count: int, now: float) -> list[int] | None:
         memory, model = self._memory, reserved.model

@@ -19,9 +19,9 @@ Models that share instances take turns, and a request of one that is alone of it
 waits for memory, or for the sake of high priority; and of the `NUM_COMPARED` freest to the first where it costs hardly more
 than the fewest.
 
-Who runs comes before who waits, on whatever instance. Where the requests that run will have filled the pool within `low /
-2` steps and no destination is found so, those that wait count for nothing at either end: else memory that an instance gets
-together for a long one lies idle while requests of others are preempted for want of it.
+The first request that waits for memory counts at both ends, in the one sum that every move lowers: memory that an instance
+gets together for it is nobody else's, or two sums, with it and without, are lowered in turn, and requests go in circles while
+it starves. The destination refuses as well (`Reservations`), as a head may have come since its report.
 
 An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
 at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
@@ -106,11 +106,6 @@ class InstanceView(NamedTuple):
         return left_of(self.total_tokens, self.freeness, self.num_running)
 
     @property
-    def room_tokens(self) -> float:
-        """Beside the requests that run."""
-        return left_of(self.total_tokens, self.running_freeness, self.num_running)
-
-    @property
     def usage_tokens(self) -> float:
         return max(0.0, self.total_tokens - self.spare_tokens)
 
@@ -126,8 +121,6 @@ class Destination(NamedTuple):
     instance_id: str
     freeness: float
     models: frozenset[str]
-    running_freeness: float = math.inf
-    """As if nobody waited there."""
 
 
 def is_memory_bound(source: InstanceView, low: float) -> bool:
@@ -138,26 +131,15 @@ def is_memory_bound(source: InstanceView, low: float) -> bool:
 def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool:
     """Whether moving the next request of the source, or else a typical one, lowers the sum of squared usage and leaves
     the destination what it must keep."""
-    pays_in_time = destination.prompts_s <= source.prompts_s + MOST_PROMPTS_S
-    if pays_in_time and _is_better(
-        source, destination, source.spare_tokens, destination.spare_tokens, least_left(source.freeness, low)
-    ):
-        return True
-    return is_memory_bound(source, low) and _is_better(
-        source, destination, source.room_tokens, destination.room_tokens, low / 2
-    )
-
-
-def _is_better(
-    source: InstanceView, destination: InstanceView, spare: float, destination_spare: float, kept_steps: float
-) -> bool:
     if not (source.total_tokens > 0 and destination.total_tokens > 0):
         return False
-    v = source.next_tokens or source.typical_tokens
-    mine, theirs = max(0.0, source.total_tokens - spare), max(0.0, destination.total_tokens - destination_spare)
+    if destination.prompts_s > source.prompts_s + MOST_PROMPTS_S and not is_memory_bound(source, low):
+        return False
+    v, mine, theirs = source.next_tokens or source.typical_tokens, source.usage_tokens, destination.usage_tokens
     lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
     raised = ((theirs + v) ** 2 - theirs**2) / destination.total_tokens**2
-    return lowered > raised and destination_spare - v >= kept_steps * (destination.num_running + 1)
+    kept = least_left(source.freeness, low) * (destination.num_running + 1)
+    return lowered > raised and destination.spare_tokens - v >= kept
 
 
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
@@ -223,7 +205,6 @@ class _TokenBucket:
 
 
 _freeness_of: Callable[[Destination], float] = attrgetter("freeness")
-_running_freeness_of: Callable[[Destination], float] = attrgetter("running_freeness")
 
 
 class Rebalancer:
@@ -304,7 +285,7 @@ class Rebalancer:
         destinations_above: Callable[[float], Iterable[Destination]],
     ) -> Changes:
         """Ends pairs that are over and begins new ones. `view_of`: None for an instance that is gone or never reported;
-        `destinations_above`: those that are at least so free, if nobody waited there."""
+        `destinations_above`: those that are at least so free."""
         view_of = cache(view_of)  # a destination is looked at for many sources
         changes = Changes([], [])
         draining: list[InstanceView] = []
@@ -381,8 +362,7 @@ class Rebalancer:
         able = [destination for destination in destinations if self._may_take(destination.instance_id)]
         if self._backoffs:
             able = [destination for destination in able if not self._is_backing_off(destination.instance_id, now)]
-        free = self._freest([destination for destination in able if destination.freeness >= self.low / 2], _freeness_of)
-        roomy: list[list[Destination]] | None = None
+        groups = self._freest(able)
         self._num_looks = 0
         for _, _, name in unpaired:
             if self._num_looks >= MAX_LOOKS:
@@ -394,10 +374,7 @@ class Rebalancer:
                 self._sources.pop(name)
                 continue
             bar = least_left(source.freeness, self.low) * self.high / self.low
-            destination = self._destination_for(source, free, _freeness_of, bar, view_of)
-            if destination is None and is_memory_bound(source, self.low):
-                roomy = self._freest(able, _running_freeness_of) if roomy is None else roomy
-                destination = self._destination_for(source, roomy, _running_freeness_of, self.low / 2, view_of)
+            destination = self._destination_for(source, groups, bar, view_of)
             if destination is not None:
                 self._bucket.take()
                 self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
@@ -405,18 +382,17 @@ class Rebalancer:
                 self._in_vain_s[name] = now
         self._in_vain_s.clear()
 
-    def _freest(self, destinations: list[Destination], key: Callable[[Destination], float]) -> list[list[Destination]]:
+    def _freest(self, destinations: list[Destination]) -> list[list[Destination]]:
         """By the models served, in order: those that can be looked at in this step for one source, whichever others take."""
         groups: dict[frozenset[str], list[Destination]] = {}
         for destination in destinations:
             groups.setdefault(destination.models, []).append(destination)
-        return [nlargest(self._bucket.capacity + MAX_LOOKED, group, key=key) for group in groups.values()]
+        return [nlargest(self._bucket.capacity + MAX_LOOKED, group, key=_freeness_of) for group in groups.values()]
 
     def _destination_for(
         self,
         source: InstanceView,
         groups: list[list[Destination]],
-        key: Callable[[Destination], float],
         bar: float,
         view_of: Callable[[str], InstanceView | None],
     ) -> str | None:
@@ -424,7 +400,7 @@ class Rebalancer:
         if source.instance_id in self._taking:
             return None
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
-        freest = takewhile(lambda each: key(each) >= bar, merge(*serving, key=key, reverse=True))
+        freest = takewhile(lambda each: each.freeness >= bar, merge(*serving, key=_freeness_of, reverse=True))
         able: list[InstanceView] = []
         for each in islice((each for each in freest if self._may_take(each.instance_id)), MAX_LOOKED):
             self._num_looks += 1

@@ -110,7 +110,7 @@ class Rescheduler:
 
     def _destinations_above(self, freeness: float) -> list[Destination]:
         return [
-            Destination(instance_id, report.migration_freeness, state.names, report.running_freeness)
+            Destination(instance_id, report.migration_freeness, state.names)
             for instance_id, state in self._cluster
-            if (report := state.report) is not None and report.running_freeness >= freeness and state.can_take
+            if (report := state.report) is not None and report.migration_freeness >= freeness and state.can_take
         ]

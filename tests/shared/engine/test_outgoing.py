@@ -66,6 +66,19 @@ def test_who_moved_lately_is_moving_or_is_in_the_last_epochs_is_no_candidate():
     assert len(node.engine.migration_candidates(1.5)) == 1
 
 
+def test_each_move_of_a_request_is_to_last_twice_as_long_as_the_one_before_but_where_it_has_to_go():
+    node = make(cooldown=0.5)
+    node.engine.apply(Submit(request("r", [1, 2, 3], 20)), 0.0)
+    run(node, 1)
+    for num_migrations in range(5):
+        node.engine.held("r").num_migrations = num_migrations
+        node.engine.held("r").moved_s = 10.0
+        stays_s = 0.5 * 2**num_migrations
+        assert not node.engine.migration_candidates(10.0 + stays_s - 0.01)
+        assert len(node.engine.migration_candidates(10.0 + stays_s)) == 1
+        assert len(node.engine.migration_candidates(10.5, include_offline=True)) == 1
+
+
 def test_pins_are_the_filled_blocks_and_outlive_the_sequence():
     node = make()
     node.engine.apply(Submit(request("r", list(range(10)), 20)), 0.0)

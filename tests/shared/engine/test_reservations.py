@@ -10,7 +10,8 @@ from shared.engine.calls import OnTime, Pin, RemoveModel, Reserve, SetCostModel,
 from shared.engine.handover import Reservation
 from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS
 from shared.engine.sequence import State
-from shared.messages.requests import ErrorCode, RequestClass
+from shared.messages.migration import MigrationReason
+from shared.messages.requests import ErrorCode, Priority, RequestClass
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import OFFLINE, make, run, stage
 
@@ -71,6 +72,26 @@ def test_reserve_refuses_an_unknown_model_and_a_gap():
     assert isinstance(node.engine.apply(Reserve(stage(node, pinned)), 0.0), Reservation)
     gap = stage(node, None, number=1, first_block=3, num_blocks=1)
     assert node.engine.apply(Reserve(gap), 0.0).code == ErrorCode.BAD_REQUEST
+
+
+def test_memory_that_an_online_request_waits_for_is_nobody_elses():
+    _, pinned = announced()
+    node = make(num_merged=8, rows=4)
+    node.engine.apply(Submit(request("here", list(range(20)), 20)), 0.0)
+    run(node, 1)
+    before = stage(node, pinned, migration_id="before")
+    assert isinstance(node.engine.apply(Reserve(before), 0.0), Reservation)
+    node.engine.apply(Submit(request("long", list(range(100, 154)), 5)), 0.0)
+    run(node, 1)
+    assert node.engine.held("long").state == State.WAITING and node.engine.pool.num_available("a") >= len(pinned.blocks)
+    assert node.engine.apply(Reserve(stage(node, pinned)), 0.0).code == ErrorCode.OVERLOADED
+    next_stage = stage(node, None, migration_id="before", number=1, first_block=2, num_blocks=1)
+    allowed = [next_stage, stage(node, pinned, migration_id="drained", reason=MigrationReason.DRAIN)]
+    allowed.append(stage(node, pinned, migration_id="high", priority=Priority.HIGH))
+    for query in allowed:
+        assert isinstance(node.engine.apply(Reserve(query), 0.0), Reservation), query.migration_id
+        node.engine.apply(Unreserve(query.migration_id), 0.0)
+    node.engine.check()
 
 
 def test_only_offline_work_gives_way_to_a_reservation():

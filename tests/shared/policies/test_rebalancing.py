@@ -107,8 +107,8 @@ class Cluster:
 
     def destinations_above(self, freeness: float) -> list[Destination]:
         views = [instance.view() for instance in self.instances.values()]
-        able = [view for view in views if view.can_take and view.running_freeness >= freeness]
-        return [Destination(view.instance_id, view.freeness, view.models, view.running_freeness) for view in able]
+        able = [view for view in views if view.can_take and view.freeness >= freeness]
+        return [Destination(view.instance_id, view.freeness, view.models) for view in able]
 
     def pairs(self) -> dict[str, tuple[str, ...]]:
         return {pair.source: pair.destinations for pair in self.policy.pairs.values()}
@@ -217,9 +217,9 @@ def test_a_free_one_that_is_as_cheap_is_found_behind_many_that_are_not() -> None
 
 
 def test_sources_that_find_none_take_their_turns_with_others() -> None:
-    count = MAX_LOOKS // MAX_LOOKED
+    count = 2 * MAX_LOOKS // MAX_LOOKED
     dear = [spread(f"dear-{n}", others=(("n", 60, STEP_S),)) for n in range(MAX_LOOKED)]
-    vain = [spread(f"vain-{n}", *FULL) for n in range(count)]  # two looks for each, as they are memory-bound
+    vain = [spread(f"vain-{n}", *FULL) for n in range(count)]
     freer = spread("freer", *FULL[1:], models=frozenset({"k"}))
     cluster = Cluster(*vain, freer, *dear, spread("idle", models=frozenset({"k"})))
     for _ in range(2):
@@ -422,11 +422,8 @@ def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int],
             a, b = source.view(), cluster.instances[name].view()
             kept, v = least_left(a.freeness, LOW), a.next_tokens or a.typical_tokens
             assert LOW / 2 <= kept <= LOW and a.freeness < LOW
-            if b.freeness >= kept * HIGH / LOW and (b.spare_tokens - v) / (b.num_running + 1) >= kept:
-                mine, theirs = a.usage_tokens, b.usage_tokens
-            else:
-                assert is_memory_bound(a, LOW) and (b.room_tokens - v) / (b.num_running + 1) >= LOW / 2
-                mine, theirs = a.total_tokens - a.room_tokens, b.total_tokens - b.room_tokens
+            assert b.freeness >= kept * HIGH / LOW and (b.spare_tokens - v) / (b.num_running + 1) >= kept
+            mine, theirs = a.usage_tokens, b.usage_tokens
             assert (mine - v) ** 2 + (theirs + v) ** 2 < mine**2 + theirs**2
     assert len(set(given_to)) == len(given_to)
     assert not set(given_to) & set(cluster.policy.pairs)
@@ -446,15 +443,16 @@ def test_who_drains_is_paired_while_anybody_can_take(parts: list[tuple[list[int]
             assert set(cluster.pairs()[instance.name]) == able
 
 
-def test_who_runs_comes_before_who_waits_elsewhere() -> None:
-    """The gatherer keeps 5,600 tokens for one that needs 7,000, and is itself in want of a destination."""
-    gatherer = spread("gatherer", *[400] * 6, waiting=[7000])
-    cluster = Cluster(spread("full", *FULL), gatherer)
+def test_nothing_moves_into_memory_that_is_got_together_for_one_that_waits() -> None:
+    """The gatherer keeps 5,600 tokens for one that needs 7,000, while another is about to preempt: what moved in there would
+    have to move out again, and the long one would starve."""
+    cluster = Cluster(spread("full", *FULL), spread("gatherer", *[400] * 6, waiting=[7000]))
+    assert is_memory_bound(cluster.instances["full"].view(), LOW)
+    cluster.step()
+    assert "full" not in cluster.pairs()
+    cluster.instances["gatherer"].waiting.clear()
     cluster.step()
     assert cluster.pairs() == {"full": ("gatherer",)}
-    calm = Cluster(spread("calm", *[360] * 19), spread("gatherer", *[400] * 6, waiting=[7000]))
-    calm.step()
-    assert calm.pairs() == {}, "nobody is about to be preempted"
 
 
 @settings(max_examples=60, deadline=None)
@@ -462,21 +460,17 @@ def test_who_runs_comes_before_who_waits_elsewhere() -> None:
 def test_a_constant_load_comes_to_rest_and_nothing_returns(
     parts: list[tuple[list[int], bool, frozenset[str]]],
 ) -> None:
-    """Requests neither grow nor end. What moves away from an instance that is memory-bound leaves none memory-bound that
-    was not; all other moves lower the sum of squares; so it must stop."""
+    """Requests neither grow nor end. Each move lowers the sum of squares, the heads of queues in it; so it must stop."""
     cluster = build([(requests, False, M) for requests, _, _ in parts])
     squares = [sum(i.usage() ** 2 for i in cluster.instances.values())]
     num_requests = sum(len(i.running) + len(i.waiting) for i in cluster.instances.values())
     quiet = 0
     for _ in range(40 * (num_requests + 1)):
         num_waiting = [len(i.waiting) for i in cluster.instances.values()]
-        num_memory_bound = sum(is_memory_bound(i.view(), LOW) for i in cluster.instances.values())
         cluster.step()
         quiet = 0 if cluster.move() else quiet + 1
         squares.append(sum(i.usage() ** 2 for i in cluster.instances.values()))
         if num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
-            assert sum(is_memory_bound(i.view(), LOW) for i in cluster.instances.values()) <= num_memory_bound
-        if not num_memory_bound and num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
             assert squares[-1] <= squares[-2] + 1e-6, "but for a new head of a queue, it only falls"
         if quiet == 10:
             break
