@@ -149,7 +149,7 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     migration: str = "auto"
     """auto: requests move between instances | off"""
     rebalance_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1
-    rebalance_low: float = 128.0
+    rebalance_low: float = 96.0
     """An instance of lower migration freeness (decode steps until its KV pool is full) gives requests away."""
     rebalance_high: float = 160.0
     """Over `rebalance_low`: how much freer than it has to be one is that begins to take them."""

@@ -15,6 +15,9 @@ from bench.rebalance.bounds import alone_s, curve, mean_size
 from bench.rebalance.cluster import Cluster, Device, System
 from bench.rebalance.results import (
     LEAST_HIGH_GAIN,
+    MOST_LONG_START,
+    MOST_MOVED_INTO,
+    MOST_MOVES,
     MOST_NORMAL_LOSS,
     MOST_START_S,
     Experiment,
@@ -23,7 +26,17 @@ from bench.rebalance.results import (
     figures_of,
     latency_verdicts,
 )
-from bench.rebalance.workloads import MIXES, PREFILL_MIX, Workload, draw_jobs, is_mix
+from bench.rebalance.workloads import (
+    LONG_EVERY_S,
+    LONG_SHARE,
+    MIXES,
+    PREFILL_MIX,
+    Workload,
+    chats_and_long_prompts,
+    draw_jobs,
+    is_mix,
+    long_prompt_tokens,
+)
 from bench.reporting import met
 from shared.cost_model import StepShape
 from shared.settings import SchedulerSettings
@@ -31,6 +44,7 @@ from shared.simulation.gateway import Job
 
 PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000
 """Of the requests by which the capacity is reckoned: others than those that are compared."""
+PROFILE_RPS = 5.0
 NUM_INSTANCES = 4
 DURATION_S = 600.0
 """Of arrivals, in virtual time."""
@@ -88,9 +102,12 @@ def capacity_rps(plan: Plan, mix: str) -> float:
 
     1 / (mean outputs * step / N + mean prefill)        N: requests that fill a pool, by their mean size over their steps
     """
-    device, cost = plan.device, plan.device.cost_model
     workload = Workload(mix=mix, rate_rps=1.0, num_requests=PROFILE_REQUESTS)
-    jobs = draw_jobs(workload, device, PROFILE_SEED)
+    return _capacity_rps(plan.device, draw_jobs(workload, plan.device, PROFILE_SEED))
+
+
+def _capacity_rps(device: Device, jobs: Sequence[Job]) -> float:
+    cost = device.cost_model
     size = mean_size(jobs)
     num = min(device.num_rows, int(device.pool_tokens / size))
     step_s = cost.predict(StepShape(0, 0.0, num, int(num * size)))
@@ -254,6 +271,56 @@ def _growth(device: Device, tokens: np.ndarray) -> float:
     return (FILLED_S - prefill_s) / cost.predict(StepShape(0, 0.0, tokens.size, int(tokens.sum())))
 
 
+def long_prompts(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    """Few long prompts among short chats, which fill what a long one waits for."""
+    device = plan.device
+    long_tokens, duration_s = long_prompt_tokens(device), min(plan.duration_s, 120.0)
+    capacity = _capacity_rps(
+        device, chats_and_long_prompts(PROFILE_RPS, PROFILE_REQUESTS / PROFILE_RPS, device, PROFILE_SEED)
+    )
+    result = Experiment(
+        name="long-prompts",
+        about=f"Short chats (Poisson arrivals, at shares of the capacity) for {duration_s:g} s, and each {LONG_EVERY_S:g} s "
+        f"a prompt of {long_tokens} tokens, {100 * LONG_SHARE:.0f} % of a pool: when the long ones start, and what the "
+        "short ones feel.",
+    )
+    systems = ("late", "infaas++", "tideway")
+    for load in plan.loads if plan.is_short else (0.6, 0.7, 0.8, 0.9):
+        rows = {}
+        for name in systems:
+            runs = [
+                run_one(
+                    plan, plan.system(name), chats_and_long_prompts(load * capacity, duration_s, device, seed), seed
+                )
+                for seed in plan.seeds
+            ]
+            records = [record for run in runs for record in run.gateway.records]
+            starts_s = [record.start_s for record in records if record.prompt_tokens == long_tokens]
+            short = [record for record in records if record.prompt_tokens != long_tokens]
+            rows[name] = row = {
+                "load": load, "per s": round(load * capacity, 2), "system": name,
+                "long start, median, s": round(float(np.median(starts_s)), 2), "worst": round(max(starts_s), 2),
+                "short TTFT P99, s": round(float(np.percentile([record.ttft_s for record in short], 99)), 2),
+                "TPOT P99, ms": round(1000 * float(np.percentile([record.tpot_s for record in short], 99)), 1),
+                "preemptions": sum(record.num_preemptions for record in records),
+                "most moves a run": max(sum(r.num_migrations for r in run.gateway.records) for run in runs),
+                "of a request": max(record.num_migrations for record in records),
+            }  # fmt: skip
+            result.add(row, show)
+        ours, best = rows["tideway"], min(rows[name]["worst"] for name in systems[:2])
+        late_s, late_ms = rows["late"]["short TTFT P99, s"], rows["late"]["TPOT P99, ms"]
+        our_s, our_ms = ours["short TTFT P99, s"], ours["TPOT P99, ms"]
+        is_spared = our_s <= MOST_MOVED_INTO * late_s and our_ms <= MOST_MOVED_INTO * late_ms
+        result.verdicts += [
+            f"{met(ours['worst'] <= MOST_LONG_START * best)} {load:g}: the last long prompt starts after "
+            f"{ours['worst']:.1f} s; the better without moves after {best:.1f} s",
+            f"{met(ours['most moves a run'] <= MOST_MOVES)} {load:g}: {ours['most moves a run']} moves in a run at most",
+            f"{met(is_spared)} {load:g}: short ones, P99 TTFT {late_s:.2f} -> {our_s:.2f} s, P99 TPOT {late_ms:.1f} -> "
+            f"{our_ms:.1f} ms, by moves",
+        ]
+    return result
+
+
 def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
     result = Experiment(
         name="drain",
@@ -318,6 +385,7 @@ EXPERIMENTS: dict[str, Callable[[Plan, Callable[[str], None]], Experiment]] = {
     "prefill": prefill,
     "priorities": priorities,
     "fragmentation": fragmentation,
+    "long-prompts": long_prompts,
     "drain": drain,
     "scaling": scaling,
 }

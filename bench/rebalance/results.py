@@ -21,11 +21,16 @@ LEAST_FEWER_PREEMPTIONS = 0.70
 LEAST_HIGH_GAIN = 1.3
 MOST_NORMAL_LOSS = 1.05
 MOST_START_S = 1.0
+MOST_LONG_START = 1.2
+"""Worst start of a long prompt, times the better one's of systems that move nothing."""
+MOST_MOVES = 300
+"""In a run of two minutes with four instances."""
 MOST_P99 = 1.02
 """Times the better baseline's."""
 MOST_PAUSE_STEPS = 3.0
 MOST_MOVED_INTO = 1.05
-"""Mean TTFT, times what it is without migration: what moves cost those who wait where another moves in."""
+"""Mean TTFT, times what it is without migration: what moves cost those who wait where another moves in; likewise P99 TTFT
+and TPOT of short ones where long prompts start the sooner for it."""
 OURS = "tideway"
 UNMOVED = "late"
 BASELINES = ("round_robin", "infaas++")

@@ -29,6 +29,10 @@ MIXES = ("S-S", "M-M", "L-L", "S-L", "L-S")
 PREFILL_MIX = "P-T"
 
 
+LONG_EVERY_S = 10.0
+LONG_SHARE = 0.37
+"""Of a pool."""
+
 LONGEST_PERCENTILE = 95
 """Prompts of a trace are scaled so that this one of them is no longer than the device allows."""
 
@@ -51,6 +55,22 @@ def power_law(kind: str, num: int, rng: np.random.Generator, max_tokens: int) ->
     knots = -np.log1p(-np.array(QUANTILES))
     drawn = np.exp(np.interp(rng.exponential(size=num), knots, np.log(LENGTHS[kind])))
     return np.maximum(1, np.rint(drawn * min(1.0, max_tokens / MOST_TOKENS))).astype(np.int64)
+
+
+def chats_and_long_prompts(rate_rps: float, duration_s: float, device: Device, seed: int) -> list[Job]:
+    """Short chats, Poisson arrivals, and a prompt of `LONG_SHARE` of a pool each `LONG_EVERY_S`."""
+    draw = np.random.default_rng(seed)
+    scale = device.max_length / MOST_TOKENS
+    num_long = int(duration_s / LONG_EVERY_S)
+    jobs = [Job(LONG_EVERY_S * (1 + number), long_prompt_tokens(device), 20) for number in range(num_long)]
+    for at_s in renewal_times([(np.inf, rate_rps)], 1.0, draw, num_requests=int(rate_rps * duration_s)).tolist():
+        prompt, output = int(scale * draw.integers(100, 300)), int(scale * draw.integers(200, 700))
+        jobs.append(Job(at_s, prompt, output))
+    return sorted(jobs, key=lambda job: job.at_s)
+
+
+def long_prompt_tokens(device: Device) -> int:
+    return int(LONG_SHARE * device.pool_tokens)
 
 
 def is_mix(name: str) -> bool:

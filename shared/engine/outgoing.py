@@ -75,8 +75,8 @@ class Outgoing:
         return [candidate for _, candidate in candidates]
 
     def _may_migrate(self, sequence: Sequence, now: float, *, is_drain: bool) -> bool:
-        """A request of unknown length goes on for about as long as it has: with a cooldown that doubles it moves no more often
-        than that pays for, whatever the load does. Who drains asks for less."""
+        """A request of unknown length goes on for about as long as it has: with a cooldown that doubles it moves no more
+        often than that pays for, whatever the load does. Who drains asks for less."""
         cooldown_s = self._migration_cooldown_s * (1 if is_drain else 2**sequence.num_migrations)
         return (
             sequence.handover == Handover.NONE

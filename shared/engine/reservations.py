@@ -115,7 +115,9 @@ class Reservations:
         if len(query.hashes) % HASH_BYTES or len(query.hashes) > HASH_BYTES * query.num_blocks:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "not a hash for each full block", "hashes")
         if reserved is None and self._is_waited_for(query):
-            return ErrorInfo(ErrorCode.OVERLOADED, f"a request waits here for the memory that {query.request_id} would take")
+            return ErrorInfo(
+                ErrorCode.OVERLOADED, f"a request waits here for the memory that {query.request_id} would take"
+            )
         if query.on_host and self._memory.host.pool is None:
             return ErrorInfo(ErrorCode.OVERLOADED, "this instance has no host memory for checkpoints")
         return None

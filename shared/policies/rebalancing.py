@@ -7,6 +7,7 @@ and the destination can take. Which request moves is the source's choice.
 A pair must be a gain for the request that would move next, of virtual usage v (as shares of the two pools' sizes):
 
     (u - v)^2 + (w + v)^2  <  u^2 + w^2         u, w: of source and destination, which keeps `least_left` decode steps
+    u - v  >=  w + v                            but where one waits for memory: nor is the destination then the fuller one
 
 so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a destination must keep
 falls with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more
@@ -20,8 +21,8 @@ waits for memory, or for the sake of high priority; and of the `NUM_COMPARED` fr
 than the fewest.
 
 The first request that waits for memory counts at both ends, in the one sum that every move lowers: memory that an instance
-gets together for it is nobody else's, or two sums, with it and without, are lowered in turn, and requests go in circles while
-it starves. The destination refuses as well (`Reservations`), as a head may have come since its report.
+gets together for it is nobody else's, or two sums, with it and without, are lowered in turn, and requests go in circles
+while it starves. The destination refuses as well (`Reservations`), as a head may have come since its report.
 
 An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
 at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
@@ -135,11 +136,14 @@ def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool
         return False
     if destination.prompts_s > source.prompts_s + MOST_PROMPTS_S and not is_memory_bound(source, low):
         return False
-    v, mine, theirs = source.next_tokens or source.typical_tokens, source.usage_tokens, destination.usage_tokens
-    lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
-    raised = ((theirs + v) ** 2 - theirs**2) / destination.total_tokens**2
-    kept = least_left(source.freeness, low) * (destination.num_running + 1)
-    return lowered > raised and destination.spare_tokens - v >= kept
+    v = source.next_tokens or source.typical_tokens
+    if not destination.spare_tokens - v >= least_left(source.freeness, low) * (destination.num_running + 1):
+        return False
+    u, u_after = source.usage_tokens / source.total_tokens, (source.usage_tokens - v) / source.total_tokens
+    w, w_after = (
+        tokens / destination.total_tokens for tokens in (destination.usage_tokens, destination.usage_tokens + v)
+    )
+    return u_after**2 + w_after**2 < u**2 + w**2 and (u_after >= w_after or not source.freeness > 0)
 
 
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:

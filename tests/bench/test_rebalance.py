@@ -14,7 +14,16 @@ from bench.rebalance.bounds import alone_s, curve, ideal
 from bench.rebalance.cluster import A10, A100, CPU, Cluster, Device, System
 from bench.rebalance.experiments import SYSTEMS
 from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
-from bench.rebalance.workloads import LENGTHS, MIXES, PREFILL_MIX, Workload, draw_jobs, power_law
+from bench.rebalance.workloads import (
+    LENGTHS,
+    MIXES,
+    PREFILL_MIX,
+    Workload,
+    chats_and_long_prompts,
+    draw_jobs,
+    long_prompt_tokens,
+    power_law,
+)
 from shared.cost_model import StepShape
 from shared.simulation.events import Events
 from shared.simulation.gateway import Job
@@ -128,6 +137,16 @@ def test_requests_move_to_an_instance_with_long_prompts_without_a_long_pause() -
     cluster.run()
     steps = [pause / step_s for _, pause, step_s in cluster.gateway.pauses]
     assert len(steps) >= 4 and max(steps) < 3.0
+
+
+def test_long_prompts_do_not_starve_while_short_ones_move_in_circles() -> None:
+    jobs = chats_and_long_prompts(6.0, 60.0, A10, 3)
+    records = Cluster(A10, SYSTEMS["tideway"], jobs).run().records
+    unmoved = Cluster(A10, SYSTEMS["late"], jobs).run().records
+    long = long_prompt_tokens(A10)
+    worst_s, unmoved_s = (max(r.start_s for r in of if r.prompt_tokens == long) for of in (records, unmoved))
+    assert worst_s <= 1.2 * unmoved_s
+    assert sum(record.num_migrations for record in records) <= 150 and max(r.num_migrations for r in records) <= 4
 
 
 @pytest.mark.parametrize("seed", [1, 2])

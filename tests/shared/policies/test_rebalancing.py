@@ -455,6 +455,15 @@ def test_nothing_moves_into_memory_that_is_got_together_for_one_that_waits() -> 
     assert cluster.pairs() == {"full": ("gatherer",)}
 
 
+def test_the_destination_does_not_become_the_fuller_one_but_for_one_that_waits_for_memory() -> None:
+    cluster = Cluster(spread("full", 3600, 4200), spread("roomy", 2000))
+    cluster.step()
+    assert cluster.pairs() == {}, "5,600 tokens there and 4,200 here are the same turned round"
+    cluster.instances["full"].waiting = [1000]
+    cluster.step()
+    assert cluster.pairs() == {"full": ("roomy",)}
+
+
 @settings(max_examples=60, deadline=None)
 @given(clusters)
 def test_a_constant_load_comes_to_rest_and_nothing_returns(
