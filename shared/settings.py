@@ -139,7 +139,6 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     """Requests of one class, online or offline, in the global queue over all models; beyond it OVERLOADED."""
     max_waiting_per_model: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests of one model that an instance may hold without having planned them yet."""
-    cache_affinity_merged: float = 0.0
     lost_after_s: float = 3.0
     """An instance that was not heard of for so long is dead."""
     dispatch_policy: str = "first_token"

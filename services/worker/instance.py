@@ -400,7 +400,8 @@ class InstanceService:
         self._events.collect()
         self._reported_at = self._bus.now()
         load_now = self._loop.ask(lambda engine: engine.load(self._loop.now()))
-        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating))
+        changes = self._loop.ask(lambda engine: engine.memory.cache_news.take())
+        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating, changes))
 
     async def _keep_measured(self) -> None:
         while True:

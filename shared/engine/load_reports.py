@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.load import InstanceLoad
+from shared.engine.memory.cache_news import CacheChanges
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import FinishedStats, LoadReport, MigrationOutcome
 from shared.messages.requests import HeldRequest
@@ -18,6 +19,8 @@ DRIFT_INTERVAL_S = 0.1
 instance and the scheduler about as much as a token."""
 HEARTBEAT_S = 1.0
 """Between reports where nothing went on at all."""
+
+NO_CHANGES = CacheChanges()
 
 
 def is_news(effects: Iterable[Effect], stats: StepStats | None) -> bool:
@@ -49,8 +52,10 @@ class LoadReports:
         self.ended.append(ended.request.request_id)
         self.finished.append(ended.stats())
 
-    def take(self, load: InstanceLoad, num_migrating_out: int, num_migrating_in: int) -> LoadReport:
-        """The next one. `num_migrating_out`, `num_migrating_in`: migrations under way."""
+    def take(
+        self, load: InstanceLoad, num_migrating_out: int, num_migrating_in: int, cache: CacheChanges = NO_CHANGES
+    ) -> LoadReport:
+        """The next one. `num_migrating_out`, `num_migrating_in`: migrations under way. `cache`: what is to be told of it."""
         self._sequence += 1
         self._num_migrated_out += sum(outcome.is_migrated for outcome in self.migrations)
         self._num_migrated_in += len(self.migrated_in)
@@ -67,7 +72,7 @@ class LoadReports:
             num_migrating_in=num_migrating_in,
             num_migrated_out=self._num_migrated_out,
             num_migrated_in=self._num_migrated_in,
-            **{name: getattr(load, name) for name in load.__struct_fields__},
+            **{name: getattr(part, name) for part in (load, cache) for name in part.__struct_fields__},
         )
         self._begin()
         return report

@@ -198,6 +198,10 @@ class MigrationOutcome(msgspec.Struct, frozen=True, array_like=True):
     """An `AbortReason` if it did not move."""
 
 
+KEY_BYTES = 8
+"""Of the hash of a block, that are told."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 
@@ -249,6 +253,13 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Of the request that `next_migration_tokens` is about."""
     ttft_s: Seconds = 0.0
     """Objective of a first token where neither request nor model names one; 0: not said."""
+    cache_held: bytes = b""
+    """Full blocks that can be found by their hash, on the device or in host memory: those that came since the last report,
+    and a few of all that there are, in turn. The first `KEY_BYTES` of each hash."""
+    cache_lost: bytes = b""
+    """Likewise those that went since the last report."""
+    is_cache_anew: bool = False
+    """What reports before this one said of that is void: more came and went than could be told."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

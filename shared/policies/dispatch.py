@@ -3,10 +3,11 @@
 Who may take a request at all, what is on its way to whom, and how instances are kept in order, is not a policy's concern
 (`shared.scheduling.dispatching`): it ranks an instance by itself, and chooses for a request among candidates.
 
-Memory is one thing that a request waits for, prompts before its own are the other. Where several instances have the memory,
-`FirstToken` chooses among the `NUM_TIMED` freest by predicted time to the first token, and among those that are as soon by
-what its tokens cost there: models that share an instance take turns, and the fewer places a model's requests are in, the
-larger are its batches and the fewer the turns (token_cost.py).
+Memory is one thing that a request waits for, prompts before its own are another, and its own the third. Where several
+instances have the memory, `FirstToken` chooses among the `NUM_TIMED` freest, and those that have the prompt's beginning in
+their caches, by predicted time to the first token, the part of the prompt that is not cached in it; among those where it
+comes as soon by what is left to compute, and by what its tokens cost there: models that share an instance take turns, and
+the fewer places a model's requests are in, the larger are its batches and the fewer the turns (token_cost.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ DispatchKey = tuple[float, ...]
 NUM_TIMED = 16
 GRAIN_S = 0.1
 """Predicted times that differ by less are as good as equal."""
+SPARED_S = 0.005
+"""Of a prompt, that is not worth the less free instance."""
+MOST_UNEVEN = 1.25
+"""Cost of a token where the prompt is cached, times the least: else a prefix that many have in common gathers them all."""
+NUM_CACHED = 8
+"""Of those that have some of a prompt in their caches, how many are looked at."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
 
@@ -93,7 +100,7 @@ class Candidate(Protocol):
 
     @property
     def prompt_s(self) -> float:
-        """Predicted time of its prompt."""
+        """Predicted time of its prompt, without what is in a cache there."""
 
     @property
     def token_s(self) -> float:
@@ -109,8 +116,8 @@ class Candidates(Protocol):
     def first(self, limit: int, until: Callable[[Candidate], bool] | None = None) -> Sequence[Candidate]:
         """In the order of their ranks, up to `limit` or the first for which `until` is true. Costs as much as it gives."""
 
-    def cached(self) -> Candidate | None:
-        """The one that likely has the longest prefix of the prompt in its cache."""
+    def cached(self, limit: int) -> Sequence[Candidate]:
+        """Those that have the longest prefixes of the prompt in their caches, longest first."""
 
     @property
     def num_defragmenting(self) -> int:
@@ -124,8 +131,6 @@ class Candidates(Protocol):
 class DispatchParameters(NamedTuple):
     max_defragmenting_share: float = 1.0
     """Of the instances of a model: on so many at once, at least one, a request waits for memory."""
-    cache_affinity_merged: float = 0.0
-    """So much less free may an instance be that has the prompt's prefix."""
 
 
 class DispatchPolicy:
@@ -135,7 +140,7 @@ class DispatchPolicy:
     """Whether the first number of `rank` is the negative freeness: then an instance need not be ranked with each report, but
     when it may come first."""
     asks_for_cached: ClassVar[bool] = False
-    """Whether `choose` wants to know who has a prefix cached, which costs a few hashes a request."""
+    """Whether `choose` wants to know who has a prefix cached, which costs a hash for each block of a prompt."""
 
     def __init__(self, parameters: DispatchParameters) -> None:
         self.parameters = parameters
@@ -192,11 +197,8 @@ class Freest(DispatchPolicy):
             best = freest[missing.index(least)]
             if least > 0 and candidates.may_wait and not self._may_defragment(freest, candidates):
                 return None
-        owner = candidates.cached()
-        if owner is None or owner.instance_id == best.instance_id:
-            return best
-        is_better = owner.missing_merged <= max(0.0, least) and self._is_worth_it(request, owner, best)
-        return owner if is_better else best
+        as_good = (owner for owner in candidates.cached(NUM_CACHED) if self._is_as_good(request, owner, best))
+        return next(as_good, best)
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
         """Where there is memory."""
@@ -212,33 +214,40 @@ class Freest(DispatchPolicy):
         left = sum(candidate.left_merged for candidate in freest if candidate.left_merged > -math.inf)
         return left - sum(candidate.in_flight_merged for candidate in freest) >= freest[0].demand_merged
 
-    def _is_worth_it(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
-        """Whether the cache of the prompt's likely owner outweighs that it is less free."""
-        return owner.view.freeness >= best.view.freeness - self.parameters.cache_affinity_merged
+    def _is_as_good(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
+        """Whether one that has some of the prompt in its cache is as free."""
+        return owner.missing_merged <= max(0.0, best.missing_merged) and owner.view.freeness >= best.view.freeness
 
 
 class FirstToken(Freest):
-    """By freeness; of the freest that have the memory, those that begin the prompt soonest; of these, one where its tokens
-    cost least, or may do so as the cost is not known. A cache is not waited for longer than it saves, nor has a request of
-    high priority, which goes where least runs, to do with what its tokens cost others."""
+    """Of the freest that have the memory, and those that have the prompt's beginning in their caches, where its first token
+    comes soonest: what is before the prompt, and the part of it that is not cached, in one predicted time. Of those where it
+    comes as soon, where least is left to compute, so that others' prompts wait least, unless its tokens cost much more there
+    than elsewhere; of these, the freest where its tokens cost least, or may do so as the cost is not known. One of high
+    priority goes where least runs: what its tokens cost others is nothing to it."""
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
         freest = candidates.first(NUM_TIMED)
-        able = [candidate for candidate in freest if candidate.missing_merged <= 0]
+        known = {candidate.instance_id for candidate in freest}
+        others = [owner for owner in candidates.cached(NUM_CACHED) if owner.instance_id not in known]
+        able = [candidate for candidate in (*freest, *others) if candidate.missing_merged <= 0]
         if not able:
             return freest[0]
-        starts_s = [candidate.start_s for candidate in able]
-        latest_s = min(starts_s) + GRAIN_S
-        soon = [candidate for candidate, start_s in zip(able, starts_s, strict=True) if start_s <= latest_s]
+        firsts_s = [candidate.start_s + candidate.prompt_s for candidate in able]
+        latest_s = min(firsts_s) + GRAIN_S
+        soon = [candidate for candidate, first_s in zip(able, firsts_s, strict=True) if first_s <= latest_s]
         if len(soon) == 1 or request.is_high:
             return soon[0]
-        return soon[first_cheap([candidate.token_s for candidate in soon])]
+        least_s = min((candidate.token_s for candidate in soon if candidate.token_s > 0), default=0.0)
+        even = [candidate for candidate in soon if candidate.token_s <= MOST_UNEVEN * least_s]
+        most_s = min(candidate.prompt_s for candidate in even) + SPARED_S
+        spared = [candidate for candidate in even if candidate.prompt_s <= most_s]
+        return spared[first_cheap([candidate.token_s for candidate in spared])]
 
-    def _is_worth_it(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
-        if owner.start_s > best.start_s + max(GRAIN_S, best.prompt_s):
-            return False
+    def _is_as_good(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
         is_cheap = request.is_high or is_as_cheap(owner.token_s, best.token_s)
-        return is_cheap and super()._is_worth_it(request, owner, best)
+        is_soon = owner.start_s + owner.prompt_s <= best.start_s + best.prompt_s + GRAIN_S
+        return is_cheap and is_soon and owner.prompt_s <= best.prompt_s and super()._is_as_good(request, owner, best)
 
 
 class ReportedFreeness(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nlargest
 from typing import NamedTuple
 
 from shared.cost_model import prompt_s
@@ -22,7 +22,8 @@ from shared.policies.dispatch import (
 )
 from shared.policies.token_cost import token_cost_s
 from shared.scheduling.cluster import ClusterView, InstanceState
-from shared.scheduling.in_flight import InFlightLedger, PrefixAffinity
+from shared.scheduling.in_flight import InFlightLedger
+from shared.scheduling.prefixes import PrefixIndex
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import TrackedRequest
 
@@ -342,7 +343,13 @@ class Seen:
         report = self.state.report
         assert report is not None
         costs = (load.prompt_cost for load in report.models if load.model == self._by.model)
-        return prompt_s(next(costs, (0.0, 0.0)), self._by.num_tokens)
+        cached = self.cached_tokens
+        return prompt_s(next(costs, (0.0, 0.0)), self._by.num_tokens - cached, cached)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, that are likely in its prefix cache."""
+        return self._by.held_tokens(self.state.ready[self._by.model].block_size).get(self.instance_id, 0)
 
     @property
     def token_s(self) -> float:
@@ -363,7 +370,7 @@ class CandidatesFor:
         cluster: ClusterView,
         ranking: Ranking,
         ledger: InFlightLedger,
-        affinity: PrefixAffinity | None,
+        prefixes: PrefixIndex | None,
         *,
         growth_steps: float,
         num_defragmenting: int,
@@ -378,11 +385,12 @@ class CandidatesFor:
         self.may_wait = may_wait
         self.now = now
         self._num_tokens_at_most = request.num_tokens_at_most
-        self._prompt = request.request.prompt if request.request else b""
-        self._public_model = request.request.public_model if request.request else request.model
+        self._request = request.request if request.is_online else None
         self._index = index
         self._cluster = cluster
-        self._affinity = affinity
+        self._prefixes = prefixes
+        self._held_tokens: dict[int, dict[str, int]] = {}
+        """By block size."""
 
     @property
     def num_serving(self) -> int:
@@ -401,11 +409,23 @@ class CandidatesFor:
         self._index.best(is_last)
         return found
 
-    def cached(self) -> Seen | None:
-        if self._affinity is None:
-            return None
-        owner = self._affinity.likely_owner(self._public_model, self._prompt)
-        return self._fitting(owner) if owner is not None and owner in self._index else None
+    def cached(self, limit: int) -> list[Seen]:
+        held = {name: num for of_size in self._all_held_tokens() for name, num in of_size.items()}
+        longest = nlargest(limit, (name for name in held if name in self._index), key=held.__getitem__)
+        return [seen for name in longest if (seen := self._fitting(name)) is not None]
+
+    def held_tokens(self, block_size: int) -> dict[str, int]:
+        """Of the prompt, that instances with blocks of that size have in their caches."""
+        if self._prefixes is None or self._request is None:
+            return {}
+        if block_size not in self._held_tokens:
+            self._held_tokens[block_size] = self._prefixes.held_tokens(self._request, block_size, self.now)
+        return self._held_tokens[block_size]
+
+    def _all_held_tokens(self) -> list[dict[str, int]]:
+        """For each size that blocks of the model have somewhere."""
+        ways, _ = self._cluster.ways(self.model)
+        return [self.held_tokens(block_size) for block_size in {way.block_size for way in ways}]
 
     def _fitting(self, instance_id: str) -> Seen | None:
         """If the request can grow to its end there."""

@@ -65,7 +65,7 @@ class SchedulerCore:
         self._actions: list[Action] = []
         self.cluster = ClusterView(settings.lost_after_s)
         self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
-        parameters = DispatchParameters(settings.max_defragmenting_share, settings.cache_affinity_merged)
+        parameters = DispatchParameters(settings.max_defragmenting_share)
         self.dispatcher = Dispatcher(
             self.cluster,
             self.queue,
@@ -142,7 +142,7 @@ class SchedulerCore:
         has_gap = last is not None and report.sequence != last.sequence + 1
         if has_gap or not state.has_answered:
             self.inquiries.ask_if_idle(instance_id, state, now)
-        self.dispatcher.on_report(report)
+        self.dispatcher.on_report(report, has_gap or last is None)
         self.rescheduler.on_report(report, state, now)
 
     def _record_ends(self, report: LoadReport, now: float) -> None:

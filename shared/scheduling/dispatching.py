@@ -26,7 +26,8 @@ from shared.policies.dispatch import GRAIN_S, DispatchPolicy
 from shared.policies.ordering import ModelView
 from shared.scheduling.candidates import CandidateIndex, CandidatesFor, Ranking, Seen
 from shared.scheduling.cluster import ClusterView
-from shared.scheduling.in_flight import InFlight, InFlightLedger, PrefixAffinity
+from shared.scheduling.in_flight import InFlight, InFlightLedger
+from shared.scheduling.prefixes import PrefixIndex
 from shared.scheduling.queue import GlobalQueue, Head, Lane, Outflow, lane_of
 from shared.scheduling.requests import TrackedRequest
 
@@ -57,7 +58,7 @@ class Dispatcher:
         self._cluster = cluster
         self._policy = policy
         self._growth_steps = growth_steps
-        self._affinity = PrefixAffinity() if policy.asks_for_cached else None
+        self._prefixes = PrefixIndex() if policy.asks_for_cached else None
         self._defragmenting: set[str] = set()
         """Instances where a request waits for memory."""
         self._held_back: dict[Lane, tuple[int, int]] = {}
@@ -73,8 +74,11 @@ class Dispatcher:
         self.queue.push(tracked, now)
         self.ranking.wake(lane_of(tracked))
 
-    def on_report(self, report: LoadReport) -> None:
+    def on_report(self, report: LoadReport, has_gap: bool = False) -> None:
+        """`has_gap`: reports before it were missed, or it is the first."""
         instance_id = report.instance_id
+        if self._prefixes is not None:
+            self._prefixes.on_report(report, has_gap)
         if report.dispatch_freeness < 0 and any(load.num_waiting_online for load in report.models):
             self._defragmenting.add(instance_id)
         elif instance_id in self._defragmenting and not self.ledger.num_requests(instance_id):
@@ -85,6 +89,8 @@ class Dispatcher:
         """See `Ranking.touch`."""
         if self._cluster.get(instance_id) is None:
             self._defragmenting.discard(instance_id)
+            if self._prefixes is not None:
+                self._prefixes.forget(instance_id)
         self.ranking.touch(instance_id, before)
 
     def offline_room(self, models: Iterable[str]) -> dict[str, int | None]:
@@ -157,7 +163,7 @@ class Dispatcher:
             self._cluster,
             self.ranking,
             self.ledger,
-            self._affinity,
+            self._prefixes,
             growth_steps=self._growth_steps,
             num_defragmenting=len(self._defragmenting),
             may_wait=may_wait,
@@ -182,9 +188,7 @@ class Dispatcher:
             return "waits there for memory to come together"
         if chosen.instance_id == first.instance_id:
             return "the freest" if self._policy.ranks_by_freeness else "next by the dispatch policy"
-        affinity, request = self._affinity, tracked.request
-        owner = affinity.likely_owner(request.public_model, request.prompt) if affinity and request else None
-        if owner == chosen.instance_id:
+        if chosen.cached_tokens > first.cached_tokens:
             return "has its prompt's beginning in its cache"
         if first.missing_merged > 0:
             return "has the memory that freer ones lack"
@@ -228,8 +232,9 @@ class Dispatcher:
         if tracked.is_online:
             for outflows, amount in (self._prompts_s, entry.prompt_s), (self._num_dispatched, 1.0):
                 outflows.setdefault(tracked.model, Outflow(WORK_WINDOW_S)).count(now, amount)
-        if self._affinity is not None and tracked.request is not None:
-            self._affinity.record(tracked.request.public_model, tracked.request.prompt, instance_id)
+        if self._prefixes is not None and tracked.is_online and tracked.request is not None:
+            block_size = state.ready[tracked.model].block_size
+            self._prefixes.on_dispatch(tracked.request, block_size, instance_id, now)
         self.ranking.worsen(instance_id, state)
 
     def _has_candidates(self, lane: Lane) -> bool:

@@ -1,12 +1,11 @@
-"""What was dispatched and is in no load report yet, and where prompts went before.
+"""What was dispatched and is in no load report yet.
 
 Without the ledger (Llumnix's dispatch-time local account) a burst between two reports lands on one instance.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections import Counter
 from typing import NamedTuple
 
 
@@ -89,40 +88,3 @@ class InFlightLedger:
     def offline_tokens(self, instance_id: str, model: str) -> int:
         """Of a model's offline entries."""
         return self._offline_tokens[instance_id, model]
-
-
-class PrefixAffinity:
-    """Guesses which instance has a prompt's prefix in its cache: the one to which a request with that prefix last went.
-
-    Prompts are cut into chunks and chained hashes of the chunks are remembered, least recently used forgotten first.
-    A guess that is wrong (evicted there, or a hash collision) costs the cache hit and nothing else.
-    """
-
-    def __init__(self, *, chunk_tokens: int = 64, max_chunks: int = 32, max_entries: int = 65536) -> None:
-        self._chunk_bytes = 4 * chunk_tokens
-        self._max_chunks = max_chunks
-        self._max_entries = max_entries
-        self._owners: OrderedDict[int, str] = OrderedDict()
-
-    def record(self, model: str, prompt: bytes, instance_id: str) -> None:
-        for key in self._keys(model, prompt):
-            self._owners[key] = instance_id
-            self._owners.move_to_end(key)
-        while len(self._owners) > self._max_entries:
-            self._owners.popitem(last=False)
-
-    def likely_owner(self, model: str, prompt: bytes) -> str | None:
-        """The instance believed to hold the longest prefix of `prompt` (packed token ids)."""
-        owner = None
-        for key in self._keys(model, prompt):
-            known = self._owners.get(key)
-            if known is None:
-                break
-            owner = known
-        return owner
-
-    def _keys(self, model: str, prompt: bytes) -> Iterator[int]:
-        key: int = hash(model)
-        for index in range(min(self._max_chunks, len(prompt) // self._chunk_bytes)):
-            key = hash((key, prompt[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]))
-            yield key

@@ -18,6 +18,7 @@ from shared.engine.batch import PlannedStep
 from shared.engine.counters import EngineCounters
 from shared.engine.events import EventLog
 from shared.engine.memory.blocks import BlockPool
+from shared.engine.memory.cache_news import CacheNews
 from shared.engine.memory.compaction import Compaction
 from shared.engine.memory.host import HostKv
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
@@ -50,12 +51,14 @@ class Allocator:
     def __init__(
         self, num_merged: int, num_rows: int, num_host_merged: int, ordering: OrderingPolicy, least_share: float
     ) -> None:
-        self.pool = BlockPool(num_merged)
+        self.cache_news = CacheNews()
+        self.pool = BlockPool(num_merged, self.cache_news)
         self.counters = EngineCounters()
         self.events = EventLog()
         self.queues: dict[str, ModelQueue] = {}
         copy_ids = count()
-        self.host = HostKv(self.pool, num_host_merged, self.counters, copy_ids)
+        self.host = HostKv(self.pool, num_host_merged, self.counters, copy_ids, self.cache_news)
+        self.cache_news.caches = [pool for pool in (self.pool, self.host.pool) if pool is not None]
         self.compaction = Compaction(self.pool, self.queues, self.counters, copy_ids)
         self._least_share = least_share
         self.ordering = ordering

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import islice
 
+from shared.engine.memory.cache_news import CacheNews
+
 ROOMY_SHARE = 0.25
 """While all models could have so much of the pool, one takes a new merged block rather than evict what is cached between its
 used blocks, where it was used more lately than what it takes."""
@@ -125,9 +127,11 @@ class ModelBlocks:
 class BlockPool:
     """All blocks of one instance. What sequences need is O(blocks named); `busy_merged` is O(merged blocks)."""
 
-    def __init__(self, num_merged: int) -> None:
+    def __init__(self, num_merged: int, news: CacheNews | None = None) -> None:
+        """`news`: is told which hashes blocks come to be found by, and which they are not any more."""
         if num_merged < 1:
             raise ValueError(f"num_merged {num_merged} must be at least 1")
+        self._news = news
         self.num_merged = num_merged
         self._models: dict[str, ModelBlocks] = {}
         self._pool_free = list(range(num_merged - 1, -1, -1))
@@ -153,6 +157,9 @@ class BlockPool:
         for merged in owned:
             self._owner[merged] = None
             self._pool_free.append(merged)
+        if self._news is not None:
+            for block_hash in of_model.by_hash:
+                self._news.note(block_hash)
         del self._models[name]
 
     def capacity_blocks(self, name: str) -> int:
@@ -289,6 +296,17 @@ class BlockPool:
             if block_hash not in by_hash and block not in hash_of:
                 by_hash[block_hash] = block
                 hash_of[block] = block_hash
+                if self._news is not None:
+                    self._news.note(block_hash)
+
+    def hashes(self) -> Iterator[bytes]:
+        """By which blocks can be found, of all models."""
+        for of_model in self._models.values():
+            yield from of_model.by_hash
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether a block of any model can be found by it."""
+        return any(block_hash in of_model.by_hash for of_model in self._models.values())
 
     def cells(self) -> Iterator[tuple[int, str, float]]:
         """(merged block, its model, the share of its blocks that are used) of those that belong to a model."""
@@ -346,7 +364,10 @@ class BlockPool:
 
     def _evict(self, of_model: ModelBlocks, block: int) -> None:
         del of_model.cached[block]
-        del of_model.by_hash[of_model.hash_of.pop(block)]
+        block_hash = of_model.hash_of.pop(block)
+        del of_model.by_hash[block_hash]
+        if self._news is not None:
+            self._news.note(block_hash)
         merged = block // of_model.blocks_per_merged
         of_model.free[merged].append(block)
         of_model.open.add(merged, self._num_used[merged])

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from shared.engine.counters import EngineCounters
 from shared.engine.memory.blocks import BlockPool
+from shared.engine.memory.cache_news import CacheNews
 from shared.engine.plan import CopyKind, KvCopy
 from shared.engine.sequence import Sequence, State
 
@@ -35,9 +36,16 @@ class _Copy:
 class HostKv:
     """The host pool of one instance (merged blocks of the device's size) and the copies under way."""
 
-    def __init__(self, device: BlockPool, num_merged: int, counters: EngineCounters, copy_ids: Iterator[int]) -> None:
+    def __init__(
+        self,
+        device: BlockPool,
+        num_merged: int,
+        counters: EngineCounters,
+        copy_ids: Iterator[int],
+        news: CacheNews | None = None,
+    ) -> None:
         self.device = device
-        self.pool = BlockPool(num_merged) if num_merged > 0 else None
+        self.pool = BlockPool(num_merged, news) if num_merged > 0 else None
         """None: there is no host memory, and nothing is ever checkpointed."""
         self.num_restoring_blocks = 0
         """Being copied back."""

@@ -69,21 +69,20 @@ class Offered:
                 break
         return found
 
-    def cached(self) -> Plain | None:
-        return next((plain for plain in self.ranked if plain.instance_id == self.owner), None)
+    def cached(self, limit: int) -> list[Plain]:
+        return [plain for plain in self.ranked if plain.instance_id in self.owner][:limit]
 
 
 def choose(
     policy: str | DispatchPolicy,
     *plain: Plain,
     share: float = 1.0,
-    affinity: float = 0.0,
     is_high: bool = False,
     **offer: object,
 ) -> str:
     """The chosen instance's id, or empty."""
     if isinstance(policy, str):
-        policy = dispatch_policy(policy, DispatchParameters(share, affinity))
+        policy = dispatch_policy(policy, DispatchParameters(share))
     ranked = sorted(plain, key=lambda one: (policy.rank(one.view), one.instance_id))
     chosen = policy.choose(Request(is_high=is_high), Offered(ranked, **offer))  # type: ignore[arg-type]
     return chosen.instance_id if chosen is not None else ""
@@ -135,17 +134,41 @@ class TestFreest:
         assert choose("freeness", *in_pieces, share=0.5) == "a"
         assert choose("freeness", *in_pieces[1:], share=0.5) == "", "not even together"
 
-    def test_the_cache_decides_among_equals_and_outweighs_some_freeness(self) -> None:
+    def test_the_cache_decides_among_equals(self) -> None:
         assert choose("freeness", free("a", 5), free("b", 5), owner="b") == "b"
         assert choose("freeness", free("a", 5), free("b", 4), owner="b") == "a"
-        assert choose("freeness", free("a", 5), free("b", 4), owner="b", affinity=1.0) == "b"
         assert choose("freeness", free("a", 5), free("b", 5, 1.0), owner="b") == "a", "no memory there"
 
     def test_the_time_to_the_first_token_decides_where_there_is_memory(self) -> None:
         late, soon = free("a", 9, start_s=2.0), free("b", 5, start_s=0.5)
         assert choose("first_token", late, soon) == "b" and choose("freeness", late, soon) == "a"
         assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.0), owner="a") == "b"
-        assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.6), owner="a") == "a"
+        assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.7), owner="a") == "a"
+
+    def test_its_own_prompt_counts_so_a_slow_one_that_is_free_is_no_better_than_a_fast_one_soon(self) -> None:
+        slow, fast = free("slow", math.inf, prompt_s=2.0), free("fast", 5, start_s=0.2, prompt_s=0.4)
+        assert choose("first_token", slow, fast) == "fast"
+        assert choose("first_token", slow, fast, is_high=True) == "fast"
+
+    def test_of_those_that_are_as_soon_one_that_has_the_prompt_cached_takes_it_even_beside_an_idle_one(self) -> None:
+        idle, owner = (
+            free("idle", math.inf, prompt_s=0.06, token_s=0.01),
+            free("owner", 5, prompt_s=0.01, token_s=0.012),
+        )
+        assert choose("first_token", idle, owner, owner="owner") == "owner"
+        assert choose("freeness", idle, owner, owner="owner") == "idle"
+        crowded = free("owner", 5, prompt_s=0.01, token_s=0.02)
+        assert choose("first_token", idle, crowded, owner="owner") == "idle", (
+            "others with the prefix would gather there"
+        )
+        hardly = free("owner", 5, prompt_s=0.056, token_s=0.01)
+        assert choose("first_token", idle, hardly, owner="owner") == "idle", "it spares too little"
+        full = free("owner", 5, 1.0, prompt_s=0.01, token_s=0.01)
+        assert choose("first_token", idle, full, owner="owner") == "idle", "no memory there"
+
+    def test_owners_are_found_behind_many_that_are_freer(self) -> None:
+        many = [free(f"i{number:03}", 99, prompt_s=0.5) for number in range(NUM_TIMED)]
+        assert choose("first_token", *many, free("owner", 5, prompt_s=0.1), owner="owner") == "owner"
 
     def test_what_its_tokens_cost_decides_among_those_that_begin_as_soon(self) -> None:
         dear, cheap = free("a", 9, token_s=0.05), free("b", 5, token_s=0.02)
@@ -157,7 +180,9 @@ class TestFreest:
         assert choose("first_token", dear, cheap, free("c", 4)) == "b", "that it is not known makes none the first"
         assert choose("first_token", free("a", 9), cheap) == "a", "nor the last"
         assert choose("first_token", dear, cheap, is_high=True) == "a"
-        assert choose("first_token", dear, cheap, owner="a") == "b"
+        assert choose("first_token", dear, cheap, owner="a") == "b", (
+            "nor does a cache of which the prompt's time knows nothing"
+        )
         assert (
             choose("first_token", free("c", 9, token_s=0.02), free("d", 9, token_s=0.05), owner="d", is_high=True)
             == "d"

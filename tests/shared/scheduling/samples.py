@@ -110,6 +110,8 @@ def make_report(
     token_s: float = 0.0,
     running: dict[str, int] | None = None,
     decode_s: float = 0.0,
+    cache_held: bytes = b"",
+    cache_lost: bytes = b"",
 ) -> LoadReport:
     """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike;
     `token_s`: predicted, of a token of a prompt; `running`: of each model, all of them online; `decode_s`: of a step of
@@ -143,6 +145,8 @@ def make_report(
         finished=finished or [],
         dispatch_freeness_high=freeness if freeness_high is None else freeness_high,
         migration_freeness=migration_freeness,
+        cache_held=cache_held,
+        cache_lost=cache_lost,
         num_high=num_high,
         migrations=migrations or [],
         migrated_in=migrated_in or [],

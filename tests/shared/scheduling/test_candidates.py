@@ -1,8 +1,6 @@
-"""The in-flight ledger, the candidate index and prefix affinity."""
+"""The in-flight ledger and the candidate index."""
 
 from __future__ import annotations
-
-from array import array
 
 import pytest
 from hypothesis import given
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.policies.dispatch import DispatchKey
 from shared.scheduling.candidates import CandidateIndex
-from shared.scheduling.in_flight import InFlight, InFlightLedger, PrefixAffinity
+from shared.scheduling.in_flight import InFlight, InFlightLedger
 
 
 class TestLedger:
@@ -112,31 +110,3 @@ class TestCandidateIndex:
             index.touch("a")
             assert index.best(lambda _: True) == "a"
         assert len(index._heap) < 100
-
-
-def tokens(*values: int) -> bytes:
-    return array("i", values).tobytes()
-
-
-class TestPrefixAffinity:
-    def test_the_longest_known_prefix_wins(self) -> None:
-        affinity = PrefixAffinity(chunk_tokens=2)
-        affinity.record("m", tokens(1, 2, 3, 4), "a")
-        affinity.record("m", tokens(1, 2, 9, 9), "b")
-        assert affinity.likely_owner("m", tokens(1, 2, 3, 4, 5, 6)) == "a"
-        assert affinity.likely_owner("m", tokens(1, 2, 9, 9)) == "b"
-        assert affinity.likely_owner("m", tokens(1, 2, 7, 7)) == "b", "the last one to get the shared chunk"
-        assert affinity.likely_owner("m", tokens(2, 2, 3, 4)) is None
-        assert affinity.likely_owner("other", tokens(1, 2, 3, 4)) is None
-
-    def test_a_chunk_counts_only_after_the_same_beginning(self) -> None:
-        affinity = PrefixAffinity(chunk_tokens=2)
-        affinity.record("m", tokens(1, 2, 3, 4), "a")
-        assert affinity.likely_owner("m", tokens(3, 4)) is None
-
-    def test_memory_is_bounded_and_the_least_recent_goes_first(self) -> None:
-        affinity = PrefixAffinity(chunk_tokens=1, max_chunks=1, max_entries=3)
-        for value in range(4):
-            affinity.record("m", tokens(value), f"i{value}")
-        assert affinity.likely_owner("m", tokens(0)) is None
-        assert affinity.likely_owner("m", tokens(3)) == "i3"

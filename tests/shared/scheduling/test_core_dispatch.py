@@ -26,11 +26,12 @@ from shared.scheduling.actions import (
 from shared.scheduling.calls import OnExited, OnRegistry
 from shared.scheduling.dispatching import LOOKAHEAD
 from shared.scheduling.lifecycle import UNFIT_GRACE_S
+from shared.scheduling.prefixes import prompt_keys
 from shared.scheduling.queue import Lane
 from shared.scheduling.recovery import LEDGER_EXPIRY_S
 from shared.scheduling.requests import RequestState
 from tests.shared.scheduling.driver import Driver
-from tests.shared.scheduling.samples import make_info, make_request
+from tests.shared.scheduling.samples import BLOCK_SIZE, make_info, make_request
 
 # ------------------------------------------------------------------------------------------------ dispatching
 
@@ -156,11 +157,14 @@ def test_prompts_in_flight_count_until_a_report_names_them() -> None:
     for name, freeness in (("a", 30.0), ("b", 10.0)):
         driver.up(name)
         driver.report(name, freeness=freeness, num_running=2, token_s=0.01)
-    for number in range(2):
-        driver.submit(make_request(f"r{number}", num_prompt=40))
+    requests = [
+        msgspec.structs.replace(make_request(f"r{number}"), prompt=pack_tokens([number] * 40)) for number in range(3)
+    ]
+    for request in requests[:2]:
+        driver.submit(request)
     assert driver.dispatches() == {"r0": "a", "r1": "b"}
     driver.report("a", freeness=30.0, num_running=3, token_s=0.01, admitted=["r0"])
-    driver.submit(make_request("r2", num_prompt=40))
+    driver.submit(requests[2])
     assert driver.dispatches() == {"r2": "a"}
 
 
@@ -197,7 +201,7 @@ def test_unknown_policies_are_refused_by_name() -> None:
         Driver(order_policy="lifo")
 
 
-def test_equals_are_chosen_by_cached_prefix_and_affinity_outweighs_some_freeness() -> None:
+def test_who_has_the_prefix_takes_the_request_though_less_free_until_it_says_that_it_is_gone() -> None:
     long_prompt = {"num_prompt": 200}
     driver = Driver()
     driver.up("b")
@@ -210,31 +214,28 @@ def test_equals_are_chosen_by_cached_prefix_and_affinity_outweighs_some_freeness
     driver.report("a", freeness=10.0, num_running=1)
     driver.report("b", freeness=9.0, num_running=1, admitted=["r1"])
     driver.submit(make_request("r2", **long_prompt))  # type: ignore[arg-type]
-    assert driver.dispatches() == {"r2": "a"}, "without affinity, freeness decides"
-
-    driver = Driver(cache_affinity_merged=2.0)
-    driver.up("b")
-    driver.submit(make_request("r0", **long_prompt))  # type: ignore[arg-type]
-    assert driver.dispatches() == {"r0": "b"}
-    driver.up("a")
-    driver.report("a", freeness=10.0, num_running=1)
-    driver.report("b", freeness=9.0, num_running=1, admitted=["r0"])
-    driver.submit(make_request("r1", **long_prompt))  # type: ignore[arg-type]
-    assert driver.dispatches() == {"r1": "b"}
-    driver.report("b", freeness=7.0, num_running=1, admitted=["r1"])
-    driver.submit(make_request("r2", **long_prompt))  # type: ignore[arg-type]
-    assert driver.dispatches() == {"r2": "a"}, "more than the affinity behind"
+    assert driver.dispatches() == {"r2": "a"}, "what a prompt takes is not known: freeness decides"
+    keys = [b""]
+    for number, expected in enumerate("ab"):
+        other = msgspec.structs.replace(make_request(f"to-{expected}"), prompt=pack_tokens([number + 1] * 200))
+        driver.report("a", freeness=math.inf, token_s=0.005, admitted=["r2", "to-a"], cache_lost=keys[-1])
+        keys.append(b"".join(prompt_keys(other, BLOCK_SIZE)))
+        driver.report("b", freeness=9.0, num_running=1, token_s=0.005, cache_held=keys[-1])
+        if expected == "a":
+            driver.report("b", freeness=9.0, num_running=1, token_s=0.005, cache_lost=keys[-1])
+        driver.submit(other)
+        assert driver.dispatches() == {f"to-{expected}": expected}
 
 
 @pytest.mark.parametrize("adapter", [None, Adapter("poet", "1", "/poet")])
 def test_a_dispatch_says_that_a_cached_prefix_decided(adapter: Adapter | None) -> None:
-    driver = Driver(cache_affinity_merged=2.0)
+    driver = Driver()
     driver.up("b")
     driver.submit(msgspec.structs.replace(make_request("r0", num_prompt=200), adapter=adapter))
     assert driver.dispatches() == {"r0": "b"}
     driver.up("a")
-    driver.report("a", freeness=10.0, num_running=1)
-    driver.report("b", freeness=9.0, num_running=1, admitted=["r0"])
+    driver.report("a", freeness=10.0, num_running=1, token_s=0.005)
+    driver.report("b", freeness=9.0, num_running=1, token_s=0.005, admitted=["r0"])
     driver.submit(msgspec.structs.replace(make_request("r1", num_prompt=200), adapter=adapter))
     (dispatch,) = driver.take(Dispatch)
     assert (dispatch.instance_id, dispatch.why) == ("b", "has its prompt's beginning in its cache")

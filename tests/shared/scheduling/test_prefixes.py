@@ -1,0 +1,159 @@
+"""The index of prompts' prefixes: what reports say, what dispatches let one guess, and that it agrees with engines."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.engine.calls import Submit
+from shared.engine.memory.blocks import BlockPool, chain_hash, root_hash
+from shared.engine.memory.cache_news import MAX_NOTED, MAX_TOLD, CacheChanges, CacheNews
+from shared.messages.cluster import KEY_BYTES, LoadReport
+from shared.messages.requests import Adapter, GenerationRequest, pack_tokens
+from shared.scheduling.prefixes import GUESS_S, PrefixIndex, prompt_keys
+from tests.shared.engine.fake_executor import request
+from tests.shared.engine.moves_setup import make, run
+
+PAGE = 4
+
+
+def prompt(*tokens: int, model: str = "a", **fields: object) -> GenerationRequest:
+    made = request("r", list(tokens), 5)
+    return msgspec.structs.replace(made, model=model, **fields)
+
+
+def report(instance_id: str, changes: CacheChanges) -> LoadReport:
+    return LoadReport(
+        instance_id=instance_id,
+        incarnation="1",
+        sequence=1,
+        dispatch_freeness=1.0,
+        free_merged=1.0,
+        num_running=0,
+        models=(),
+        admitted=(),
+        ended=(),
+        finished=(),
+        **msgspec.structs.asdict(changes),
+    )
+
+
+def tell(index: PrefixIndex, instance_id: str, held: bytes = b"", lost: bytes = b"", has_gap: bool = False) -> None:
+    index.on_report(report(instance_id, CacheChanges(held, lost)), has_gap)
+
+
+def keys(of: GenerationRequest) -> list[bytes]:
+    return list(prompt_keys(of, PAGE))
+
+
+def test_an_instance_has_what_it_says_without_a_gap_until_it_says_that_it_lost_it() -> None:
+    index, asked = PrefixIndex(), prompt(*range(14))
+    first, second, third = keys(asked)
+    tell(index, "whole", first + second + third)
+    tell(index, "part", first)
+    tell(index, "tail", second + third)
+    assert index.held_tokens(asked, PAGE, 0.0) == {"whole": 12, "part": 4}
+    assert index.held_tokens(prompt(*range(8), 99, 98, 97, 96, 95), PAGE, 0.0) == {"whole": 8, "part": 4}
+    assert index.held_tokens(prompt(99, *range(1, 14)), PAGE, 0.0) == {}
+    tell(index, "whole", lost=second)
+    assert index.held_tokens(asked, PAGE, 0.0) == {"whole": 4, "part": 4}
+    tell(index, "tail", first)
+    assert index.held_tokens(asked, PAGE, 0.0) == {"whole": 4, "part": 4, "tail": 12}
+
+
+def test_models_adapters_and_block_sizes_have_nothing_in_common() -> None:
+    index, asked = PrefixIndex(), prompt(*range(14))
+    tell(index, "i", b"".join(keys(asked)))
+    assert index.held_tokens(prompt(*range(14), model="b"), PAGE, 0.0) == {}
+    assert index.held_tokens(prompt(*range(14), adapter=Adapter("poet", "1", "/poet")), PAGE, 0.0) == {}
+    assert index.held_tokens(asked, 2 * PAGE, 0.0) == {} and index.held_tokens(asked, 0, 0.0) == {}
+
+
+def test_what_was_sent_somewhere_is_guessed_for_a_while() -> None:
+    index, asked = PrefixIndex(), prompt(*range(14))
+    index.on_dispatch(asked, PAGE, "i", 100.0)
+    assert index.held_tokens(asked, PAGE, 100.0) == {"i": 12}
+    assert index.held_tokens(asked, PAGE, 100.0 + GUESS_S) == {}
+    tell(index, "i", keys(asked)[0])
+    index.on_dispatch(asked, PAGE, "i", 100.0)
+    assert index.held_tokens(asked, PAGE, 1e6) == {"i": 4}, "a guess takes nothing from what was said"
+
+
+@pytest.mark.parametrize("how", ["gap", "anew", "gone"])
+def test_what_may_have_been_lost_unheard_counts_no_more(how: str) -> None:
+    index, asked = PrefixIndex(), prompt(*range(14))
+    for name in ("i", "other"):
+        tell(index, name, b"".join(keys(asked)))
+    if how == "gone":
+        index.forget("i")
+    else:
+        index.on_report(report("i", CacheChanges(is_cache_anew=how == "anew")), has_gap=how == "gap")
+    assert index.held_tokens(asked, PAGE, 0.0) == {"other": 12}
+    tell(index, "i", keys(asked)[0])
+    assert index.held_tokens(asked, PAGE, 0.0) == {"other": 12, "i": 4}
+
+
+def test_memory_is_bounded_and_what_was_longest_not_named_goes_first() -> None:
+    index = PrefixIndex(max_entries=3)
+    prompts = [prompt(number, 1, 2, 3, 4) for number in range(4)]
+    for number, one in enumerate(prompts):
+        tell(index, f"i{number}", keys(one)[0])
+    assert index.held_tokens(prompts[0], PAGE, 0.0) == {} and index.held_tokens(prompts[3], PAGE, 0.0) == {"i3": 4}
+
+
+def test_an_engine_tells_of_the_blocks_that_a_prompt_is_looked_for_by() -> None:
+    node, index = make(), PrefixIndex()
+    asked = request("r", list(range(14)), 5)
+    node.engine.apply(Submit(asked), 0.0)
+    run(node, 2)
+    index.on_report(report("i", node.engine.memory.cache_news.take()), True)
+    assert index.held_tokens(asked, PAGE, 0.0) == {"i": 12}
+    node.engine.pool.clear_cache()
+    assert index.held_tokens(asked, PAGE, 0.0) == {"i": 12}, "it runs still"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), max_size=80))
+def test_after_any_history_the_index_is_what_the_pools_hold(history: list[tuple[int, bool, bool]]) -> None:
+    """Blocks come and go on the device and in host memory, in small pools; what is in either is held."""
+    news = CacheNews()
+    pools = [BlockPool(6, news), BlockPool(4, news)]
+    news.caches = pools
+    index = PrefixIndex()
+    for pool in pools:
+        pool.add_model("a", PAGE, 2)
+    asked = [prompt(number, 1, 2, 3, 4) for number in range(41)]
+    for number, on_host, is_told in history:
+        pool = pools[on_host]
+        block = pool.allocate("a", 1)
+        assert block is not None
+        pool.register("a", block, [chain_hash(root_hash("a"), pack_tokens([number, 1, 2, 3]))])
+        pool.release("a", block)
+        if is_told:
+            index.on_report(report("i", news.take()), False)
+    index.on_report(report("i", news.take()), False)
+    for one in asked:
+        (whole,) = (chain_hash(root_hash("a"), one.prompt[: 4 * PAGE]),)
+        assert bool(index.held_tokens(one, PAGE, 0.0)) == any(pool.has(whole) for pool in pools)
+
+
+def test_who_heard_nothing_so_far_hears_all_in_turn_and_who_falls_behind_is_told_so() -> None:
+    news = CacheNews()
+    pool = BlockPool(40, news)
+    news.caches = [pool]
+    pool.add_model("a", PAGE, 1)
+    hashes = [chain_hash(b"", bytes([number])) for number in range(40)]
+    blocks = pool.allocate("a", 40)
+    assert blocks is not None
+    pool.register("a", blocks, hashes)
+    news.take()
+    heard = b"".join(news.take().cache_held for _ in range(10))
+    assert {heard[at : at + KEY_BYTES] for at in range(0, len(heard), KEY_BYTES)} == {h[:KEY_BYTES] for h in hashes}
+    for number in range(MAX_NOTED + 1):
+        news.note(number.to_bytes(16, "little"))
+    assert news.take().is_cache_anew and not news.take().is_cache_anew
+    for number in range(MAX_TOLD + 1):
+        news.note(number.to_bytes(16, "little"))
+    assert [len(news.take().cache_lost) // KEY_BYTES for _ in range(2)] == [MAX_TOLD, 1], "the rest comes with the next"
