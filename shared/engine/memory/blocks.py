@@ -228,10 +228,9 @@ class BlockPool:
 
     def _reuse(self, of_model: ModelBlocks, count: int) -> list[int]:
         """Cached blocks, the oldest first, with one reference each."""
-        hash_of, by_hash = of_model.hash_of, of_model.by_hash
         blocks = [of_model.cached.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            del by_hash[hash_of.pop(block)]
+            self._lose(of_model, block)
             of_model.references[block] = 1
             self._change_used(of_model, block // of_model.blocks_per_merged, 1)
         return blocks
@@ -362,12 +361,16 @@ class BlockPool:
             of_model.free[merged].append(block)
         self._change_used(of_model, merged, -1)
 
-    def _evict(self, of_model: ModelBlocks, block: int) -> None:
-        del of_model.cached[block]
+    def _lose(self, of_model: ModelBlocks, block: int) -> None:
+        """What the block holds cannot be found any more."""
         block_hash = of_model.hash_of.pop(block)
         del of_model.by_hash[block_hash]
         if self._news is not None:
             self._news.note(block_hash)
+
+    def _evict(self, of_model: ModelBlocks, block: int) -> None:
+        del of_model.cached[block]
+        self._lose(of_model, block)
         merged = block // of_model.blocks_per_merged
         of_model.free[merged].append(block)
         of_model.open.add(merged, self._num_used[merged])
