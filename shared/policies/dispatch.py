@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from shared.policies.token_cost import first_cheap, is_as_cheap
+from shared.policies.token_cost import MARGIN, first_cheap, is_as_cheap
 from shared.policies.virtual_usage import left_of
 
 DispatchKey = tuple[float, ...]
@@ -25,7 +25,7 @@ NUM_TIMED = 16
 GRAIN_S = 0.1
 """Predicted times that differ by less are as good as equal."""
 SPARED_S = 0.005
-"""Of a prompt, that is not worth the less free instance."""
+"""Of a prompt, that is not worth the less free instance; nor is a tenth of what is left, as costs are learnt apart."""
 MOST_UNEVEN = 1.25
 """Cost of a token where the prompt is cached, times the least: else a prefix that many have in common gathers them all."""
 NUM_CACHED = 8
@@ -240,7 +240,8 @@ class FirstToken(Freest):
             return soon[0]
         least_s = min((candidate.token_s for candidate in soon if candidate.token_s > 0), default=0.0)
         even = [candidate for candidate in soon if candidate.token_s <= MOST_UNEVEN * least_s]
-        most_s = min(candidate.prompt_s for candidate in even) + SPARED_S
+        shortest_s = min(candidate.prompt_s for candidate in even)
+        most_s = shortest_s + max(SPARED_S, MARGIN * shortest_s)
         spared = [candidate for candidate in even if candidate.prompt_s <= most_s]
         return spared[first_cheap([candidate.token_s for candidate in spared])]
 
