@@ -164,7 +164,9 @@ class TestFreest:
         hardly = free("owner", 5, prompt_s=0.056, token_s=0.01)
         assert choose("first_token", idle, hardly, owner="owner") == "idle", "it spares too little"
         learnt = free("learnt", 5, prompt_s=0.95, token_s=0.01)
-        assert choose("first_token", free("idle", math.inf, prompt_s=1.0, token_s=0.01), learnt) == "idle", "about the same"
+        assert choose("first_token", free("idle", math.inf, prompt_s=1.0, token_s=0.01), learnt) == "idle", (
+            "about the same"
+        )
         full = free("owner", 5, 1.0, prompt_s=0.01, token_s=0.01)
         assert choose("first_token", idle, full, owner="owner") == "idle", "no memory there"
 
