@@ -286,7 +286,7 @@ def long_prompts(plan: Plan, show: Callable[[str], None]) -> Experiment:
     )
     systems = ("late", "infaas++", "tideway")
     for load in plan.loads if plan.is_short else (0.6, 0.7, 0.8, 0.9):
-        rows = {}
+        rows: dict[str, dict[str, Any]] = {}
         for name in systems:
             runs = [
                 run_one(
