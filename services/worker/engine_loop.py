@@ -26,7 +26,7 @@ from shared.engine.calls import Call
 from shared.engine.counters import EngineCounters
 from shared.engine.driver import Driver, StepStats
 from shared.engine.engine import Effect, Engine
-from shared.engine.plan import KvCopy, StepPlan, StepResult
+from shared.engine.plan import EndedCopy, KvCopy, StepPlan, StepResult
 from shared.messages.timeline import RequestEvent
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class StepExecutor(Protocol):
     def start_copy(self, copy: KvCopy) -> None:
         """A move within the device takes place at once, in the order of steps and claims; it raises where it cannot."""
 
-    def finished_copies(self) -> list[tuple[int, bool]]:
+    def finished_copies(self) -> list[EndedCopy]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
 
     def claim_blocks(self, model: str, blocks: list[int]) -> torch.cuda.Event | None:

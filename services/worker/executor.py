@@ -50,7 +50,7 @@ from shared import checkpoint
 from shared.adapters import AdapterFiles, describe_adapter
 from shared.checkpoint import CheckpointError
 from shared.engine.memory import slab
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter
 
@@ -725,8 +725,8 @@ class Executor:
                 target, source = (window[place], rows[block]) if outward else (rows[block], window[place])
                 target.copy_(source)
 
-    def finished_copies(self) -> list[tuple[int, bool]]:
-        """(copy id, whether it succeeded) of those that ended since the last call."""
+    def finished_copies(self) -> list[EndedCopy]:
+        """Those that ended since the last call."""
         return self.copies.finished()
 
     def on_copy_finished(self, callback: Callable[[], None]) -> None:

@@ -70,7 +70,7 @@ class KvCopies:
             self._stream = torch.cuda.Stream(store.slab.device)  # type: ignore[no-untyped-call]
         self.on_finished: Callable[[], None] = lambda: None
         self._jobs: queue.Queue[_Job | None] = queue.Queue(max_pending)
-        self._finished: deque[tuple[int, bool]] = deque()
+        self._finished: deque[EndedCopy] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -113,8 +113,8 @@ class KvCopies:
             return False
         return True
 
-    def finished(self) -> list[tuple[int, bool]]:
-        """(copy id, whether it succeeded) of those that ended since the last call."""
+    def finished(self) -> list[EndedCopy]:
+        """Those that ended since the last call."""
         finished = []
         with contextlib.suppress(IndexError):  # several threads may ask
             while True:

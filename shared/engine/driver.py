@@ -127,10 +127,9 @@ class Driver:
         )
         return Turn(None, self._engine.effects(), self.copies(), None), stats
 
-    def on_copies(self, finished: Iterable[tuple[int, bool]], now: float) -> list[KvCopy]:
-        """(copy id, whether it succeeded) of those that have ended, or `EndedCopy`. Returns those to start now."""
+    def on_copies(self, finished: Iterable[EndedCopy], now: float) -> list[KvCopy]:
+        """Takes in the copies that have ended. Returns those to start now."""
         for ended in finished:
             self._num_copies -= 1
-            copy_id, ok = ended
-            self._engine.apply(OnCopy(copy_id, ok, ended.seconds if isinstance(ended, EndedCopy) else 0.0), now)
+            self._engine.apply(OnCopy(*ended), now)
         return self.copies()

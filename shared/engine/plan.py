@@ -9,6 +9,7 @@ which they were planned, so a row may be given to another sequence in the very n
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -163,13 +164,10 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
         return self.block_size * self.blocks_per_merged
 
 
-class EndedCopy(tuple[int, bool]):
-    """(id of the copy, whether it succeeded), and how long it took."""
+class EndedCopy(NamedTuple):
+    """A copy that has ended."""
 
-    seconds: float
-
-    def __new__(cls, copy_id: int, ok: bool, seconds: float) -> EndedCopy:
-        """`seconds`: from its turn among the copies on."""
-        ended = super().__new__(cls, (copy_id, ok))
-        ended.seconds = seconds
-        return ended
+    copy_id: int
+    ok: bool
+    seconds: float = 0.0
+    """From its turn among the copies on; 0: not timed."""

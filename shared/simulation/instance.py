@@ -80,7 +80,7 @@ class VirtualInstance:
         self._suspended: dict[int, tuple[float, float]] = {}
         """Step -> share of its layers done, seconds of the whole."""
         self._copies_end_s = 0.0
-        self._finished: list[tuple[int, bool]] = []
+        self._finished: list[EndedCopy] = []
         self.is_stopped = False
         """It does nothing any more."""
 

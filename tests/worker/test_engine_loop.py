@@ -15,7 +15,7 @@ import pytest
 from services.worker.engine_loop import EngineLoop
 from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, Reattach, Submit, Unreserve
 from shared.engine.driver import StepStats
-from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult
 from tests.shared.engine.fake_executor import request
 
 INTERRUPTIBLE = StepPlan(
@@ -77,7 +77,7 @@ class ScriptedExecutor:
         self.go = threading.Event()
         self.launched: list[StepPlan] = []
         self.started: list[KvCopy] = []
-        self.ended: deque[tuple[int, bool]] = deque()
+        self.ended: deque[EndedCopy] = deque()
         self.claimed: list[tuple[str, list[int], str]] = []
         self._interrupted: set[int] = set()
         self._callback: Callable[[], None] = lambda: None
@@ -107,10 +107,10 @@ class ScriptedExecutor:
         return "event"
 
     def end_copy(self, copy_id: int, ok: bool) -> None:
-        self.ended.append((copy_id, ok))
+        self.ended.append(EndedCopy(copy_id, ok))
         self._callback()
 
-    def finished_copies(self) -> list[tuple[int, bool]]:
+    def finished_copies(self) -> list[EndedCopy]:
         return [self.ended.popleft() for _ in range(len(self.ended))]
 
     def on_copy_finished(self, callback: Callable[[], None]) -> None:

@@ -62,8 +62,8 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
             for copy in engine.next_copies():
                 executor.start_copy(copy)
             executor.launch(plan)
-        for copy_id, ok in executor.finished_copies():
-            engine.apply(OnCopy(copy_id, ok), 100.0 + step)
+        for ended in executor.finished_copies():
+            engine.apply(OnCopy(*ended), 100.0 + step)
         if num_ended == len(requests):
             break
         result = executor.collect()

@@ -33,7 +33,7 @@ from services.worker.ranks.messages import (
 from services.worker.ranks.shared_memory import RankMemory
 from services.worker.ranks.starting import RankProcess
 from shared.checkpoint import CheckpointError, CheckpointMissing
-from shared.engine.plan import CopyKind, KvCopy, NewSequence, StepPlan
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 from tests.worker.checkpoints import write_checkpoint
@@ -181,14 +181,14 @@ def test_a_copy_has_ended_when_it_has_on_all_ranks_and_failed_if_on_one(scene: S
     assert has_come.wait(5.0)
     finished.clear()
     scene.say(CopyEnded(1, True))
-    assert finished.wait(5.0) and scene.executor.finished_copies() == [(1, False)]
+    assert finished.wait(5.0) and [ended[:2] for ended in scene.executor.finished_copies()] == [(1, False)]
     scene.answers[Copy] = lambda message: CopyEnded(message.copy.copy_id, True)  # type: ignore[union-attr]
     scene.executor.start_copy(KvCopy(2, CopyKind.CHECKPOINT, "nobody", [0], [0]))
-    ended: list[tuple[int, bool]] = []
+    ended: list[EndedCopy] = []
     deadline_s = time.monotonic() + 5.0
     while not ended and time.monotonic() < deadline_s:
         ended = scene.executor.finished_copies()
-    assert ended == [(2, False)]
+    assert [copy[:2] for copy in ended] == [(2, False)]
 
 
 def test_sending_to_a_rank_that_takes_nothing_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class Copier:
         while not self.results.keys() >= set(copy_ids):
             assert self._changed.wait(deadline - time.monotonic()), "a copy did not end"
             self._changed.clear()
-            self.results |= dict(self.copies.finished())
+            self.results |= dict(ended[:2] for ended in self.copies.finished())
         return [self.results[copy_id] for copy_id in copy_ids]
 
     def rows(self, views: KvViews) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +172,7 @@ def test_checkpoints_are_exact_while_steps_run_and_restores_go_where_another_mod
         while copy_id not in finished:
             assert changed.wait(10)
             changed.clear()
-            finished.update(executor.finished_copies())
+            finished.update(ended[:2] for ended in executor.finished_copies())
 
     row, busy = driver.add(0, prompt_of(100)), driver.add(1, prompt_of(40))
     driver.step([(row, 100), (busy, 40)])

@@ -28,7 +28,7 @@ from shared.checkpoint import CheckpointError
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import Driver as EngineDriver
 from shared.engine.engine import Engine
-from shared.engine.plan import CopyKind, KvCopy, StepPlan
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import DeviceGroup, ModelSpec
 from shared.messages.requests import Adapter, GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
@@ -116,9 +116,9 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
         def copied(kind: CopyKind, blocks: list[int], host: list[int], name: str = name) -> None:
             copy = KvCopy(next(copies), kind, name, blocks, host)  # noqa: B023
             executor.start_copy(copy)
-            ended: list[tuple[int, bool]] = []
+            ended: list[EndedCopy] = []
             until(lambda: ended.extend(executor.finished_copies()) or ended)
-            assert ended == [(copy.copy_id, True)]
+            assert [each[:2] for each in ended] == [(copy.copy_id, True)]
 
         host = list(range(len(row.blocks)))
         copied(CopyKind.CHECKPOINT, row.blocks, host)

@@ -291,12 +291,10 @@ class GroupExecutor:
             if not is_done:
                 self._lose(f"a move of blocks of {copy.model!r} is not done on all ranks after {ANSWER_TIMEOUT_S:g} s")
 
-    def finished_copies(self) -> list[tuple[int, bool]]:
+    def finished_copies(self) -> list[EndedCopy]:
         for own in self._own.finished_copies():
-            copy_id, ok = own
-            if isinstance(own, EndedCopy):
-                self._copy_s[copy_id] = own.seconds
-            self._on_copy_ended(copy_id, ok)
+            self._copy_s[own.copy_id] = own.seconds
+            self._on_copy_ended(own.copy_id, own.ok)
         ended = self._ended_copies
         known = [ended.popleft() for _ in range(len(ended))]
         return [EndedCopy(copy_id, ok, self._copy_s.pop(copy_id, 0.0)) for copy_id, ok in known]

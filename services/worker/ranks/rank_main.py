@@ -157,7 +157,7 @@ class Member:
 
     def _tell_copies(self) -> None:
         """In the thread that copies."""
-        for copy_id, ok in self._executor.finished_copies():
+        for copy_id, ok, _ in self._executor.finished_copies():
             self._tell(CopyEnded(copy_id, ok))
 
     def _tell(self, message: FromRank) -> None:

@@ -18,7 +18,7 @@ from services.worker.executor import Executor, region_bytes
 from services.worker.kv_store import BlockParts
 from services.worker.ranks.group import RankGroup, Ranks
 from services.worker.ranks.shared_memory import RankMemory
-from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter
 
@@ -132,15 +132,15 @@ class GroupOfExecutors:
     def start_copy(self, copy: KvCopy) -> None:
         self._on_all("start_copy", copy)
 
-    def finished_copies(self) -> list[tuple[int, bool]]:
+    def finished_copies(self) -> list[EndedCopy]:
         """Those that ended on all ranks."""
-        done = []
-        for copy_id, ok in itertools.chain.from_iterable(self._on_all("finished_copies")):
+        done: list[EndedCopy] = []
+        for copy_id, ok, _ in itertools.chain.from_iterable(self._on_all("finished_copies")):
             self._copied[copy_id] += 1
             if not ok:
                 self._failed.add(copy_id)
             if self._copied[copy_id] == self._followers.size:
-                done.append((copy_id, copy_id not in self._failed))
+                done.append(EndedCopy(copy_id, copy_id not in self._failed))
                 del self._copied[copy_id]
         if self._copied:  # by some ranks: the others do not say when
             threading.Timer(0.005, self._on_finished).start()

@@ -24,7 +24,7 @@ from shared.checkpoint import CheckpointError
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
-from shared.engine.plan import CopyKind, KvCopy, ModelShape
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
@@ -228,11 +228,11 @@ def test_whole_blocks_are_joined_from_all_ranks_parts_on_the_device_and_on_the_h
 
 def copy_to_end(executor: One | GroupOfExecutors, copy: KvCopy) -> None:
     executor.start_copy(copy)
-    ended: list[tuple[int, bool]] = []
+    ended: list[EndedCopy] = []
     deadline_s = time.monotonic() + 20.0
     while not ended and time.monotonic() < deadline_s:
         ended = executor.finished_copies()
-    assert ended == [(copy.copy_id, True)]
+    assert [each[:2] for each in ended] == [(copy.copy_id, True)]
 
 
 class Run:
