@@ -26,6 +26,7 @@ from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.sequence import PriorityClass, Sequence, State
 from shared.messages.timeline import EventKind
 from shared.policies.ordering import ModelView
+from shared.policies.patience import Patience
 from shared.policies.silence import PLANNED_SHARE, SERVING_STEPS, URGENT_S, is_overfull, room_s
 from shared.policies.slo_budget import MAX_SLACK, PACE
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
@@ -101,6 +102,10 @@ class Planner:
         self._rank_turns = Turns()
         self._rank_weights: dict[str, float] = {}
         """Of the ranks, where models of both wait for the step that is being planned."""
+        self._patience = Patience()
+        self._own_began_s, self._num_led = 0.0, 0
+        """When the last offline step of its own beside online work began, or nothing online was there; and how many steps
+        online work has led since."""
         self._offline_turns = Turns()
         self._offline_weights: dict[str, float] = {}
         """Of the models with offline work for the step that is being planned: the number of their sequences."""
@@ -160,6 +165,10 @@ class Planner:
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
         arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight;
         `holds_offline`: no offline sequence joins it."""
+        has_online_work = self._memory.has_online_work()
+        self._patience.observe(now, has_online_work)
+        if not has_online_work:
+            self._own_began_s, self._num_led = begins_s, 0
         # With steps always in flight, offline sequences would never be free to give their room up.
         self._holds_offline = holds_offline or (
             not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
@@ -225,7 +234,9 @@ class Planner:
     def _offline_turn(self, found: list[Candidate], begins_s: float) -> Candidate | None:
         """The model whose offline work has a step of its own before the next online one, within what the objectives of all
         models leave. None: there is no time for one, or it is the turn of a model with online work, whose steps it joins."""
-        if len(found) == sum(one.queue.has_online_work() for one in found) or not self._memory.has_online_work():
+        if not self._patience.is_spent or not self._memory.has_online_work():
+            return None
+        if len(found) == sum(one.queue.has_online_work() for one in found):
             return None
         objectives, need_s = self._objectives(begins_s), self._online_steps_s()
         spare_s = self._token_budget.offline_limit_s(objectives.slack_s, objectives.ttft_left_s) - need_s
@@ -247,7 +258,8 @@ class Planner:
             asked_s = max(least_s, min(worth_s, self._offline_decodes_s(candidate.queue)))
             # No stream is to stand still for longer than its objective, but where no step would be worth its while.
             more_s = max(0.0, worth_s / FULL_SLACK + need_s - PLANNED_SHARE * objectives.tpot_s)
-            limit_s = min(spare_s, self._room_of_streams_s(begins_s, need_s) + more_s)
+            room_s = self._room_of_streams_s(begins_s, need_s)
+            limit_s = min(spare_s, room_s if self._is_behind_pace(objectives, begins_s) else room_s + more_s)
             if limit_s >= asked_s:
                 candidate.limit_s = limit_s
                 return candidate
@@ -255,6 +267,13 @@ class Planner:
                 self._kept_for = name
                 return None
         return None
+
+    def _is_behind_pace(self, objectives: Objectives, begins_s: float) -> bool:
+        """Whether streams had fewer tokens than their objectives ask since the last offline step of its own began, however
+        far ahead they were before."""
+        num_models = sum(queue.has_online_work() for queue in self._queues.values())
+        due_s = self._num_led / num_models * PLANNED_SHARE * objectives.tpot_s
+        return begins_s - self._own_began_s > due_s
 
     def _room_of_streams_s(self, begins_s: float, need_s: float) -> float:
         """How long something may run before online steps of `need_s` must begin, for no stream of whatever model to stand
@@ -344,6 +363,10 @@ class Planner:
         """After a step was filled."""
         if self._rank_weights and leading != PriorityClass.OFFLINE:
             self._rank_turns.take(_HIGH if leading == PriorityClass.ONLINE_HIGH else _NORMAL, self._rank_weights)
+        if leading != PriorityClass.OFFLINE:
+            self._num_led += 1
+        elif self._memory.has_online_work():
+            self._own_began_s, self._num_led = begins_s, 0
         if not batch.sequences[-1].is_online:  # they come last
             queue.offline_turn_s = begins_s
             if queue.name in self._offline_weights:
