@@ -357,7 +357,9 @@ class Seen:
         if by.ledger.num_online(self.instance_id):
             num_sent = partial(by.ledger.num_waiting, self.instance_id)
             residents = [(model, num + num_sent(model), cost) for model, num, cost in residents]
-        return token_cost_s(by.model, residents)
+        report = self.state.report
+        num_high = 0 if by.is_high or report is None else report.num_high
+        return token_cost_s(by.model, residents, num_high)
 
 
 class CandidatesFor:

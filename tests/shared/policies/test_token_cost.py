@@ -47,6 +47,13 @@ def test_more_of_its_own_make_it_cheaper_and_more_of_others_dearer(
     assert cost_s(1, 0) <= cost_s(0, 0) < cost_s(0, 1)
 
 
+def test_requests_of_high_priority_count_for_many_where_steps_get_longer() -> None:
+    many, few = [("a", 12, (0.02, 0.0005))], [("a", 4, (0.02, 0.0005))]
+    assert token_cost_s("a", few) < token_cost_s("a", many) < token_cost_s("a", few, 2)
+    assert token_cost_s("a", [("a", 4, (0.02, 0.0))], 2) == 0.02, "no step gets longer"
+    assert token_cost_s("a", [("a", 4, (0.0, 0.0))], 2) == 0.0, "not known"
+
+
 def test_what_turns_cost_is_what_they_do_where_times_to_the_end_are_exponential_and_alike() -> None:
     times = np.random.default_rng(1).exponential(size=(200_000, 8))
     its, of_its_model, of_others = times[:, 0], times[:, 1:5].max(axis=1), times[:, 5:]
