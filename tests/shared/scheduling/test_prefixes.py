@@ -149,7 +149,7 @@ def test_who_heard_nothing_so_far_hears_all_in_turn_and_who_falls_behind_is_told
     assert blocks is not None
     pool.register("a", blocks, hashes)
     news.take()
-    heard = b"".join(news.take().cache_held for _ in range(10))
+    heard = b"".join(news.take().cache_repeated for _ in range(10))
     assert {heard[at : at + KEY_BYTES] for at in range(0, len(heard), KEY_BYTES)} == {h[:KEY_BYTES] for h in hashes}
     for number in range(MAX_NOTED + 1):
         news.note(number.to_bytes(16, "little"))
