@@ -254,8 +254,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     ttft_s: Seconds = 0.0
     """Objective of a first token where neither request nor model names one; 0: not said."""
     cache_held: bytes = b""
-    """Full blocks that can be found by their hash, on the device or in host memory: those that came since the last report. The
-    first `KEY_BYTES` of each hash."""
+    """Full blocks that can be found by their hash, on the device or in host memory: those that came since the last report.
+    The first `KEY_BYTES` of each hash."""
     cache_lost: bytes = b""
     """Likewise those that went since the last report."""
     is_cache_anew: bool = False

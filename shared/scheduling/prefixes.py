@@ -47,8 +47,8 @@ class _Holder:
 
 
 class Held(Mapping[str, int]):
-    """Tokens of one prompt that each instance has, whole blocks without a gap from the first on; those that have none are not
-    named. Holds until the index is told more."""
+    """Tokens of one prompt that each instance has, whole blocks without a gap from the first on; those that have none are
+    not named. Holds until the index is told more."""
 
     def __init__(self, holders: Mapping[str, _Holder], slots: Sequence[_Holder], levels: list[tuple[int, int]]) -> None:
         """`levels`: numbers of tokens, ascending, and the bits of those that have just so many."""
