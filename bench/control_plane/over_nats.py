@@ -1,8 +1,8 @@
 """The scheduler as a process of its own, fed through a real NATS server by instances that exist as messages alone.
 
 The scheduler has one core to itself, if the machine has two; this process (the gateway), the instances' process and the
-server share the rest. Dispatches are timed here, from the submission to the arrival of the dispatch at the instance, so twice over
-NATS and including what this process is late by. Each process's share of a core is said beside.
+server share the rest. Dispatches are timed here, from the submission to the arrival of the dispatch at the instance, so
+twice over NATS and including what this process is late by. Each process's share of a core is said beside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared.messages.requests import GenerationRequest
 from shared.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 
-WARM_UP_S = 4.0
+WARM_UP_S = 12.0
 START_TIMEOUT_S = 60.0
 
 

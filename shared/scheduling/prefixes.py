@@ -122,7 +122,8 @@ class PrefixIndex:
             holder = self._holder(report.instance_id)
             if holder.last_round is None:
                 holder.last_round = report.cache_round + 1
-            if report.cache_round <= holder.last_round:
+            # What is old takes nobody's place who was named since.
+            if report.cache_round <= holder.last_round and len(self._blocks) < self._max_entries:
                 self._take_in(report.cache_repeated, holder)
 
     def _take_in(self, packed: bytes, holder: _Holder) -> None:
