@@ -63,7 +63,8 @@ NUM_COMPARED = 8
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
 MAX_LOOKS = 256
-"""Likewise for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in the next one."""
+"""Likewise for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in the
+next one."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
