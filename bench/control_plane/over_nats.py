@@ -171,7 +171,7 @@ async def over_nats(
             submissions.result()
         return OverNats(
             num_instances=num_instances,
-            seconds=seconds,
+            seconds=took_s,
             sent_per_s=(later.num_reports - counts.num_reports) / took_s,
             handled_per_s=handled / took_s,
             cpu_share=shares[0],
