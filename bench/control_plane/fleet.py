@@ -1,39 +1,53 @@
-"""Instances that exist as their load reports alone: what they would say, encoded as on the bus.
+"""Instances that exist as their load reports alone: what they would say, when they would say it, encoded as on the bus.
 
-Their freeness wanders, so that at any time some are short of memory and some have plenty, and requests that they are given
-show in their reports as accepted and, later, as ended. Reports are put together from prepared pieces of bytes, because
-making them is not what is measured, and should not fill the processor's caches either.
+They report as live ones (`load_reports`): soon after a request came, its prompt was computed or it ended, else every
+`DRIFT_INTERVAL_S`, as something always runs; flat out they report every `REPORT_INTERVAL_S`. Their freeness wanders, so that
+at any time some are short of memory and some have plenty. Their caches are full: a new block takes the place of the oldest,
+and each report repeats a few. Requests begin with their model's system prompt, and half of them go on with a conversation.
+Reports are put together from prepared pieces of bytes, because making them is not what is measured, and should not fill the
+processor's caches either.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from heapq import heappop, heappush
 from random import Random
 from typing import NamedTuple
 
 import msgspec
 
-from shared.messages.cluster import FinishedStats, InstanceInfo, LoadedModel, LoadReport, ModelLoad
+from shared.engine.load_reports import DRIFT_INTERVAL_S, REPORT_INTERVAL_S
+from shared.engine.memory.cache_news import NUM_REPEATED
+from shared.messages.cluster import KEY_BYTES, FinishedStats, InstanceInfo, LoadedModel, LoadReport, ModelLoad
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
     Priority,
     RequestClass,
     SamplingParams,
-    pack_tokens,
 )
+from shared.scheduling.prefixes import prompt_keys
 
 MODELS = ("llama", "opt", "qwen", "gemma")
-REPORTS_PER_S = 50
-"""Of one instance: the most that it makes."""
+MOST_REPORTS_PER_S = 1.0 / REPORT_INTERVAL_S
+"""Of one instance."""
 NUM_MERGED = 1000
 BLOCK_SIZE, BLOCKS_PER_MERGED = 16, 1
-SECONDS_OF_A_REQUEST = 2.0
+SECONDS_OF_A_PROMPT, SECONDS_OF_A_REQUEST = 0.05, 2.0
+"""From its coming."""
 NUM_STEPS = 64
 """Reports until the walk of an instance's freeness begins anew."""
 NUM_WALKS = 20
 """Different ones; each instance begins somewhere in one of them."""
-PROMPT = pack_tokens(list(range(512)))
+SYSTEM_BLOCKS, OWN_BLOCKS, TURN_BLOCKS, MAX_OWN_BLOCKS = 16, 16, 6, 64
+"""Of a prompt: those that all requests of its model have in common, those of a new conversation and of each further turn of
+one, and those of the longest."""
+NUM_CONVERSATIONS = 1000
+"""That go on."""
+CACHED_BLOCKS = 800
+"""Of an instance."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -44,6 +58,8 @@ UINT32 = b"\xce"
 FIRST_SEQUENCE = 1 << 16
 """So that each number takes four bytes."""
 NO_LISTS = encode([]) * 3
+CACHE_FIELDS = LoadReport.__struct_fields__.index("cache_held"), LoadReport.__struct_fields__.index("cache_round") + 1
+"""The first, and the one after the last."""
 FINISHED = FinishedStats(
     model=MODELS[0],
     request_class=RequestClass.ONLINE,
@@ -57,23 +73,81 @@ FINISHED = FinishedStats(
 
 
 class _Load(NamedTuple):
-    """A load report without its first three fields and the lists of requests, in bytes."""
+    """A load report without its first three fields, the lists of requests and what it says of caches, in bytes."""
 
     before: bytes
     after: bytes
+    end: bytes
+
+
+class _Instance:
+    """What one instance tells next."""
+
+    def __init__(self, name: str, random: Random, walk: list[_Load]) -> None:
+        self.head = HEADER + encode(name) + encode("1") + UINT32
+        self.sequence = random.randrange(FIRST_SEQUENCE, FIRST_SEQUENCE + NUM_STEPS)
+        self.reported_s = -math.inf
+        self.due_s = math.inf
+        self.accepted: list[str] = []
+        self.ended: list[str] = []
+        self._walk = walk
+        self._blocks = bytearray(random.randbytes(KEY_BYTES * CACHED_BLOCKS))
+        """Keys of those that it holds, but for the system prompts."""
+        self._oldest = random.randrange(CACHED_BLOCKS)
+        self._repeated, self._round = random.randrange(CACHED_BLOCKS), 1
+        self._system: set[bytes] = set()
+        self._held: list[bytes] = []
+        self._lost: list[bytes] = []
+
+    def hold(self, keys: list[bytes]) -> None:
+        """The blocks of a sequence, the first ones maybe held already."""
+        for key in keys[:SYSTEM_BLOCKS]:
+            if key not in self._system:
+                self._system.add(key)
+                self._held.append(key)
+        for key in keys[SYSTEM_BLOCKS:]:
+            at = KEY_BYTES * self._oldest
+            self._lost.append(bytes(self._blocks[at : at + KEY_BYTES]))
+            self._held.append(key)
+            self._blocks[at : at + KEY_BYTES] = key
+            self._oldest = (self._oldest + 1) % CACHED_BLOCKS
+
+    def report(self) -> bytes:
+        self.sequence += 1
+        load = self._walk[self.sequence % NUM_STEPS]
+        lists = NO_LISTS
+        if self.accepted or self.ended:
+            lists = encode(self.accepted) + encode(self.ended) + encode([FINISHED] * len(self.ended))
+            self.accepted, self.ended = [], []
+        at = KEY_BYTES * self._repeated
+        repeated = self._blocks[at : at + KEY_BYTES * NUM_REPEATED]
+        self._repeated += NUM_REPEATED
+        if self._repeated >= CACHED_BLOCKS:
+            self._repeated, self._round = 0, self._round + 1
+        cache = [b"".join(self._held), b"".join(self._lost), False, repeated, self._round]
+        self._held.clear()
+        self._lost.clear()
+        sequence = self.sequence.to_bytes(4, "big")
+        return b"".join((self.head, sequence, load.before, lists, load.after, *map(encode, cache), load.end))
 
 
 class Fleet:
-    def __init__(self, num_instances: int, seed: int = 0) -> None:
+    def __init__(self, num_instances: int, seed: int = 0, *, began_s: float = 0.0, is_flat_out: bool = False) -> None:
+        """`began_s`: from when on they report, each at its own moment. `is_flat_out`: each as often as it may."""
         self.names = [f"node-{number:04}-0" for number in range(num_instances)]
-        self.num_requests = 0
         random = Random(seed)
         walks = [_walk(random, is_short=number % 10 == 0) for number in range(NUM_WALKS)]
-        self._walks = [random.choice(walks) for _ in self.names]
-        self._sequences = [random.randrange(FIRST_SEQUENCE, FIRST_SEQUENCE + NUM_STEPS) for _ in self.names]
-        self._heads = [HEADER + encode(name) + encode("1") + UINT32 for name in self.names]
-        self._accepted: list[list[str]] = [[] for _ in self.names]
-        self._running: list[deque[tuple[float, str]]] = [deque() for _ in self.names]
+        self._instances = [
+            _Instance(name, random, walks[(index + 1) % NUM_WALKS]) for index, name in enumerate(self.names)
+        ]
+        self._drift_s = REPORT_INTERVAL_S if is_flat_out else DRIFT_INTERVAL_S
+        self._due: list[tuple[float, int]] = []
+        """When, and which instance: a heap with lazy deletion."""
+        self._news: list[tuple[float, int, str, list[bytes]]] = []
+        """When, and where, a request ends, or has the blocks of its prompt ("")."""
+        for index, instance in enumerate(self._instances):
+            instance.reported_s = began_s - random.uniform(0.0, self._drift_s)
+            self._report_within(index, self._drift_s)
 
     def info(self, index: int) -> InstanceInfo:
         models = [
@@ -83,6 +157,7 @@ class Fleet:
                 max_model_len=8192,
                 block_size=BLOCK_SIZE,
                 blocks_per_merged=BLOCKS_PER_MERGED,
+                num_running=self._instances[index].sequence % 4,  # new with each entry, as it is live
             )
             for model in MODELS
         ]
@@ -98,37 +173,74 @@ class Fleet:
         )
 
     def report(self, index: int, now: float) -> bytes:
-        """The instance's next one."""
-        self._sequences[index] += 1
-        sequence = self._sequences[index]
-        load = self._walks[index][sequence % NUM_STEPS]
-        accepted, running = self._accepted[index], self._running[index]
-        lists = NO_LISTS
-        if accepted or (running and running[0][0] <= now):
-            ended: list[str] = []
-            while running and running[0][0] <= now:
-                ended.append(running.popleft()[1])
-            running.extend((now + SECONDS_OF_A_REQUEST, request_id) for request_id in accepted)
-            self._accepted[index] = []
-            lists = encode(accepted) + encode(ended) + encode([FINISHED] * len(ended))
-        return b"%b%b%b%b%b" % (self._heads[index], sequence.to_bytes(4, "big"), load.before, lists, load.after)
+        """The instance's next one, now."""
+        instance = self._instances[index]
+        instance.reported_s, instance.due_s = now, math.inf
+        self._report_within(index, self._drift_s)
+        return instance.report()
 
-    def accept(self, index: int, request_id: str) -> None:
-        self._accepted[index].append(request_id)
+    def due_s(self) -> float:
+        """When the next report is due, at the latest."""
+        return min(self._due[0][0], self._news[0][0] if self._news else math.inf)
+
+    def due(self, now: float, limit: int) -> list[bytes]:
+        """The reports that are due, as many as `limit`, in order."""
+        while self._news and self._news[0][0] <= now:
+            _, index, request_id, keys = heappop(self._news)
+            instance = self._instances[index]
+            if request_id:
+                instance.ended.append(request_id)
+            instance.hold(keys)
+            self._report_within(index, REPORT_INTERVAL_S, now)
+        reports: list[bytes] = []
+        while self._due and self._due[0][0] <= now and len(reports) < limit:
+            due_s, index = heappop(self._due)
+            if self._instances[index].due_s == due_s:
+                reports.append(self.report(index, now))
+        return reports
+
+    def _report_within(self, index: int, interval_s: float, now: float = -math.inf) -> None:
+        instance = self._instances[index]
+        due_s = max(instance.reported_s + interval_s, now)
+        if due_s < instance.due_s:
+            instance.due_s = due_s
+            heappush(self._due, (due_s, index))
+
+    def accept(self, index: int, request: GenerationRequest, now: float) -> None:
+        """The request came to the instance."""
+        self._instances[index].accepted.append(request.request_id)
+        self._report_within(index, REPORT_INTERVAL_S, now)
+        heappush(self._news, (now + SECONDS_OF_A_PROMPT, index, "", list(prompt_keys(request, BLOCK_SIZE))))
+        heappush(self._news, (now + SECONDS_OF_A_REQUEST, index, request.request_id, []))
+
+
+class Clients:
+    """What they ask for, through one gateway."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.num_requests = 0
+        self._random = Random(seed)
+        self._system = {model: self._random.randbytes(4 * BLOCK_SIZE * SYSTEM_BLOCKS) for model in MODELS}
+        self._conversations: deque[tuple[str, bytes]] = deque()
 
     def request(self) -> GenerationRequest:
         """Every tenth of high priority."""
         self.num_requests += 1
-        number = self.num_requests
-        priority = Priority.HIGH if number % 10 == 0 else Priority.NORMAL
-        model = MODELS[number % len(MODELS)]
+        number, random = self.num_requests, self._random
+        if len(self._conversations) > NUM_CONVERSATIONS and number % 2:
+            model, own = self._conversations.popleft()
+            own += random.randbytes(4 * BLOCK_SIZE * TURN_BLOCKS)
+        else:
+            model, own = random.choice(MODELS), random.randbytes(4 * BLOCK_SIZE * OWN_BLOCKS)
+        if len(own) <= 4 * BLOCK_SIZE * (MAX_OWN_BLOCKS - TURN_BLOCKS):
+            self._conversations.append((model, own))
         return GenerationRequest(
             request_id=f"request-{number}",
             gateway_id="gateway",
             model=model,
-            prompt=PROMPT,
+            prompt=self._system[model] + own,
             sampling=SamplingParams(max_tokens=256),
-            priority=priority,
+            priority=Priority.HIGH if number % 10 == 0 else Priority.NORMAL,
         )
 
 
@@ -156,6 +268,7 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
                 num_waiting_online=0,
                 offline_room_tokens=1000,
                 budgets=(3.5, 0.2),
+                prompt_cost=(1e-4, 1e-8),
                 decode_cost=(0.02, 0.0002),
             )
             for model in MODELS
@@ -165,8 +278,9 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
             num_running=num_running, models=tuple(loads), admitted=(), ended=(), finished=(),
             dispatch_freeness_high=merged - 20.0, migration_freeness=freeness, scaling_freeness=freeness,
             next_migration_tokens=random.randint(100, 800), running_freeness=freeness + 5.0,
-            next_migration_model=random.choice(list(running)),
+            num_high=random.randint(0, 3), next_migration_model=random.choice(list(running)),
+            prompts_s=random.uniform(0.0, 0.2), ttft_s=1.5,
         )  # fmt: skip
-        fields = [getattr(report, name) for name in LoadReport.__struct_fields__]
-        walk.append(_Load(b"".join(map(encode, fields[3:7])), b"".join(map(encode, fields[10:]))))
+        fields = [encode(getattr(report, name)) for name in LoadReport.__struct_fields__]
+        walk.append(_Load(*map(b"".join, (fields[3:7], fields[10 : CACHE_FIELDS[0]], fields[CACHE_FIELDS[1] :]))))
     return walk

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from bench.control_plane.fleet import REPORTS_PER_S, Fleet, encode
+from bench.control_plane.fleet import MOST_REPORTS_PER_S, Clients, Fleet, encode
 from services.scheduler.garbage import collect_rarely
 from shared.bus.codec import decoder
 from shared.messages.cluster import LoadReport
@@ -74,7 +74,7 @@ class Station:
                 request_id = action.request.request_id
                 done_s = now + time.thread_time() - started_s
                 self.waits_s.append(done_s - self._arrived_s.pop(request_id))
-                self.fleet.accept(self._index[action.instance_id], request_id)
+                self.fleet.accept(self._index[action.instance_id], action.request, now)
                 self.core.apply(OnDispatched.to(action, None), now)
             elif isinstance(action, SendRebalance):
                 encode(action.rebalance)
@@ -87,15 +87,16 @@ class Station:
 def most_reports_per_s(num_instances: int, seconds: float, requests_per_report: float) -> float:
     """With nothing to wait for: all reports of a batch lie there when the batch before is done. The first second, in which
     every instance is ranked for the first time, is not counted."""
-    station = Station(Fleet(num_instances))
+    station, clients = Station(Fleet(num_instances)), Clients()
     fleet = station.fleet
     spent_s, count, num_counted, due, virtual_s = 0.0, 0, 0, 0.0, 0.0
     collect_rarely()  # as its process does; the fleet is no part of it
     while spent_s < seconds:
-        virtual_s += MAX_READ / (REPORTS_PER_S * num_instances)
+        virtual_s += MAX_READ / (MOST_REPORTS_PER_S * num_instances)
+        fleet.due(virtual_s, 0)
         reports = [fleet.report((count + number) % num_instances, virtual_s) for number in range(MAX_READ)]
         due += MAX_READ * requests_per_report
-        requests = [(virtual_s, encode(fleet.request())) for _ in range(int(due))]
+        requests = [(virtual_s, encode(clients.request())) for _ in range(int(due))]
         due -= len(requests)
         took_s = station.handle(reports, requests, virtual_s)
         count += MAX_READ
@@ -125,42 +126,40 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     num_rebalance_messages: int
 
 
-def paced(num_instances: int, seconds: float, requests_per_s: float, seed: int = 0) -> Paced:
-    """Every instance reports `REPORTS_PER_S` times a second, each at its own moment; requests come at random. Counted is
-    what comes after the first second."""
-    station = Station(Fleet(num_instances, seed))
+def paced(
+    num_instances: int, seconds: float, requests_per_s: float, seed: int = 0, *, is_flat_out: bool = False
+) -> Paced:
+    """Every instance reports when it would; requests come at random. Counted is what comes after the first second."""
+    station, clients = Station(Fleet(num_instances, seed, is_flat_out=is_flat_out)), Clients(seed)
     fleet, random = station.fleet, np.random.default_rng(seed)
-    gap_s = 1.0 / (REPORTS_PER_S * num_instances)
     until_s = WARM_UP_S + seconds
     arrivals_s = np.cumsum(random.exponential(1.0 / requests_per_s, int(requests_per_s * until_s))).tolist()
-    bodies = [encode(fleet.request()) for _ in arrivals_s]
+    bodies = [encode(clients.request()) for _ in arrivals_s]
     late_s: list[float] = []
     busy_s, num_reports, num_requests, now = 0.0, 0, 0, 0.0
     before: tuple[int, int, int, int] | None = None
     began_s = 0.0
     collect_rarely()  # as its process does; the fleet is no part of it
-    while now < until_s:
+    while now < until_s or before is None:
         if before is None and now >= WARM_UP_S:
             before = (num_reports, len(station.waits_s), station.num_pairings, station.num_messages)
             late_s, busy_s, began_s = [], 0.0, now
-        first_due_s = (num_reports + 1) * gap_s
-        num_due = min(MAX_READ, int(now / gap_s + 1e-6) - num_reports)
+        first_due_s = fleet.due_s()
+        reports = fleet.due(now, MAX_READ)
         requests = []
         while num_requests < len(arrivals_s) and arrivals_s[num_requests] <= now:
             requests.append((arrivals_s[num_requests], bodies[num_requests]))
             num_requests += 1
-        if num_due <= 0 and not requests:
+        if not reports and not requests:
             arrival_s = arrivals_s[num_requests] if num_requests < len(arrivals_s) else until_s
-            now = max(now + 1e-9, min(first_due_s, arrival_s))
+            now = max(now + 1e-9, min(fleet.due_s(), arrival_s))
             continue
-        reports = [fleet.report((num_reports + number) % num_instances, now) for number in range(max(0, num_due))]
         took_s = station.handle(reports, requests, now)
         now += took_s
         busy_s += took_s
         if reports:
             late_s.append(now - first_due_s)
         num_reports += len(reports)
-    assert before is not None
     waits_ms = 1000 * np.array(station.waits_s[before[1] :])
     return Paced(
         num_instances=num_instances,

@@ -233,7 +233,7 @@ class ActiveScheduler:
     def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
         self._observer.on_registry(instance_id, info)
         self._apply(OnRegistry(instance_id, info))
-        self._act()
+        self._act_soon()
 
     def on_reconnect(self) -> None:
         self._apply(GrantGrace())

@@ -254,12 +254,16 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     ttft_s: Seconds = 0.0
     """Objective of a first token where neither request nor model names one; 0: not said."""
     cache_held: bytes = b""
-    """Full blocks that can be found by their hash, on the device or in host memory: those that came since the last report,
-    and a few of all that there are, in turn. The first `KEY_BYTES` of each hash."""
+    """Full blocks that can be found by their hash, on the device or in host memory: those that came since the last report.
+    The first `KEY_BYTES` of each hash."""
     cache_lost: bytes = b""
     """Likewise those that went since the last report."""
     is_cache_anew: bool = False
     """What reports before this one said of that is void: more came and went than could be told."""
+    cache_repeated: bytes = b""
+    """A few of all that can be found, in turn, for who missed a report."""
+    cache_round: Amount = 0
+    """How many rounds over all of them were begun before these. Who heard every report of two whole rounds knows all."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

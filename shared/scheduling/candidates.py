@@ -7,30 +7,39 @@ note an instance, `woken` has those that were noted ranked again when they come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from heapq import heapify, heappop, heappush, nlargest
-from typing import NamedTuple
+from itertools import islice
+from math import inf
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from shared.cost_model import prompt_s
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
+    NUM_CACHED,
     DispatchKey,
     DispatchPolicy,
     DispatchView,
     freeness_with_ledger,
 )
 from shared.policies.token_cost import token_cost_s
-from shared.scheduling.cluster import ClusterView, InstanceState
+from shared.scheduling.cluster import ClusterView, InstanceState, ServedModel
 from shared.scheduling.in_flight import InFlightLedger
-from shared.scheduling.prefixes import PrefixIndex
+from shared.scheduling.prefixes import NOT_HELD, Held, PrefixIndex
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import TrackedRequest
+
+T = TypeVar("T")
+
+MAX_HOLDERS = 32
+"""Instances with the longest prefixes of a prompt, of which the freest are looked at."""
 
 
 class CandidateIndex:
     """Candidates in order of rank. `rank_of(instance_id)` is asked again only for ids that were named since; None: the
-    instance is no candidate now. A heap with lazy deletion: amortised O(log n) a change, and nothing until somebody asks.
+    instance is no candidate now. A sorted list, so that the first few are looked at where they stand: a change costs two
+    searches in it, and nothing until somebody asks.
 
     Most changes of load make no instance the best one, and are not even named. An instance stands where it would at best
     (`hint`), and is ranked when it comes first, if `version_of` it is not what it was when it was ranked. `on_ranked` says
@@ -50,7 +59,7 @@ class CandidateIndex:
         self._hinted: dict[str, float] = {}
         self._versions: dict[str, object] = {}
         self._ranks: dict[str, DispatchKey] = {}
-        self._heap: list[tuple[DispatchKey, str]] = []
+        self._ordered: list[tuple[DispatchKey, str]] = []
 
     def touch(self, instance_id: str) -> None:
         """Something about the instance changed."""
@@ -84,41 +93,30 @@ class CandidateIndex:
         """The candidate of smallest rank among those that `is_fit`, which are asked about in order; ties go to the smaller
         id."""
         self._refresh()
-        taken: list[tuple[DispatchKey, str]] = []
-        found = None
-        while self._heap:
-            item = self._heap[0]
-            rank, instance_id = item
-            if self._ranks.get(instance_id) == rank and self._is_stale(instance_id):
-                self._rank(instance_id)
-                continue
-            is_twice = bool(taken) and taken[-1] == item
-            if self._ranks.get(instance_id) == rank and not is_twice:
-                if is_fit(instance_id):
-                    found = instance_id
-                    break
-                taken.append(item)
-            heappop(self._heap)
-        for item in taken:
-            heappush(self._heap, item)
-        return found
+        at, ordered, version_of = 0, self._ordered, self._version_of
+        while at < len(ordered):
+            instance_id = ordered[at][1]
+            if version_of is not None and self._versions.get(instance_id) is not version_of(instance_id):
+                self._rank(instance_id)  # which moves it further back, if at all
+                if at >= len(ordered) or ordered[at][1] != instance_id:
+                    continue
+            if is_fit(instance_id):
+                return instance_id
+            at += 1
+        return None
 
     def _refresh(self) -> None:
         if self._hinted:
-            ranks, heap, versions = self._ranks, self._heap, self._versions
+            ranks, versions = self._ranks, self._versions
             for instance_id, bound in self._hinted.items():
                 versions.pop(instance_id, None)
                 known = ranks.get(instance_id)
                 if known is None or not bound >= known[0]:
-                    rank = ranks[instance_id] = (bound,)
-                    heappush(heap, (rank, instance_id))
+                    self._place(instance_id, (bound,))
             self._hinted.clear()
         for instance_id in self._touched:
             self._rank(instance_id)
         self._touched.clear()
-        if len(self._heap) > 2 * len(self._ranks) + 64:
-            self._heap = [(rank, instance_id) for instance_id, rank in self._ranks.items()]
-            heapify(self._heap)
 
     def _is_stale(self, instance_id: str) -> bool:
         if self._version_of is None or instance_id not in self._ranks:
@@ -131,12 +129,23 @@ class CandidateIndex:
             self._versions[instance_id] = self._version_of(instance_id)
         if self._on_ranked is not None:
             self._on_ranked(instance_id)
+        self._place(instance_id, rank)
         if rank is None:
-            self._ranks.pop(instance_id, None)
             self._versions.pop(instance_id, None)
-        elif self._ranks.get(instance_id) != rank:
+
+    def _place(self, instance_id: str, rank: DispatchKey | None) -> None:
+        before = self._ranks.get(instance_id)
+        if rank is not None and rank[0] != rank[0]:  # not a number has no place in an order
+            rank = (inf, *rank[1:])
+        if before == rank:
+            return
+        if before is not None:
+            del self._ordered[bisect_left(self._ordered, (before, instance_id))]
+        if rank is None:
+            del self._ranks[instance_id]
+        else:
             self._ranks[instance_id] = rank
-            heappush(self._heap, (rank, instance_id))
+            insort(self._ordered, (rank, instance_id))
 
 
 class _Indexes(NamedTuple):
@@ -291,54 +300,61 @@ class Ranking:
         return DispatchView(freeness, state.load.num_requests + in_flight, state.last_turn)
 
 
-class Seen:
-    """An instance as a request finds it (`Candidate`). What nobody asks for is not worked out."""
+class _once(Generic[T]):
+    """A property that is worked out when it is first asked for. As functools' `cached_property`, which takes a lock before
+    Python 3.12 and so costs more than most of what is worked out."""
 
-    __slots__ = ("_by", "_missing", "instance_id", "state")
+    def __init__(self, work: Callable[[Any], T]) -> None:
+        self._work = work
+        self._name = work.__name__
+
+    def __get__(self, owner: Any, _: type) -> T:
+        value = owner.__dict__[self._name] = self._work(owner)
+        return value
+
+
+class Seen:
+    """An instance as a request finds it (`Candidate`). What nobody asks for is not worked out, and nothing twice."""
 
     def __init__(self, instance_id: str, state: InstanceState, by: CandidatesFor) -> None:
         self.instance_id = instance_id
         self.state = state
         self._by = by
-        self._missing: float | None = None
 
-    @property
+    @_once
     def view(self) -> DispatchView:
         return self._by.ranking.view(self.instance_id, self.state, self._by.is_high)
 
-    @property
+    @_once
     def demand_merged(self) -> float:
         return self.state.ready[self._by.model].demand_merged(self._by.num_tokens)
 
-    @property
+    @_once
     def in_flight_merged(self) -> float:
         return self._by.ledger.demand_merged(self.instance_id)
 
-    @property
+    @_once
     def left_merged(self) -> float:
-        return self.state.freeness(for_high=True).left_merged
+        return self.state.left_merged
 
-    @property
+    @_once
     def missing_merged(self) -> float:
-        if self._missing is None:
-            by, state, instance_id = self._by, self.state, self.instance_id
-            served = state.ready[by.model]
-            demand = served.demand_merged(by.num_tokens)
-            num_others = state.load.num_running + by.ledger.num_requests(instance_id)
-            if num_others and (tokens_per_merged := served.tokens_per_merged):
-                growth = by.growth_steps * (num_others + 1) / tokens_per_merged
-                demand += min(growth, max(0.0, served.num_merged - demand))
-            self._missing = demand + by.ledger.demand_merged(instance_id) - state.freeness(for_high=True).left_merged
-        return self._missing
+        by, state, demand = self._by, self.state, self.demand_merged
+        served = state.ready[by.model]
+        num_others = state.load.num_running + by.ledger.num_requests(self.instance_id)
+        if num_others and (tokens_per_merged := served.tokens_per_merged):
+            growth = by.growth_steps * (num_others + 1) / tokens_per_merged
+            demand += min(growth, max(0.0, served.num_merged - demand))
+        return demand + self.in_flight_merged - self.left_merged
 
-    @property
+    @_once
     def start_s(self) -> float:
         report = self.state.report
         assert report is not None
         passed_s = self._by.now - self.state.heard_s
         return max(0.0, report.prompts_s - passed_s) + self._by.ledger.prompts_s(self.instance_id)
 
-    @property
+    @_once
     def prompt_s(self) -> float:
         report = self.state.report
         assert report is not None
@@ -346,12 +362,12 @@ class Seen:
         cached = self.cached_tokens
         return prompt_s(next(costs, (0.0, 0.0)), self._by.num_tokens - cached, cached)
 
-    @property
+    @_once
     def cached_tokens(self) -> int:
         """Of the prompt, that are likely in its prefix cache."""
         return self._by.held_tokens(self.state.ready[self._by.model].block_size).get(self.instance_id, 0)
 
-    @property
+    @_once
     def token_s(self) -> float:
         residents, by = self.state.load.residents, self._by
         if by.ledger.num_online(self.instance_id):
@@ -391,8 +407,11 @@ class CandidatesFor:
         self._index = index
         self._cluster = cluster
         self._prefixes = prefixes
-        self._held_tokens: dict[int, dict[str, int]] = {}
+        self._held_tokens: dict[int, Held] = {}
         """By block size."""
+        self._fits: dict[ServedModel, bool] = {}
+        self._seen: dict[str, Seen | None] = {}
+        self._owners: list[Seen] | None = None
 
     @property
     def num_serving(self) -> int:
@@ -412,26 +431,40 @@ class CandidatesFor:
         return found
 
     def cached(self, limit: int) -> list[Seen]:
-        held = {name: num for of_size in self._all_held_tokens() for name, num in of_size.items()}
-        longest = nlargest(limit, (name for name in held if name in self._index), key=held.__getitem__)
-        return [seen for name in longest if (seen := self._fitting(name)) is not None]
+        if self._owners is None:
+            longest = sorted(self._longest(), reverse=True)
+            able = (name for _, _, name in longest if name in self._index)
+            self._owners = [seen for name in islice(able, NUM_CACHED) if (seen := self._fitting(name)) is not None]
+        return self._owners[:limit]
 
-    def held_tokens(self, block_size: int) -> dict[str, int]:
+    def _longest(self) -> Iterator[tuple[int, float, str]]:
+        """Tokens held, freeness as reported, and the instance: of some of those that have the longest prefixes."""
+        for held in self._all_held_tokens():
+            for name, num_tokens in islice(held.longest(), MAX_HOLDERS):
+                state = self._cluster.get(name)
+                if state is not None and state.report is not None:
+                    yield num_tokens, state.report.dispatch_freeness, name
+
+    def held_tokens(self, block_size: int) -> Held:
         """Of the prompt, that instances with blocks of that size have in their caches."""
         if self._prefixes is None or self._request is None:
-            return {}
+            return NOT_HELD
         if block_size not in self._held_tokens:
             self._held_tokens[block_size] = self._prefixes.held_tokens(self._request, block_size, self.now)
         return self._held_tokens[block_size]
 
-    def _all_held_tokens(self) -> list[dict[str, int]]:
+    def _all_held_tokens(self) -> list[Held]:
         """For each size that blocks of the model have somewhere."""
         ways, _ = self._cluster.ways(self.model)
         return [self.held_tokens(block_size) for block_size in {way.block_size for way in ways}]
 
     def _fitting(self, instance_id: str) -> Seen | None:
         """If the request can grow to its end there."""
-        state = self._cluster.get(instance_id)
-        assert state is not None, f"{instance_id} is ranked but not in the registry"
-        is_fit = state.ready[self.model].fits(self._num_tokens_at_most)
-        return Seen(instance_id, state, self) if is_fit else None
+        if instance_id not in self._seen:
+            state = self._cluster.get(instance_id)
+            assert state is not None, f"{instance_id} is ranked but not in the registry"
+            served = state.ready[self.model]
+            if served not in self._fits:
+                self._fits[served] = served.fits(self._num_tokens_at_most)
+            self._seen[instance_id] = Seen(instance_id, state, self) if self._fits[served] else None
+        return self._seen[instance_id]

@@ -119,6 +119,7 @@ class InstanceState:
     liveness: Liveness = Liveness.ALIVE
     report: LoadReport | None = None
     _load: Load | None = None
+    _left_merged: float | None = None
     names: frozenset[str] = frozenset()
     """Of the models in `ready`."""
     leaving: frozenset[str] = frozenset()
@@ -156,6 +157,13 @@ class InstanceState:
             self._load = Load.of(self.report)
         return self._load
 
+    @property
+    def left_merged(self) -> float:
+        """Merged blocks beside the virtual usage by the last report, the headroom of high priority among them."""
+        if self._left_merged is None:
+            self._left_merged = self.freeness(for_high=True).left_merged
+        return self._left_merged
+
     def freeness(self, for_high: bool) -> ReportedFreeness:
         """For dispatch; `for_high`: as a request of high priority sees it, beside which no headroom is kept."""
         report = self.report
@@ -165,10 +173,16 @@ class InstanceState:
         free_merged = float(self.info.num_merged) if value == math.inf else report.free_merged
         return ReportedFreeness(value, self.load.num_running, free_merged)
 
+    def is_renewed_by(self, info: InstanceInfo) -> bool:
+        """Whether an entry in the registry says the same as the one before, but for loads, as most do: they are written
+        again each second."""
+        return self.info is info or (self.is_alive and _terms_of(self.info) == _terms_of(info))
+
     def enter(self, info: InstanceInfo) -> None:
         """Its entry in the registry."""
         self.info = info
         self.is_ready = info.state == "ready"
+        self._left_merged = None
         self.is_reachable = info.kv_address != ""
         self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
         self.coming = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "loading"}
@@ -231,6 +245,12 @@ class InstanceState:
     def can_take(self) -> bool:
         """Requests that move."""
         return self.is_reachable and self.is_candidate
+
+
+def _terms_of(info: InstanceInfo) -> tuple[object, ...]:
+    """All that an entry says of what the instance takes, and nothing of its load."""
+    served = [(m.name, m.state, m.max_model_len, m.block_size, m.blocks_per_merged) for m in info.models]
+    return info.incarnation, info.state, info.kv_address, info.num_merged, served
 
 
 class ClusterView:
@@ -360,7 +380,7 @@ class ClusterView:
             self._silence.set(report.instance_id, now + self._lost_after_s)
         state.heard_s = now
         state.report = report
-        state._load = None
+        state._load = state._left_merged = None
         return state, last
 
     def fall_silent(self, now: float) -> list[str]:

@@ -99,9 +99,14 @@ class Dispatcher:
         wanted = dict.fromkeys(models)
         room: Counter[str] = Counter()
         for instance_id, state in self._cluster:
-            if state.is_candidate:
+            if state.is_candidate and state.report is not None:
                 for model in wanted.keys() & state.ready.keys():
-                    room[model] += max(0, self.ranking.offline_room(model, instance_id, state))
+                    room[model] += 0
+                # Of the report itself: what else is derived from one is not worth it for this alone.
+                for load in state.report.models:
+                    if load.model in wanted and load.model in state.ready:
+                        sent = self.ledger.offline_tokens(instance_id, load.model)
+                        room[load.model] += max(0, load.offline_room_tokens - sent)
         return {m: room[m] - self.queue.num_tokens(Lane(m, False)) if m in room else None for m in wanted}
 
     def prompt_work(self, now: float) -> dict[str, float]:

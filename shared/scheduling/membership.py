@@ -22,6 +22,9 @@ class Membership:
 
     def on_registry(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
         state = self._core.cluster.get(instance_id)
+        if state is not None and info is not None and state.is_renewed_by(info):
+            state.info = info
+            return
         before = list(state.ready) if state else []
         ways = self._ways(state, info)
         if state is not None and (info is None or info.incarnation != state.info.incarnation):

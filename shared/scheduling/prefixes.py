@@ -2,19 +2,22 @@
 
 Instances say with each load report which full blocks can be found there and which cannot any more, by the first `KEY_BYTES`
 of the hashes that chain a block to all before it (`BlockPool`), on the device or in host memory; and one after the other
-those that they hold, so that a scheduler that has missed reports, or is new, knows all again after a while. Between a
+those that they hold, so that a scheduler that has missed reports, or is new, knows all again after a while. Who has missed
+none since two such rounds began knows all, and looks at no more of them: most of what a report says is that. Between a
 dispatch and the report that names its blocks the instance is believed to have them for `GUESS_S`.
 
 At most `max_entries` blocks are remembered, those that were longest not named are forgotten first. That, a collision and a
 guess that was wrong cost a cache hit and nothing else.
+
+A prefix that a thousand instances have in common costs a prompt no more than one that nobody has: the instances that hold a
+block are the bits of a number, and what an instance held that is forgotten is cleared little by little.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 
 from shared.engine.memory.blocks import chain_hash, root_hash
 from shared.messages.cluster import KEY_BYTES, LoadReport
@@ -23,76 +26,244 @@ from shared.messages.requests import GenerationRequest
 GUESS_S = 30.0
 MAX_BLOCKS = 2048
 """Of a prompt, that are looked for."""
+MAX_CLEARED = 64
+"""Blocks with each report, of what is forgotten."""
+MAX_PROMPTS = 64
+"""Those asked for last, whose keys are kept: one that waits is asked for again and again."""
+
+
+class _Holder:
+    """An instance from when its cache is first told of until that is forgotten."""
+
+    __slots__ = ("bit", "instance_id", "last_round", "until_s")
+
+    def __init__(self, instance_id: str, slot: int) -> None:
+        self.instance_id = instance_id
+        self.last_round: int | None = None
+        """Of repetitions that tell of what came before the first report; None: none was heard yet."""
+        self.bit = 1 << slot
+        self.until_s: dict[bytes, float] = {}
+        """Of each block: until when it is believed to be there."""
+
+
+class Held(Mapping[str, int]):
+    """Tokens of one prompt that each instance has, whole blocks without a gap from the first on; those that have none are
+    not named. Holds until the index is told more."""
+
+    def __init__(self, holders: Mapping[str, _Holder], slots: Sequence[_Holder], levels: list[tuple[int, int]]) -> None:
+        """`levels`: numbers of tokens, ascending, and the bits of those that have just so many."""
+        self._holders = holders
+        self._slots = slots
+        self._levels = levels
+
+    def __getitem__(self, instance_id: str) -> int:
+        bit = self._holders[instance_id].bit
+        for num_tokens, bits in self._levels:
+            if bits & bit:
+                return num_tokens
+        raise KeyError(instance_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.longest())
+
+    def __len__(self) -> int:
+        return sum(bits.bit_count() for _, bits in self._levels)
+
+    def get(self, instance_id: str, default: int = 0) -> int:  # type: ignore[override]  # of what is never None
+        if (holder := self._holders.get(instance_id)) is not None:
+            for num_tokens, bits in self._levels:
+                if bits & holder.bit:
+                    return num_tokens
+        return default
+
+    def longest(self) -> Iterator[tuple[str, int]]:
+        """As `items`, those that have most first."""
+        for num_tokens, bits in reversed(self._levels):
+            while bits:
+                bit = bits & -bits
+                yield self._slots[bit.bit_length() - 1].instance_id, num_tokens
+                bits ^= bit
+
+
+NOT_HELD = Held({}, (), [])
+"""By anybody."""
 
 
 class PrefixIndex:
     def __init__(self, max_entries: int = 1 << 19) -> None:
         self._max_entries = max_entries
-        self._holders: OrderedDict[bytes, dict[str, tuple[int, float]]] = OrderedDict()
-        """Of each block: the instances, each with its generation when it said so, and until when that is believed."""
-        self._generations: dict[str, int] = {}
-        """An entry of an older one counts for nothing."""
+        self._blocks: OrderedDict[bytes, int] = OrderedDict()
+        """The bits of each one's holders."""
+        self._holders: dict[str, _Holder] = {}
+        self._slots: list[_Holder] = []
+        """By the number of their bit, also those that are being cleared, and those whose number is free."""
+        self._known = 0
+        """The bits of those that are not forgotten."""
+        self._free: list[int] = []
+        self._forgotten: deque[_Holder] = deque()
+        self._guesses: deque[tuple[float, _Holder, list[bytes]]] = deque()
+        """In the order in which they end."""
+        self._prompts: OrderedDict[tuple[str, int], _PromptKeys] = OrderedDict()
 
     def on_report(self, report: LoadReport, has_gap: bool) -> None:
         """`has_gap`: reports before this one were missed, or it is the first."""
         if has_gap or report.is_cache_anew:
             self.forget(report.instance_id)
+        if self._forgotten:
+            self._clear()
         if report.cache_lost:
+            holder = self._holder(report.instance_id)
             for key in _keys(report.cache_lost):
-                holders = self._holders.get(key)
-                if holders is not None and holders.pop(report.instance_id, None) is not None and not holders:
-                    del self._holders[key]
+                if holder.until_s.pop(key, None) is not None:
+                    self._drop(key, holder)
         if report.cache_held:
-            self._add(_keys(report.cache_held), report.instance_id, math.inf)
+            self._take_in(report.cache_held, self._holder(report.instance_id))
+        if report.cache_repeated:
+            holder = self._holder(report.instance_id)
+            if holder.last_round is None:
+                holder.last_round = report.cache_round + 1
+            # What is old takes nobody's place who was named since.
+            if report.cache_round <= holder.last_round and len(self._blocks) < self._max_entries:
+                self._take_in(report.cache_repeated, holder)
+
+    def _take_in(self, packed: bytes, holder: _Holder) -> None:
+        """Blocks that it says that it holds."""
+        until_s, blocks = holder.until_s, self._blocks
+        for key in _keys(packed):
+            if key in until_s:
+                blocks.move_to_end(key)
+            else:
+                self._hold(key, holder)
+            until_s[key] = math.inf
+        self._bound()
 
     def forget(self, instance_id: str) -> None:
         """What it holds is not known any more."""
-        self._generations[instance_id] = self._generations.get(instance_id, 0) + 1
+        if (holder := self._holders.pop(instance_id, None)) is not None:
+            self._known ^= holder.bit
+            self._forgotten.append(holder)
 
     def on_dispatch(self, request: GenerationRequest, block_size: int, instance_id: str, now: float) -> None:
-        if block_size:
-            self._add(prompt_keys(request, block_size), instance_id, now + GUESS_S)
-
-    def held_tokens(self, request: GenerationRequest, block_size: int, now: float) -> dict[str, int]:
-        """Tokens of the prompt that each instance has, whole blocks without a gap from the first on; those that have none
-        are not named."""
-        held: dict[str, int] = {}
-        going: set[str] | None = None
         if not block_size:
-            return held
-        for number, key in enumerate(prompt_keys(request, block_size)):
-            holders = self._holders.get(key)
-            if holders is None:
-                break
-            having = {
-                name
-                for name, (generation, until_s) in holders.items()
-                if until_s > now and generation == self._generations.get(name, 0)
-            }
-            going = having if going is None else going & having
-            if not going:
-                break
-            for name in going:
-                held[name] = (number + 1) * block_size
-        return held
-
-    def _add(self, keys: Iterable[bytes], instance_id: str, until_s: float) -> None:
-        generation = self._generations.get(instance_id, 0)
-        for key in keys:
-            holders = self._holders.get(key)
-            if holders is None:
-                holders = self._holders[key] = {}
+            return
+        self._expire(now)
+        holder, guess_s = self._holder(instance_id), now + GUESS_S
+        guessed = []
+        for key in self._keys_of(request, block_size):
+            until_s = holder.until_s.get(key)
+            if until_s is None:
+                self._hold(key, holder)
             else:
-                self._holders.move_to_end(key)
-            known = holders.get(instance_id)
-            if known is None or known[0] != generation or known[1] < until_s:
-                holders[instance_id] = (generation, until_s)
-        while len(self._holders) > self._max_entries:
-            self._holders.popitem(last=False)
+                self._blocks.move_to_end(key)
+            if until_s is None or until_s < guess_s:
+                holder.until_s[key] = guess_s
+                guessed.append(key)
+        if guessed:
+            self._guesses.append((guess_s, holder, guessed))
+        self._bound()
+
+    def held_tokens(self, request: GenerationRequest, block_size: int, now: float) -> Held:
+        levels: list[tuple[int, int]] = []
+        if block_size:
+            self._expire(now)
+            having, num_tokens = self._known, 0
+            for key in self._keys_of(request, block_size):
+                still = having & self._blocks.get(key, 0)
+                if num_tokens and still != having:
+                    levels.append((num_tokens, having ^ still))
+                having, num_tokens = still, num_tokens + block_size
+                if not having:
+                    break
+            if having and num_tokens:
+                levels.append((num_tokens, having))
+        return Held(self._holders, self._slots, levels)
+
+    def _holder(self, instance_id: str) -> _Holder:
+        holder = self._holders.get(instance_id)
+        if holder is None:
+            slot = self._free.pop() if self._free else len(self._slots)
+            holder = self._holders[instance_id] = _Holder(instance_id, slot)
+            if slot == len(self._slots):
+                self._slots.append(holder)
+            else:
+                self._slots[slot] = holder
+            self._known |= holder.bit
+        return holder
+
+    def _hold(self, key: bytes, holder: _Holder) -> None:
+        """That does not hold it so far."""
+        before = self._blocks.get(key)
+        if before is None:
+            self._blocks[key] = holder.bit
+        else:
+            self._blocks[key] = before | holder.bit
+            self._blocks.move_to_end(key)
+
+    def _drop(self, key: bytes, holder: _Holder) -> None:
+        """That holds it."""
+        left = self._blocks[key] ^ holder.bit
+        if left:
+            self._blocks[key] = left
+        else:
+            del self._blocks[key]
+
+    def _bound(self) -> None:
+        while len(self._blocks) > self._max_entries:
+            key, bits = self._blocks.popitem(last=False)
+            while bits:
+                bit = bits & -bits
+                del self._slots[bit.bit_length() - 1].until_s[key]
+                bits ^= bit
+
+    def _clear(self) -> None:
+        """A part of what is forgotten; who is cleared leaves its bit to another."""
+        holder = self._forgotten[0]
+        for _ in range(min(MAX_CLEARED, len(holder.until_s))):
+            self._drop(holder.until_s.popitem()[0], holder)
+        if not holder.until_s:
+            self._forgotten.popleft()
+            self._free.append(holder.bit.bit_length() - 1)
+
+    def _expire(self, now: float) -> None:
+        """Guesses that nobody confirmed."""
+        while self._guesses and self._guesses[0][0] <= now:
+            guess_s, holder, keys = self._guesses.popleft()
+            for key in keys:
+                if holder.until_s.get(key) == guess_s:
+                    del holder.until_s[key]
+                    self._drop(key, holder)
+
+    def _keys_of(self, request: GenerationRequest, block_size: int) -> _PromptKeys:
+        name = request.request_id, block_size
+        keys = self._prompts.get(name)
+        if keys is None or keys.request is not request:
+            keys = self._prompts[name] = _PromptKeys(request, block_size)
+            if len(self._prompts) > MAX_PROMPTS:
+                self._prompts.popitem(last=False)
+        else:
+            self._prompts.move_to_end(name)
+        return keys
 
 
-def _keys(packed: bytes) -> Iterator[bytes]:
-    return (packed[first:end] for first, end in pairwise(range(0, len(packed) + 1, KEY_BYTES)))
+class _PromptKeys:
+    """`prompt_keys`, each computed once, when it is asked for."""
+
+    __slots__ = ("_known", "_others", "request")
+
+    def __init__(self, request: GenerationRequest, block_size: int) -> None:
+        self.request = request
+        self._known: list[bytes] = []
+        self._others = prompt_keys(request, block_size)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._known
+        for key in self._others:
+            self._known.append(key)
+            yield key
+
+
+def _keys(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed) - KEY_BYTES + 1, KEY_BYTES)]
 
 
 def prompt_keys(request: GenerationRequest, block_size: int) -> Iterator[bytes]:

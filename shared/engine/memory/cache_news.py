@@ -38,6 +38,8 @@ class CacheChanges(msgspec.Struct, frozen=True):
     cache_held: bytes = b""
     cache_lost: bytes = b""
     is_cache_anew: bool = False
+    cache_repeated: bytes = b""
+    cache_round: int = 0
 
 
 class CacheNews:
@@ -47,6 +49,7 @@ class CacheNews:
         self._changed: dict[bytes, None] = {}
         self._is_anew = False
         self._repeated: Iterator[bytes] = iter(())
+        self._round = 0
 
     def note(self, block_hash: bytes) -> None:
         """A block came to be found by it, or is not any more."""
@@ -61,16 +64,19 @@ class CacheNews:
         told = list(islice(self._changed, MAX_TOLD))
         for block_hash in told:
             del self._changed[block_hash]
-        repeated = list(islice(self._repeated, NUM_REPEATED))
+        repeated, round_told = list(islice(self._repeated, NUM_REPEATED)), self._round
         if len(repeated) < NUM_REPEATED:
             self._repeated = iter(list(chain.from_iterable(cache.hashes() for cache in self.caches)))
+            self._round += 1
         held = [any(cache.has(block_hash) for cache in self.caches) for block_hash in told]
         still = (block_hash for block_hash in repeated if any(cache.has(block_hash) for cache in self.caches))
         is_anew, self._is_anew = self._is_anew, False
         return CacheChanges(
-            _packed(chain((h for h, is_held in zip(told, held, strict=True) if is_held), still)),
+            _packed(h for h, is_held in zip(told, held, strict=True) if is_held),
             _packed(h for h, is_held in zip(told, held, strict=True) if not is_held),
             is_anew,
+            _packed(still),
+            round_told,
         )
 
 

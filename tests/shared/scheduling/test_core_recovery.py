@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shared.messages.cluster import InstanceExited
@@ -322,3 +323,30 @@ def test_an_owner_whose_epoch_the_gateway_no_longer_hears_is_none() -> None:
     (ask,) = driver.take(AskHeld)
     driver.core.apply(OnHeld(ask, [held("r", 0)]), driver.now)
     assert driver.state("r") == RequestState.QUEUED
+
+
+def test_an_entry_that_is_written_again_with_another_load_has_nobody_ranked_again() -> None:
+    """Each instance writes one each second."""
+    driver = Driver()
+    driver.up("a")
+    driver.submit(make_request("r"))
+    assert driver.dispatches() == {"r": "a"}
+    state, ranking = driver.core.cluster.get("a"), driver.core.dispatcher.ranking
+    assert state is not None
+    ranking.woken()
+    info = make_info("a")
+    loads = [msgspec.structs.replace(model, num_running=3, num_waiting=1) for model in info.models]
+    again = msgspec.structs.replace(info, models=loads, dispatch_freeness=7.0)
+    driver.core.apply(OnRegistry("a", again), driver.now)
+    assert ranking.woken() == [] and state.info is again
+    for news in (
+        make_info("a", num_merged=50),
+        make_info("a", num_merged=50, kv_address=""),
+        make_info("a", "m", "n", num_merged=50, kv_address=""),
+        make_info("a", "m", "n", num_merged=50, kv_address="", max_model_len=512),
+        make_info("a", "m", "n", num_merged=50, kv_address="", max_model_len=512, state="draining"),
+    ):
+        driver.core.apply(OnRegistry("a", news), driver.now)
+        assert [lane.model for lane in ranking.woken()] == ["m"]
+    assert not state.is_reachable and state.is_draining and state.leaving == {"m", "n"}
+    assert {served.max_model_len for served in state.ready.values()} == {512}

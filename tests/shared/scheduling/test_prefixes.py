@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -149,7 +152,7 @@ def test_who_heard_nothing_so_far_hears_all_in_turn_and_who_falls_behind_is_told
     assert blocks is not None
     pool.register("a", blocks, hashes)
     news.take()
-    heard = b"".join(news.take().cache_held for _ in range(10))
+    heard = b"".join(news.take().cache_repeated for _ in range(10))
     assert {heard[at : at + KEY_BYTES] for at in range(0, len(heard), KEY_BYTES)} == {h[:KEY_BYTES] for h in hashes}
     for number in range(MAX_NOTED + 1):
         news.note(number.to_bytes(16, "little"))
@@ -157,3 +160,96 @@ def test_who_heard_nothing_so_far_hears_all_in_turn_and_who_falls_behind_is_told
     for number in range(MAX_TOLD + 1):
         news.note(number.to_bytes(16, "little"))
     assert [len(news.take().cache_lost) // KEY_BYTES for _ in range(2)] == [MAX_TOLD, 1], "the rest comes with the next"
+
+
+def test_what_is_told_again_is_taken_in_by_who_may_lack_it_alone() -> None:
+    """For two rounds from the first report on; a gap makes it the first."""
+    index, asked = PrefixIndex(), prompt(*range(14))
+    told = b"".join(keys(asked))
+
+    def repeat(number: int, has_gap: bool = False) -> None:
+        changes = CacheChanges(cache_repeated=told, cache_round=number)
+        index.on_report(report("i", changes), has_gap)
+
+    repeat(7, has_gap=True)
+    tell(index, "i", lost=told)
+    repeat(8)
+    assert index.held_tokens(asked, PAGE, 0.0) == {"i": 12}
+    tell(index, "i", lost=told)
+    repeat(9)
+    assert index.held_tokens(asked, PAGE, 0.0) == {}, "it knows all that there is"
+    repeat(9, has_gap=True)
+    assert index.held_tokens(asked, PAGE, 0.0) == {"i": 12}
+
+
+def test_those_that_have_most_of_a_prompt_come_first() -> None:
+    index, asked = PrefixIndex(), prompt(*range(14))
+    told = keys(asked)
+    for number, name in enumerate(("one", "three", "two", "also three", "none")):
+        tell(index, name, b"".join(told[: (1, 3, 2, 3, 0)[number]]))
+    held = index.held_tokens(asked, PAGE, 0.0)
+    assert list(held.longest()) == [("three", 12), ("also three", 12), ("two", 8), ("one", 4)]
+    assert list(held) == ["three", "also three", "two", "one"] and len(held) == 4
+    assert held["two"] == 8 and held.get("none") == 0 and "none" not in held and "nobody" not in held
+
+
+NAMES, NUM_KEYS = ("a", "b", "c"), 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["held", "lost", "gap", "forget", "dispatch"]),
+            st.sampled_from(NAMES),
+            st.sets(st.integers(0, NUM_KEYS - 1)),
+            st.integers(0, 20),
+        ),
+        max_size=60,
+    )
+)
+def test_the_index_says_what_a_list_of_all_that_was_told_says(history: list[tuple[str, str, set[int], int]]) -> None:
+    """Whatever was forgotten meanwhile, in whatever order bits were given to others."""
+    index, asked, now = PrefixIndex(), prompt(*range(PAGE * NUM_KEYS + 1)), 0.0
+    every = keys(asked)
+    told: dict[str, dict[int, float]] = {name: {} for name in NAMES}
+    for what, name, numbers, passed_s in history:
+        now += passed_s
+        packed = b"".join(every[number] for number in sorted(numbers))
+        if what == "dispatch":
+            index.on_dispatch(asked, PAGE, name, now)
+            for number in range(NUM_KEYS):
+                told[name][number] = max(told[name].get(number, 0.0), now + GUESS_S)
+        elif what == "forget":
+            index.forget(name)
+            told[name] = {}
+        elif what == "lost":
+            tell(index, name, lost=packed)
+            told[name] = {number: until_s for number, until_s in told[name].items() if number not in numbers}
+        else:
+            tell(index, name, held=packed, has_gap=what == "gap")
+            told[name] = ({} if what == "gap" else told[name]) | dict.fromkeys(numbers, math.inf)
+        expected = {}
+        for each, believed in told.items():
+            num = next((n for n in range(NUM_KEYS) if believed.get(n, 0.0) <= now), NUM_KEYS)
+            if num:
+                expected[each] = num * PAGE
+        assert index.held_tokens(asked, PAGE, now) == expected
+
+
+def test_a_prefix_that_all_have_is_looked_up_block_by_block_and_not_holder_by_holder() -> None:
+    """In turns with one that a single instance has, by processor time, so that other work counts for little."""
+    asked = prompt(*range(PAGE * 64 + 1))
+    told = b"".join(keys(asked))
+    few, many = PrefixIndex(), PrefixIndex()
+    tell(few, "i0", told)
+    for number in range(1024):
+        tell(many, f"i{number}", told)
+    took_s: dict[PrefixIndex, list[float]] = {few: [], many: []}
+    for _ in range(50):
+        for index, times in took_s.items():
+            started_s = time.process_time()
+            held = index.held_tokens(asked, PAGE, 0.0)
+            assert held["i0"] == PAGE * 64
+            times.append(time.process_time() - started_s)
+    assert min(took_s[many]) < 20 * min(took_s[few]), "it was 1,024 times"
