@@ -85,8 +85,8 @@ def run(variant: Variant, one: Case) -> Row:
     changes = 0 if replacement is None else sum(change.stage == "carried_out" for change in replacement.changes)
     migrations = sum(record.num_migrations for record in fleet.gateway.records)
     return row(
-        variant, online, offline_tokens_s=offline_tokens / fleet.events.now, use=use.share,
-        migrations=migrations, changes=changes,
+        variant, online, itl=fleet.gateway.itl_of().summary(), offline_tokens_s=offline_tokens / fleet.events.now,
+        use=use.share, migrations=migrations, changes=changes,
     )  # fmt: skip
 
 
