@@ -94,9 +94,7 @@ def _send(fleet: Fleet, jobs: Sequence[Job]) -> set[int]:
     """Returns those that have not ended, which goes on becoming fewer."""
     left: set[int] = set()
     for job in jobs:
-        number = fleet.gateway.expect(job, left.discard)
-        left.add(number)
-        fleet.events.at(job.at_s, fleet.gateway.send, number)
+        left.add(fleet.submit_at(job, left.discard))
     return left
 
 
