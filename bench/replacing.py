@@ -33,6 +33,7 @@ from tests.e2e.stack import Stack
 from tideway.bench.client import Target
 from tideway.bench.records import RequestRecord
 from tideway.bench.session import Session, run_session
+from tideway.bench.summary import Distribution
 from tideway.bench.workload import StreamSpec, Workload
 from tideway.operations import AdminClient
 from tideway.plan import carry_out
@@ -70,6 +71,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
     ttft_p99_s: float
     tpot_p99_s: float
+    itl_p50_s: float
+    """Of each piece of all streams after the first."""
+    itl_p99_s: float
     silence_p99_s: float
     """Of the longest silence of each stream."""
     silence_max_s: float
@@ -165,6 +169,7 @@ def zero_of(records: Sequence[RequestRecord], stack: Stack) -> float:
 def seen(name: str, records: Sequence[RequestRecord]) -> Seen:
     done = [one for one in records if one.is_success]
     silences = [one.max_itl_s or 0.0 for one in done]
+    itl = Distribution.of(gap_s for one in done for gap_s in one.itl_s)
 
     def p99(values: Sequence[float | None]) -> float:
         known = [value for value in values if value is not None]
@@ -173,7 +178,7 @@ def seen(name: str, records: Sequence[RequestRecord]) -> Seen:
     return Seen(
         requests=name, num=len(records), num_failed=len(records) - len(done),
         ttft_p99_s=p99([one.ttft_s for one in done]), tpot_p99_s=p99([one.tpot_s for one in done]),
-        silence_p99_s=p99(silences), silence_max_s=max(silences, default=0.0),
+        itl_p50_s=itl.p50, itl_p99_s=itl.p99, silence_p99_s=p99(silences), silence_max_s=max(silences, default=0.0),
     )  # fmt: skip
 
 
@@ -231,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *table_of([
             {"requests while": one.requests, "number": one.num, "failed": one.num_failed,
              "TTFT P99 s": f"{one.ttft_p99_s:.3f}", "TPOT P99 ms": f"{1e3 * one.tpot_p99_s:.1f}",
+             "ITL P50 ms": f"{1e3 * one.itl_p50_s:.1f}", "ITL P99 ms": f"{1e3 * one.itl_p99_s:.1f}",
              "silence P99 s": f"{one.silence_p99_s:.3f}", "longest s": f"{one.silence_max_s:.3f}"}
             for one in rows
         ]), "",

@@ -19,6 +19,7 @@ from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
+from shared.migration import recording as migration
 from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
@@ -470,20 +471,27 @@ app.add_typer(routes.app, name="route")
 def replay(
     file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE made a scheduler or an instance write.")],
 ) -> None:
-    """Run a recorded scheduler or engine again and check that it decides the same."""
+    """Run a recorded scheduler, engine or host of migrations again and check that it decides the same."""
     try:
         recorded = file.read_bytes()
-        if isinstance(header_of(recorded, recording.Configuration | scheduling.Configuration), recording.Configuration):
-            engine, number = recording.replay(recorded)
-            what, num_open = f"{number} plans", len(engine.all_held())
-        else:
-            core, number = scheduling.replay(recorded)
-            what, num_open = f"asked {number} times for actions", len(core.requests)
+        match header_of(recorded, recording.Configuration | scheduling.Configuration | migration.Configuration):
+            case recording.Configuration():
+                engine, number = recording.replay(recorded)
+                what = f"{number} plans, all as recorded; requests open at the end: {len(engine.all_held())}"
+            case scheduling.Configuration():
+                core, number = scheduling.replay(recorded)
+                what = (
+                    f"asked {number} times for actions, all as recorded; requests open at the end: {len(core.requests)}"
+                )
+            case _:
+                moves, number = migration.replay(recorded)
+                num_open = moves.num_migrating_out + moves.num_migrating_in
+                what = f"{number} times commands, all as recorded; migrations under way at the end: {num_open}"
     except OSError as error:
         raise OperatorError(f"{file}: {error.strerror}") from None
     except ReplayMismatch as error:
         raise OperatorError(f"{file}: {error}") from None
-    print(f"{what}, all as recorded; requests open at the end: {num_open}.")
+    print(f"{what}.")
 
 
 app.command()(bench)

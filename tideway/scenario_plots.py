@@ -25,6 +25,7 @@ BARS: list[tuple[str, Callable[[Metrics], float]]] = [
     ("p99 TTFT, s", lambda one: one.ttft_s.p99),
     ("mean TPOT, ms", lambda one: 1e3 * one.tpot_s.mean),
     ("p99 TPOT, ms", lambda one: 1e3 * one.tpot_s.p99),
+    ("p99 ITL, ms", lambda one: 1e3 * one.itl_s.p99),
     ("devices' time, %", lambda one: 100 * one.use),
 ]
 MAX_INSTANCES = 64

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tideway.scenario import Setting
 
 HEAD = [
-    "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "tokens/s",
-    "offline tokens/s", "use",
+    "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "ITL ms p50",
+    "p99", "max", "tokens/s", "offline tokens/s", "use",
 ]  # fmt: skip
 
 LARGE_SEARCH = 512
@@ -267,11 +267,12 @@ def _row(name: str, one: Metrics) -> list[str]:
     if one.num_requests == one.num_unserved:
         attainment = f"{100 * one.attainment:.1f} %" if one.num_requests else "-"
         offline = f"{one.offline_tokens_s:.0f}"
-        return [name, str(one.num_requests), attainment, *["-"] * 8, "0", offline, f"{100 * one.use:.0f} %"]
+        return [name, str(one.num_requests), attainment, *["-"] * 11, "0", offline, f"{100 * one.use:.0f} %"]
     return [
         name, str(one.num_requests), f"{100 * one.attainment:.1f} %", f"{one.normalised_latency:.2f}",
         f"{one.latency_s.mean:.2f}", f"{one.latency_s.p50:.2f}", f"{one.latency_s.p99:.2f}", f"{one.ttft_s.mean:.3f}",
-        f"{one.ttft_s.p99:.3f}", f"{1e3 * one.tpot_s.mean:.1f}", f"{1e3 * one.tpot_s.p99:.1f}", f"{one.tokens_s:.0f}",
+        f"{one.ttft_s.p99:.3f}", f"{1e3 * one.tpot_s.mean:.1f}", f"{1e3 * one.tpot_s.p99:.1f}",
+        f"{1e3 * one.itl_s.p50:.1f}", f"{1e3 * one.itl_s.p99:.1f}", f"{1e3 * one.itl_s.max:.0f}", f"{one.tokens_s:.0f}",
         f"{one.offline_tokens_s:.0f}", f"{100 * one.use:.0f} %",
     ]  # fmt: skip
 

@@ -123,8 +123,8 @@ class Bench:
         one = figures_of([result], self.durations.warm_up_s)
         self.say(
             f"{label}{' ' if label else ''}{system.name}: TTFT P99 {one.ttft_s.p99 * 1000:.0f} ms, TPOT P99 "
-            f"{one.tpot_s.p99 * 1000:.0f} ms over {one.num_online} online requests; {one.tokens_per_s:.0f} tokens/s, "
-            f"{one.offline_tokens_per_s:.0f} of them offline"
+            f"{one.tpot_s.p99 * 1000:.0f} ms, ITL P99 {one.itl_s.p99 * 1000:.0f} ms over {one.num_online} online "
+            f"requests; {one.tokens_per_s:.0f} tokens/s, {one.offline_tokens_per_s:.0f} of them offline"
         )
         return result
 

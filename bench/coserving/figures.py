@@ -80,11 +80,12 @@ def _batch(result: ExperimentResult) -> Figure:
 
 
 def _sweep(result: ExperimentResult) -> Figure:
-    figure, axes = new_figure(3, _title(result))
+    figure, axes = new_figure(4, _title(result))
     values = [point["value"] for point in result.parameters["points"]]
     metrics: tuple[tuple[str, Callable[[Any], float]], ...] = (
         ("TTFT P99, ms", lambda one: one.ttft_s.p99 * 1000),
         ("TPOT P99, ms", lambda one: one.tpot_s.p99 * 1000),
+        ("ITL P99, ms", lambda one: one.itl_s.p99 * 1000),
         ("offline tokens per s", lambda one: one.offline_tokens_per_s),
     )
     for axis, (label, metric) in zip(axes, metrics, strict=True):

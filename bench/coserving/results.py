@@ -24,6 +24,8 @@ class SystemFigures(msgspec.Struct, kw_only=True):
     """Online requests that the end of a run cut off; they are in no percentile, so these are too good."""
     ttft_s: Distribution
     tpot_s: Distribution
+    itl_s: Distribution = Distribution()
+    """Of each token after the first, as ConServe's objective is (footnote 2); TPOT is a request's mean."""
     attainment: Attainment
     tokens_per_s: float
     """Prompt and output tokens of all requests, each counted once however often it was computed."""
@@ -105,6 +107,7 @@ def figures_of(runs: Sequence[RunResult], warm_up_s: float) -> SystemFigures:
         num_unfinished=0 if latency is None else latency.num_unfinished,
         ttft_s=Distribution() if latency is None else latency.ttft_s,
         tpot_s=Distribution() if latency is None else latency.tpot_s,
+        itl_s=Distribution() if latency is None else latency.itl_s,
         attainment=Attainment() if latency is None else latency.attainment,
         tokens_per_s=tokens,
         output_tokens_per_s=_mean(group.output_tokens_per_s for group in everything),
@@ -138,9 +141,9 @@ def set_ratios(figures: Sequence[SystemFigures]) -> None:
 
 def system_table(title: str, figures: Sequence[SystemFigures]) -> Table:
     header = [
-        "system", "TTFT P99 ms", "x Online-Only", "TPOT P99 ms", "x Online-Only", "both SLOs met", "tokens/s",
-        "x vLLM++", "offline tokens/s", "online requests", "unfinished", "recomputed (whole+partial)", "preempted",
-        "suspended/discarded",
+        "system", "TTFT P99 ms", "x Online-Only", "TPOT P99 ms", "x Online-Only", "ITL P50 ms", "P99",
+        "max", "both SLOs met", "tokens/s", "x vLLM++", "offline tokens/s", "online requests",
+        "unfinished", "recomputed (whole+partial)", "preempted", "suspended/discarded",
     ]  # fmt: skip
     rows = []
     for one in figures:
@@ -152,6 +155,11 @@ def system_table(title: str, figures: Sequence[SystemFigures]) -> Table:
                 _number(one.ratios.get("ttft_p99")) if one.ttft_s.num else "-",
                 f"{one.tpot_s.p99 * 1000:.1f}" if one.tpot_s.num else "-",
                 _number(one.ratios.get("tpot_p99")) if one.tpot_s.num else "-",
+                *(
+                    [f"{one.itl_s.p50 * 1000:.1f}", f"{one.itl_s.p99 * 1000:.1f}", f"{one.itl_s.max * 1000:.0f}"]
+                    if one.itl_s.num
+                    else ["-"] * 3
+                ),
                 "-" if one.attainment.both is None else f"{100 * one.attainment.both:.1f} %",
                 f"{one.tokens_per_s:.0f}",
                 _number(one.ratios.get("tokens_per_s")),

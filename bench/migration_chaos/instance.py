@@ -29,12 +29,12 @@ from services.worker.kv_transport import transport as transport_module
 from services.worker.kv_transport.staging import KvPool
 from services.worker.kv_transport.transport import KvTransport, TransportLimits
 from services.worker.kv_transport.ucx import UcxNetwork
-from services.worker.migration import service as service_module
 from services.worker.migration.faults import FaultAction, FaultPoints
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import ServiceError
 from shared.messages.migration import MigrationReason, PreAllocate, Reserved
 from shared.messages.requests import ErrorCode
+from shared.migration import recording as recording_module
 from shared.migration.commands import BeginOut, Command, WindUp
 from shared.migration.core import MigrationCore
 from shared.migration.outgoing import MOVED
@@ -252,7 +252,7 @@ def run(settings: InstanceSettings, options: Options, connection: Connection) ->
         (instance_module, "InstanceService", _Instance),
         (instance_main, "open_transport", _open_transport),
         (instance_main, "host_pool_merged", lambda *_: options.num_host_merged),
-        (service_module, "MigrationCore", _Core),
+        (recording_module, "MigrationCore", _Core),
         (moves_module, "MigrationService", _Service),
         (transport_module, "KvPool", _Pool),
     ):

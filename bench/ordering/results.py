@@ -14,6 +14,7 @@ from bench.ordering.workloads import ALIKE, MODERATE, SEALLM, SMALL, Lengths, Se
 from bench.reporting import met, table
 from shared.policies.silence import allowed_silence_s
 from shared.simulation.gateway import Job
+from shared.simulation.itl import Itl, ItlHistogram
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,6 +66,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     by_model: dict[str, float]
     max_itl_s: float = 0.0
     """Of all requests."""
+    itl_s: Itl = Itl()
     ratio: float = 1.0
     """Mean over that of the doubling budget."""
     num_switches: int = 0
@@ -84,6 +86,7 @@ def figures_of(order: str, load: float, runs: Sequence[tuple[Run, dict[str, np.n
         token_p99_s=float(np.percentile(token, 99)),
         by_model={model: float(values.mean()) for model, values in latencies.items()},
         max_itl_s=max(max(run.max_itl_s) for run, _ in runs),
+        itl_s=ItlHistogram.merged(run.itl for run, _ in runs).summary(),
         num_switches=sum(run.num_switches for run, _ in runs),
         num_preemptions=sum(run.num_preemptions for run, _ in runs),
     )
@@ -151,13 +154,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def markdown(self) -> str:
         alone = ", ".join(f"{model} {seconds:.2f} s" for model, seconds in self.alone_s.items())
         models = list(self.alone_s)
-        head = ["load", "order", "mean", "ratio", "P99", *models, "s/token mean", "P99", "max ITL, s", "switches",
-                "preemptions"]  # fmt: skip
+        head = ["load", "order", "mean", "ratio", "P99", *models, "s/token mean", "P99", "ITL P50, ms", "P99",
+                "max ITL, s", "switches", "preemptions"]  # fmt: skip
         rows = [
             [
                 f"{one.load:g}", one.order, f"{one.mean:.2f}", f"{one.ratio:.2f}", f"{one.p99:.2f}",
                 *(f"{one.by_model[model]:.2f}" for model in models), f"{one.token_mean_s:.3f}", f"{one.token_p99_s:.3f}",
-                f"{one.max_itl_s:.2f}", one.num_switches, one.num_preemptions,
+                f"{1000 * one.itl_s.p50:.1f}", f"{1000 * one.itl_s.p99:.1f}", f"{one.max_itl_s:.2f}",
+                one.num_switches, one.num_preemptions,
             ]
             for one in self.figures
         ]  # fmt: skip

@@ -17,6 +17,7 @@ from shared.policies.baselines import SkipJoinMlfq
 from shared.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
+from shared.simulation.itl import ItlHistogram
 
 WARM_SHARE, COOL_SHARE = 0.2, 0.1
 """Of a run's requests, the first and the last ones that do not count."""
@@ -27,6 +28,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """By job, from arrival to the last token."""
     max_itl_s: list[float]
     """By job, the longest time between two of its tokens."""
+    itl: ItlHistogram
+    """Of all jobs."""
     end_s: float
     num_steps: int
     num_switches: int
@@ -72,6 +75,7 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
     return Run(
         latencies_s=[record.latency_s for record in records],
         max_itl_s=[record.longest_gap_s for record in records],
+        itl=fleet.gateway.itl_of(),
         end_s=fleet.events.now,
         num_steps=len(steps),
         num_switches=sum(one != other for one, other in pairwise(["", *steps])),

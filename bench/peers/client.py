@@ -48,6 +48,7 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
     # All answers have as many tokens as were asked for. The client counts those of a server that does not tell its usage by
     # tokenizing their text again, which gave up to twice as many for random weights.
     decode_ms = [1e3 * sum(gaps) / max(1, case.output_tokens - 1) for gaps in found["itls"]]
+    gaps_ms = [1e3 * gap for gaps in found["itls"] for gap in gaps]
     return Measured(
         server=server.name,
         case=case.name,
@@ -58,8 +59,9 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
         p99_ttft_ms=found["p99_ttft_ms"],
         mean_tpot_ms=float(np.mean(decode_ms)),
         p99_tpot_ms=float(np.percentile(decode_ms, 99)),
+        p50_itl_ms=float(np.median(gaps_ms)) if gaps_ms else 0.0,
         p99_itl_ms=found["p99_itl_ms"],
-        max_itl_ms=1e3 * max((gap for gaps in found["itls"] for gap in gaps), default=0.0),
+        max_itl_ms=max(gaps_ms, default=0.0),
         others_cores=max(0.0, others_cores),
     )
 

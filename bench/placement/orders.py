@@ -44,7 +44,8 @@ def serve(order: str, problem: Problem, plan: Plan, seed: int) -> Served:
         "normalised latency": round(total.normalised_latency, 3),
         "of each model": ", ".join(f"{one.normalised_latency:.2f}" for _, one in sorted(metrics.models.items())),
         "P99 latency s": round(total.latency_s.p99, 1), "P99 TTFT s": round(total.ttft_s.p99, 1),
-        "P99 TPOT ms": round(1e3 * total.tpot_s.p99), "P99 of max ITL s": round(silence_s, 2),
+        "P99 TPOT ms": round(1e3 * total.tpot_s.p99), "P50 ITL ms": round(1e3 * total.itl_s.p50),
+        "P99 ITL ms": round(1e3 * total.itl_s.p99), "P99 of max ITL s": round(silence_s, 2),
         "max ITL s": round(gaps[-1], 1), "tokens/s": round(total.tokens_s),
     }  # fmt: skip
     return Served(row, total.attainment, total.normalised_latency, silence_s)

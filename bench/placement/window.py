@@ -111,6 +111,8 @@ def serve(name: str, asked: Asked, asked_window: Window) -> Served:
         "interval": name, "requests": total.num_requests, "attainment": f"{total.attainment:.4f}",
         "normalised latency": round(total.normalised_latency, 3), "P99 latency s": round(total.latency_s.p99, 1),
         "P99 TTFT s": round(total.ttft_s.p99, 1), "P99 TPOT ms": round(1e3 * total.tpot_s.p99),
+        "P50 ITL ms": round(1e3 * total.itl_s.p50), "P99 ITL ms": round(1e3 * total.itl_s.p99),
+        "max ITL s": round(total.itl_s.max, 1),
         "searches": sum(len(one.searches) for one in changing), "changes": len(changes),
         "served from, h": ", ".join(f"{hour:.2f}" for hour in changes) or "-", "without an answer": total.num_unserved,
         "processor seconds": round(used_s),

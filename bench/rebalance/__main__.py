@@ -1,6 +1,6 @@
 """Rebalancing, priorities, de-fragmentation and drain with four instances, in virtual time.
 
-python -m bench.rebalance [EXPERIMENT ...] [--device a10|cpu] [--output DIR] [--short]
+python -m bench.rebalance [EXPERIMENT ...] [--device a10|cpu] [--models N] [--offline] [--output DIR] [--short]
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--duration", type=float, default=DURATION_S, help="of arrivals, in seconds of virtual time")
     parser.add_argument("--loads", default="", help="shares of the capacity, comma-separated")
     parser.add_argument("--mixes", default="", help=f"of {', '.join(MIXES)}, {PREFILL_MIX}, comma-separated")
+    parser.add_argument("--models", type=int, default=1, help="of one shape, on each instance")
+    parser.add_argument("--offline", action="store_true", help="beside a batch that never ends")
     parser.add_argument(
         "--order",
         default=SchedulerSettings().order_policy,
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else ((0.7,) if options.short else (0.6, 0.7, 0.8)),
         mixes=tuple(options.mixes.split(",")) if options.mixes else (("M-M",) if options.short else MIXES),
         traces=() if options.short else traces,
+        num_models=options.models,
+        has_batch=options.offline,
         order=options.order,
         scheduler={name: float(value) for name, _, value in (item.partition("=") for item in options.set)},
         is_short=options.short,
@@ -77,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }  # fmt: skip
         head = (
             f"# Requests that move, in virtual time, {date}\n\n{NUM_INSTANCES} instances, device {plan.device.name}, seeds "
-            f"{list(plan.seeds)}, {plan.num_requests or f'{plan.duration_s:g} s of'} requests a run, order {plan.order}; "
+            f"{list(plan.seeds)}, {plan.num_requests or f'{plan.duration_s:g} s of'} requests a run, order {plan.order}, "
+            f"{plan.num_models} model{'s' if plan.num_models > 1 else ''}{' beside a batch' if plan.has_batch else ''}; "
             f"{machine()}, {took_s:.0f} s\n\n"
         )
         name = f"rebalance-{name}-{plan.device.name}{'-short' if options.short else ''}-{date}"

@@ -1,34 +1,50 @@
 """What instances run on (step times, KV pool, link; none of it is measured by this benchmark), and a cluster of instances of
-one kind with the real scheduler's core."""
+one kind with the real scheduler's core.
+
+Instances are as live ones with their defaults: merged blocks of several KV blocks, host memory for as many checkpoints as
+the pool has blocks, two steps in flight on a GPU, offline requests within the objectives that are given up where they get no
+turn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
+import numpy as np
 
 from shared.cost_model import CostModel
+from shared.engine.load import GIVE_UP_S
+from shared.engine.memory.slab import blocks_per_merged, choose_merged_bytes
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
-from shared.settings import SchedulerSettings
+from shared.placement.memory import LEAST_MERGED_BYTES
+from shared.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import fleet
-from shared.simulation.gateway import MODEL, Gateway, Job
+from shared.simulation.batches import Batches
+from shared.simulation.gateway import MODEL, Gateway, Job, Record
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.scaling import Scaling
+
+LINES_RPS = 40.0
+"""Lines of a batch for each second of arrivals; more than any cluster gets done."""
+LINE_TOKENS = (1024, 128)
+"""Prompt and answer, where the device takes so much."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
+    kind: Literal["cpu", "cuda"]
     cost_model: CostModel
     block_size: int
     num_blocks: int
-    """KV blocks in the pool of one instance; a merged block holds one."""
+    """KV blocks that the pool of one instance has memory for."""
     num_rows: int
     max_step_tokens: int
     block_bytes: int
     bandwidth_bytes_s: float
-    """Of the link between two instances; migrations use `rate_share` of it."""
-    rate_share: float = 0.5
+    """Of the link between two instances."""
     max_length: int
     """Tokens of a prompt, and of an output, at most."""
     high_load: float
@@ -37,31 +53,57 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float
 
     @property
+    def merged_bytes(self) -> int:
+        return choose_merged_bytes([self.block_bytes], at_least=LEAST_MERGED_BYTES[self.kind])
+
+    @property
+    def blocks_per_merged(self) -> int:
+        return blocks_per_merged(self.merged_bytes, self.block_bytes)
+
+    @property
+    def num_merged(self) -> int:
+        return self.num_blocks // self.blocks_per_merged
+
+    @property
     def pool_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        return self.num_merged * self.blocks_per_merged * self.block_size
 
     def simulated(self, order: str) -> fleet.Device:
         configuration = Configuration(
-            num_merged=self.num_blocks, num_rows=self.num_rows, ordering=order, token_budget=self.max_step_tokens,
-            steps_in_flight=1, max_waiting=1 << 20, ttft_s=self.ttft_s, tpot_s=self.tpot_s,
-            high_priority_load=self.high_load,
+            num_merged=self.num_merged, num_rows=self.num_rows, ordering=order, token_budget=self.max_step_tokens,
+            steps_in_flight=2 if self.kind == "cuda" else 1, max_waiting=1 << 20, num_host_merged=self.num_merged,
+            ttft_s=self.ttft_s, tpot_s=self.tpot_s, high_priority_load=self.high_load, give_up_s=GIVE_UP_S,
         )  # fmt: skip
         return fleet.Device(
-            configuration=configuration, merged_bytes=self.block_bytes,
-            bandwidth_bytes_s=self.bandwidth_bytes_s, rate_share=self.rate_share,
+            configuration=configuration, merged_bytes=self.merged_bytes, bandwidth_bytes_s=self.bandwidth_bytes_s,
+            rate_share=InstanceSettings(device=self.kind).copy_rate_share,
         )  # fmt: skip
 
-    @property
-    def model(self) -> fleet.Model:
-        shape = ModelShape(name=MODEL, block_size=self.block_size, blocks_per_merged=1, max_model_len=1 << 20)
-        return fleet.Model(shape=shape, cost_model=self.cost_model)
+    def models(self, num: int) -> list[fleet.Model]:
+        """`num` of one shape, as fine-tuned ones are."""
+        return [
+            fleet.Model(
+                shape=ModelShape(
+                    name=name, block_size=self.block_size, blocks_per_merged=self.blocks_per_merged,
+                    max_model_len=1 << 20, num_layers=self.cost_model.num_layers,
+                ),
+                cost_model=self.cost_model,
+            )
+            for name in model_names(num)
+        ]  # fmt: skip
+
+
+def model_names(num: int) -> list[str]:
+    return [MODEL, *(f"{MODEL}-{number}" for number in range(1, num))]
 
 
 A10 = Device(
     name="a10",
+    kind="cuda",
     cost_model=CostModel(
         fixed_s=0.020, prefill_token_s=2e-5, prefill_attention_s=9e-9, decode_s=2e-4, decode_context_s=1e-6,
-        over_knee_s=2e-4, knee_tokens=100, checkpoint_block_s=4e-4, restore_block_s=4e-4,
+        over_knee_s=2e-4, knee_tokens=100, checkpoint_block_s=4e-4, restore_block_s=4e-4, num_layers=32,
+        layers_per_safepoint=4,
     ),
     block_size=16,
     num_blocks=851,
@@ -75,15 +117,17 @@ A10 = Device(
     tpot_s=0.11,
 )  # fmt: skip
 """LLaMA-7B on one A10, made to fit Llumnix's figures, not measured: a pool of 851 blocks of 16 tokens (13,616 tokens of
-0.5 MB), decode steps of 20 ms alone and about 2.3 times that with a pool full of short sequences, 8k prompt tokens in 2.1 s
-(13.5 GFLOP a token at some 65 TFLOP/s), 64 Gb/s between instances, at most 1,600 tokens beside a request of high
-priority."""
+0.5 MB, of which merged blocks of four hold 13,568), decode steps of 20 ms alone and about 2.3 times that with a pool full of
+short sequences, 8k prompt tokens in 2.1 s (13.5 GFLOP a token at some 65 TFLOP/s), 64 Gb/s between instances, at most 1,600
+tokens beside a request of high priority."""
 
 A100 = Device(
     name="a100",
+    kind="cuda",
     cost_model=CostModel(
         fixed_s=0.010, prefill_token_s=2e-5, prefill_attention_s=2e-9, decode_s=2e-5, decode_context_s=1.2e-7,
-        over_knee_s=2e-5, knee_tokens=200, checkpoint_block_s=4e-4, restore_block_s=4e-4,
+        over_knee_s=2e-5, knee_tokens=200, checkpoint_block_s=4e-4, restore_block_s=4e-4, num_layers=32,
+        layers_per_safepoint=4,
     ),
     block_size=16,
     num_blocks=7500,
@@ -101,9 +145,10 @@ A100 = Device(
 
 CPU = Device(
     name="cpu",
+    kind="cpu",
     cost_model=CostModel(
         fixed_s=0.025, prefill_token_s=3.5e-4, prefill_attention_s=1e-6, decode_s=2.5e-3, decode_context_s=1e-6,
-        mixed_s=0.006, checkpoint_block_s=1.7e-4, restore_block_s=1.7e-4,
+        mixed_s=0.006, checkpoint_block_s=1.7e-4, restore_block_s=1.7e-4, num_layers=30,
     ),
     block_size=32,
     num_blocks=256,
@@ -163,22 +208,37 @@ class Cluster:
         noise: float = 0.05,
         seed: int = 0,
         start_s: float | None = None,
+        num_models: int = 1,
+        has_batch: bool = False,
     ) -> None:
-        """`start_s`: the cluster grows and shrinks by its freeness, and an instance starts in so long."""
+        """`start_s`: the cluster grows and shrinks by its freeness, and an instance starts in so long. `num_models`: on each
+        instance, over which the requests are divided alike. `has_batch`: one of all models, that does not end, is in the
+        background."""
         settings = msgspec.structs.replace(system.settings(), autoscale=start_s is not None)
         self.fleet = fleet.Fleet(
             settings, noise=noise, seed=seed, migrations=FleetMigrations, has_priorities=system.has_priorities
         )
-        simulated, model = device.simulated(system.order), device.model
+        simulated, models = device.simulated(system.order), device.models(num_models)
         for index in range(num_instances):
-            self.fleet.add_instance(f"instance-{index}", simulated, [model])
+            self.fleet.add_instance(f"instance-{index}", simulated, models)
         self.scaling = None
         if start_s is not None:
             self.scaling = Scaling(
-                self.fleet, lambda name: self.fleet.add_instance(name, simulated, [model], start_s=start_s)
+                self.fleet, lambda name: self.fleet.add_instance(name, simulated, models, start_s=start_s)
             )
+        names = model_names(num_models)
+        chosen = np.random.default_rng([seed, num_models]).integers(num_models, size=len(jobs)).tolist()
         # The length of an answer is nobody's knowledge.
-        self._jobs = [msgspec.structs.replace(job, max_tokens=device.max_length + 1) for job in jobs]
+        self._jobs = [
+            msgspec.structs.replace(job, model=names[number], max_tokens=device.max_length + 1)
+            for job, number in zip(jobs, chosen, strict=True)
+        ]
+        self._has_batch = has_batch
+        if has_batch:
+            prompt, output = (min(tokens, device.max_length) for tokens in LINE_TOKENS)
+            num_lines = int(LINES_RPS * (jobs[-1].at_s + 1.0))
+            lines = [Job(0.0, prompt, output, model=names[number % num_models]) for number in range(num_lines)]
+            Batches(self.fleet).begin_at(0.0, "batch", lines)
 
     @property
     def gateway(self) -> Gateway:
@@ -189,9 +249,21 @@ class Cluster:
         assert isinstance(self.fleet.migrations, FleetMigrations)
         return self.fleet.migrations
 
+    @property
+    def records(self) -> list[Record]:
+        """Of the jobs that it was given, in their order."""
+        return self.gateway.records[: len(self._jobs)]
+
+    @property
+    def offline_tokens_s(self) -> float:
+        """Prompts and answers of the batch, a second."""
+        lines = self.gateway.records[len(self._jobs) :]
+        tokens = sum(record.prompt_tokens + record.num_tokens for record in lines if record.num_tokens)
+        return tokens / self.fleet.events.now
+
     def mean_instances(self) -> float:
         """Over the run."""
         return float(len(self.fleet.instances)) if self.scaling is None else self.scaling.mean_instances()
 
     def run(self) -> Gateway:
-        return self.fleet.run(self._jobs)
+        return self.fleet.run(self._jobs, has_endless_batches=self._has_batch)

@@ -15,6 +15,7 @@ from bench.rebalance.bounds import alone_s, curve, mean_size
 from bench.rebalance.cluster import Cluster, Device, System
 from bench.rebalance.results import (
     LEAST_HIGH_GAIN,
+    MOST_BESIDE_BATCH,
     MOST_LONG_START,
     MOST_MOVED_INTO,
     MOST_MOVES,
@@ -41,11 +42,14 @@ from bench.reporting import met
 from shared.cost_model import StepShape
 from shared.settings import SchedulerSettings
 from shared.simulation.gateway import Job
+from shared.simulation.itl import ItlHistogram
 
 PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000
 """Of the requests by which the capacity is reckoned: others than those that are compared."""
 PROFILE_RPS = 5.0
 NUM_INSTANCES = 4
+NUM_MODELS = 3
+"""Of the experiment with several."""
 DURATION_S = 600.0
 """Of arrivals, in virtual time."""
 START_S = 15.0
@@ -75,6 +79,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of the capacity, for each mix."""
     mixes: tuple[str, ...] = MIXES
     traces: tuple[Path, ...] = ()
+    num_models: int = 1
+    """On each instance."""
+    has_batch: bool = False
+    """One that does not end is in the background."""
     order: str = SchedulerSettings().order_policy
     scheduler: dict[str, float] = {}
     """Settings of Tideway's scheduler that differ from its defaults."""
@@ -91,8 +99,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(known, order=self.order, **changes)
 
 
-def run_one(plan: Plan, system: System, jobs: Sequence[Job], seed: int, **options: Any) -> Cluster:
-    cluster = Cluster(plan.device, system, jobs, seed=seed, **{"num_instances": NUM_INSTANCES, **options})
+def run_one(
+    plan: Plan, system: System, jobs: Sequence[Job], seed: int, *, drain_s: float | None = None, **options: Any
+) -> Cluster:
+    """`drain_s`: when the first instance hears that it is to become empty."""
+    defaults = {"num_instances": NUM_INSTANCES, "num_models": plan.num_models, "has_batch": plan.has_batch}
+    cluster = Cluster(plan.device, system, jobs, seed=seed, **{**defaults, **options})
+    if drain_s is not None:
+        cluster.fleet.events.at(drain_s, cluster.fleet.drain, "instance-0")
     cluster.run()
     return cluster
 
@@ -100,16 +114,18 @@ def run_one(plan: Plan, system: System, jobs: Sequence[Job], seed: int, **option
 def capacity_rps(plan: Plan, mix: str) -> float:
     """Requests per second of the cluster if every pool were always full and nothing were ever preempted: of each instance
 
-    1 / (mean outputs * step / N + mean prefill)        N: requests that fill a pool, by their mean size over their steps
+    1 / (mean outputs * step / N + mean prefill)        N: requests of a model that fill its part of a pool, by their mean
+                                                        size over their steps; models take turns
     """
     workload = Workload(mix=mix, rate_rps=1.0, num_requests=PROFILE_REQUESTS)
-    return _capacity_rps(plan.device, draw_jobs(workload, plan.device, PROFILE_SEED))
+    return _capacity_rps(plan, draw_jobs(workload, plan.device, PROFILE_SEED))
 
 
-def _capacity_rps(device: Device, jobs: Sequence[Job]) -> float:
+def _capacity_rps(plan: Plan, jobs: Sequence[Job]) -> float:
+    device = plan.device
     cost = device.cost_model
     size = mean_size(jobs)
-    num = min(device.num_rows, int(device.pool_tokens / size))
+    num = max(1, min(device.num_rows, int(device.pool_tokens / size)) // plan.num_models)
     step_s = cost.predict(StepShape(0, 0.0, num, int(num * size)))
     idle_s = cost.predict(StepShape())
     prompts = [job.prompt_tokens for job in jobs[:2000]]
@@ -127,8 +143,9 @@ def _compare(
         one = figures[-1]
         show(
             f"{case} {system.name}: TTFT mean {one.ttft.mean:.3f} P99 {one.ttft.p99:.2f} s, TPOT P99 "
-            f"{1000 * one.tpot.p99:.0f} ms, longest gap P99 {one.longest_gap.p99:.2f} s, pause P99 "
-            f"{one.pause_steps.p99:.1f} steps, preemptions {one.num_preemptions}, {one.moves}"
+            f"{1000 * one.tpot.p99:.0f} ms, ITL P99 {1000 * one.itl.p99:.0f} ms, longest gap P99 "
+            f"{one.longest_gap.p99:.2f} s, pause P99 {one.pause_steps.p99:.1f} steps, preemptions "
+            f"{one.num_preemptions}, {one.moves}"
         )
     return figures
 
@@ -229,14 +246,13 @@ def fragmentation(plan: Plan, show: Callable[[str], None]) -> Experiment:
         about="Time from its arrival until a prompt starts that fits into no instance's free memory (three quarters of it "
         "would), but three times into the cluster's.",
     )
-    device = plan.device
     systems = ("late", "infaas++", "tideway")
     for num_each in (8,) if plan.is_short else (4, 8):
         for share in (0.3,) if plan.is_short else (0.3, 0.4):
             starts: list[list[float]] = []
             for seed in plan.seeds:
-                jobs = _fragmented(device, num_each, share, seed)
-                start_s = [run_one(plan, plan.system(name), jobs, seed).gateway.records[-1].start_s for name in systems]
+                jobs = _fragmented(plan, num_each, share, seed)
+                start_s = [run_one(plan, plan.system(name), jobs, seed).records[-1].start_s for name in systems]
                 if start_s[0] > MOST_START_S:  # else chance had left room on some instance
                     starts.append(start_s)
             for name, values in zip(systems, zip(*starts, strict=True), strict=False):
@@ -252,23 +268,25 @@ def fragmentation(plan: Plan, show: Callable[[str], None]) -> Experiment:
     return result
 
 
-def _fragmented(device: Device, num_each: int, share: float, seed: int) -> list[Job]:
+def _fragmented(plan: Plan, num_each: int, share: float, seed: int) -> list[Job]:
     """`num_each` requests for each instance, all in decode and far from their ends when the last job comes."""
+    device = plan.device
     draw = np.random.default_rng(seed)
     prompt = int(share * device.pool_tokens)
     fillers = draw.uniform(0.7, 1.3, num_each)
     fillers *= (device.pool_tokens - 0.75 * prompt) / fillers.sum()
-    grown = _growth(device, fillers)
+    grown = _growth(plan, fillers)
     lengths = [max(8, int(fillers[number // NUM_INSTANCES] - grown)) for number in range(NUM_INSTANCES * num_each)]
     jobs = [Job(0.01 * number, length, min(device.max_length, 1000)) for number, length in enumerate(lengths)]
     return [*jobs, Job(FILLED_S, prompt, 10)]
 
 
-def _growth(device: Device, tokens: np.ndarray) -> float:
-    """About the tokens that each of an instance's requests decodes until `FILLED_S`."""
-    cost = device.cost_model
+def _growth(plan: Plan, tokens: np.ndarray) -> float:
+    """About the tokens that each of an instance's requests decodes until `FILLED_S`; models take turns."""
+    cost, num = plan.device.cost_model, plan.num_models
     prefill_s = cost.predict(StepShape(int(tokens.sum()), float((tokens**2).sum() / 2)))
-    return (FILLED_S - prefill_s) / cost.predict(StepShape(0, 0.0, tokens.size, int(tokens.sum())))
+    step_s = cost.predict(StepShape(0, 0.0, max(1, tokens.size // num), int(tokens.sum()) // num))
+    return (FILLED_S - prefill_s) / (step_s * min(num, tokens.size))
 
 
 def long_prompts(plan: Plan, show: Callable[[str], None]) -> Experiment:
@@ -276,7 +294,7 @@ def long_prompts(plan: Plan, show: Callable[[str], None]) -> Experiment:
     device = plan.device
     long_tokens, duration_s = long_prompt_tokens(device), min(plan.duration_s, 120.0)
     capacity = _capacity_rps(
-        device, chats_and_long_prompts(PROFILE_RPS, PROFILE_REQUESTS / PROFILE_RPS, device, PROFILE_SEED)
+        plan, chats_and_long_prompts(PROFILE_RPS, PROFILE_REQUESTS / PROFILE_RPS, device, PROFILE_SEED)
     )
     result = Experiment(
         name="long-prompts",
@@ -294,7 +312,8 @@ def long_prompts(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 )
                 for seed in plan.seeds
             ]
-            records = [record for run in runs for record in run.gateway.records]
+            records = [record for run in runs for record in run.records]
+            itl = ItlHistogram.merged(run.gateway.itl_of() for run in runs).summary()
             starts_s = [record.start_s for record in records if record.prompt_tokens == long_tokens]
             short = [record for record in records if record.prompt_tokens != long_tokens]
             rows[name] = row = {
@@ -302,8 +321,10 @@ def long_prompts(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 "long start, median, s": round(float(np.median(starts_s)), 2), "worst": round(max(starts_s), 2),
                 "short TTFT P99, s": round(float(np.percentile([record.ttft_s for record in short], 99)), 2),
                 "TPOT P99, ms": round(1000 * float(np.percentile([record.tpot_s for record in short], 99)), 1),
+                "ITL P50, ms": round(1000 * itl.p50, 1), "ITL P99, ms": round(1000 * itl.p99, 1),
+                "longest, s": round(itl.max, 2),
                 "preemptions": sum(record.num_preemptions for record in records),
-                "most moves a run": max(sum(r.num_migrations for r in run.gateway.records) for run in runs),
+                "most moves a run": max(sum(r.num_migrations for r in run.records) for run in runs),
                 "of a request": max(record.num_migrations for record in records),
             }  # fmt: skip
             result.add(row, show)
@@ -334,9 +355,7 @@ def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 draw = np.random.default_rng(seed)
                 most = int(0.4 * plan.device.pool_tokens / num)
                 jobs = [Job(0.01 * i, int(draw.uniform(0.5, 1.0) * most), output) for i in range(NUM_INSTANCES * num)]
-                cluster = Cluster(plan.device, plan.system(name), jobs, num_instances=NUM_INSTANCES, seed=seed)
-                cluster.fleet.events.at(DRAIN_S, cluster.fleet.drain, "instance-0")
-                cluster.run()
+                cluster = run_one(plan, plan.system(name), jobs, seed, drain_s=DRAIN_S)
                 times.append(cluster.fleet.emptied_s.get("instance-0", cluster.fleet.events.now) - DRAIN_S)
             row = {"running": num, "system": name, "median, s": float(np.median(times)), "worst, s": max(times)}
             result.add(row, show)
@@ -379,6 +398,57 @@ def scaling(plan: Plan, show: Callable[[str], None]) -> Experiment:
     return result
 
 
+def several_models(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    """Several models on each instance, which divide its memory into merged blocks of each and its time into turns."""
+    plan = msgspec.structs.replace(plan, num_models=max(plan.num_models, NUM_MODELS))
+    result = Experiment(
+        name="models",
+        about=f"M-M over {plan.num_models} models of one shape on each instance, Poisson arrivals at shares of the "
+        "capacity of models that take turns.",
+    )
+    capacity, systems = capacity_rps(plan, "M-M"), [plan.system(name) for name in SYSTEMS]
+    for load in plan.loads:
+        workload = plan.workload("M-M", load * capacity)
+        case = f"M-M x {plan.num_models} {load:g} ({load * capacity:.2f}/s)"
+        result.figures += _compare(plan, case, workload, systems, show)
+    result.verdicts = balance_verdicts(result.figures) + latency_verdicts(result.figures)
+    return result
+
+
+def offline(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    """What a batch in the background costs those who wait, where requests move."""
+    result = Experiment(
+        name="offline",
+        about="M-M beside a batch that never ends, Poisson arrivals at shares of the capacity: all systems, and Tideway "
+        "without the batch.",
+    )
+    alone = msgspec.structs.replace(plan, has_batch=False)
+    beside = msgspec.structs.replace(plan, has_batch=True)
+    capacity, systems = capacity_rps(plan, "M-M"), [plan.system(name) for name in SYSTEMS]
+    for load in plan.loads:
+        workload = plan.workload("M-M", load * capacity)
+        case = f"M-M {load:g} ({load * capacity:.2f}/s)"
+        found = _compare(beside, f"{case} beside a batch", workload, systems, show)
+        (without,) = _compare(alone, f"{case} alone", workload, [plan.system("tideway")], show)
+        result.figures += [*found, without]
+        mine = next(one for one in found if one.system == "tideway")
+        result.verdicts += latency_verdicts(found)
+        for name, with_s, without_s in (
+            ("P99 TTFT", mine.ttft.p99, without.ttft.p99),
+            ("P99 TPOT", mine.tpot.p99, without.tpot.p99),
+        ):
+            is_met = with_s <= MOST_BESIDE_BATCH * without_s
+            result.verdicts.append(
+                f"{met(is_met)} {case}: {name} {without_s:.3f} -> {with_s:.3f} s beside a batch, times "
+                f"{with_s / without_s:.2f}"
+            )
+        result.verdicts.append(
+            f"        {case}: the batch gets {mine.offline_tokens_s:,.0f} tokens/s; ITL P99 {1000 * without.itl.p99:.0f} -> "
+            f"{1000 * mine.itl.p99:.0f} ms, longest {without.itl.max:.2f} -> {mine.itl.max:.2f} s"
+        )
+    return result
+
+
 EXPERIMENTS: dict[str, Callable[[Plan, Callable[[str], None]], Experiment]] = {
     "balance": balance,
     "bursts": bursts,
@@ -388,4 +458,6 @@ EXPERIMENTS: dict[str, Callable[[Plan, Callable[[str], None]], Experiment]] = {
     "long-prompts": long_prompts,
     "drain": drain,
     "scaling": scaling,
+    "models": several_models,
+    "offline": offline,
 }

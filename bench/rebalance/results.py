@@ -12,6 +12,7 @@ import numpy as np
 from bench.rebalance.cluster import Cluster
 from bench.reporting import met, table, table_of
 from shared.simulation.gateway import Record
+from shared.simulation.itl import Itl, ItlHistogram
 from tideway.bench.summary import Distribution
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ MOST_LONG_START = 1.2
 """Worst start of a long prompt, times the better one's of systems that move nothing."""
 MOST_MOVES = 300
 """In a run of two minutes with four instances."""
+MOST_BESIDE_BATCH = 1.10
+"""P99 of TTFT and TPOT beside a batch, times without it, as of bench/coserving."""
 MOST_P99 = 1.02
 """Times the better baseline's."""
 MOST_PAUSE_STEPS = 3.0
@@ -45,6 +48,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     ttft: Distribution
     tpot: Distribution
+    itl: Itl
+    """Of each token after the first, of all requests; TPOT is a request's mean."""
+    high_itl: Itl
     longest_gap: Distribution
     """Between two tokens of a request."""
     latency: Distribution
@@ -65,10 +71,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     moved_gigabytes: float
     mean_instances: float
     ttft_p99_by_seed: list[float]
+    offline_tokens_s: float
+    """Prompts and answers of batches."""
 
 
 def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
-    records = [record for cluster in clusters for record in cluster.gateway.records]
+    records = [record for cluster in clusters for record in cluster.records]
+    gateways = [cluster.gateway for cluster in clusters]
     high = [record for record in records if record.is_high]
     normal = [record for record in records if not record.is_high]
     moves: Counter[str] = Counter()
@@ -81,6 +90,8 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
         num_requests=len(records),
         ttft=Distribution.of(record.ttft_s for record in records),
         tpot=Distribution.of(record.tpot_s for record in records),
+        itl=ItlHistogram.merged(gateway.itl_of() for gateway in gateways).summary(),
+        high_itl=ItlHistogram.merged(gateway.itl_of(is_high=True) for gateway in gateways).summary(),
         longest_gap=Distribution.of(record.longest_gap_s for record in records),
         latency=Distribution.of(record.latency_s for record in records),
         high_latency=Distribution.of(record.latency_s for record in high),
@@ -94,7 +105,8 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
         pause_steps=Distribution.of(pauses),
         moved_gigabytes=sum(cluster.migrations.num_bytes for cluster in clusters) / 1e9,
         mean_instances=float(np.mean([cluster.mean_instances() for cluster in clusters])),
-        ttft_p99_by_seed=[_p99(cluster.gateway.records) for cluster in clusters],
+        ttft_p99_by_seed=[_p99(cluster.records) for cluster in clusters],
+        offline_tokens_s=float(np.mean([cluster.offline_tokens_s for cluster in clusters])),
     )
 
 
@@ -127,23 +139,30 @@ class Experiment(msgspec.Struct, kw_only=True):
 
 def _figures_table(figures: Sequence[Figures]) -> list[str]:
     has_high = any(one.high_latency.num for one in figures)
-    head = ["case", "system", "TTFT mean", "P99", "by seed", "TPOT mean, ms", "P99", "longest gap P99, s",
-            "preemptions", "requests", "loss, s",
+    has_batch = any(one.offline_tokens_s for one in figures)
+    head = ["case", "system", "TTFT mean", "P99", "by seed", "TPOT mean, ms", "P99", "ITL P50, ms", "P99",
+            "max, s", "longest gap P99, s", "preemptions", "requests", "loss, s",
             "moved", "pause P50, steps", "P99"]  # fmt: skip
     if has_high:
-        head += ["latency high, s", "normal", "TTFT P99 high"]
+        head += ["latency high, s", "normal", "TTFT P99 high", "ITL P99 high, ms"]
+    if has_batch:
+        head += ["offline tokens/s"]
     rows = []
     for one in figures:
         cells = [
             one.case, one.system, f"{one.ttft.mean:.3f}", f"{one.ttft.p99:.2f}",
             ", ".join(f"{value:.3g}" for value in one.ttft_p99_by_seed),
             f"{1000 * one.tpot.mean:.1f}", f"{1000 * one.tpot.p99:.1f}",
+            f"{1000 * one.itl.p50:.1f}", f"{1000 * one.itl.p99:.1f}", f"{one.itl.max:.2f}",
             f"{one.longest_gap.p99:.2f}", one.num_preemptions, one.num_preempted,
             f"{one.preemption_loss_s:.0f}", sum(n for how, n in one.moves.items() if how.startswith("moved")),
             f"{one.pause_steps.p50:.2f}", f"{one.pause_steps.p99:.2f}",
         ]  # fmt: skip
         if has_high:
-            cells += [f"{one.high_latency.mean:.2f}", f"{one.normal_latency.mean:.2f}", f"{one.high_ttft.p99:.2f}"]
+            cells += [f"{one.high_latency.mean:.2f}", f"{one.normal_latency.mean:.2f}", f"{one.high_ttft.p99:.2f}",
+                      f"{1000 * one.high_itl.p99:.1f}"]  # fmt: skip
+        if has_batch:
+            cells += [f"{one.offline_tokens_s:,.0f}"]
         rows.append(cells)
     return table(head, rows)
 

@@ -12,6 +12,7 @@ import numpy as np
 from bench.reporting import table
 from bench.sharing.systems import Run
 from shared.placement.plan import DEFAULT_SLO_SCALE
+from shared.simulation.itl import Itl
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +41,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     p99_ttft_s: float = 0.0
     mean_tpot_s: float = 0.0
     p99_tpot_s: float = 0.0
+    itl_s: Itl = Itl()
     p99_silence_s: float = 0.0
     """Of each request the longest time between two of its tokens."""
     max_silence_s: float = 0.0
@@ -75,7 +77,7 @@ def outcome(x: float, system: str, seed: int, run: Run, took_s: float) -> Outcom
             if rows.any()
         },
         mean_ttft_s=float(ttft.mean()), p99_ttft_s=float(np.percentile(ttft, 99)),
-        mean_tpot_s=float(tpot.mean()), p99_tpot_s=float(np.percentile(tpot, 99)),
+        mean_tpot_s=float(tpot.mean()), p99_tpot_s=float(np.percentile(tpot, 99)), itl_s=run.itl,
         p99_silence_s=float(np.percentile(silence, 99)), max_silence_s=float(silence.max()),
         num_preemptions=sum(record.num_preemptions for record in records),
         num_migrations=sum(record.num_migrations for record in records),
@@ -115,6 +117,8 @@ COLUMNS = {
     "P99": lambda one: f"{one.p99_ttft_s:.1f}",
     "TPOT mean, ms": lambda one: f"{1000 * one.mean_tpot_s:.1f}",
     "P99, ms": lambda one: f"{1000 * one.p99_tpot_s:.0f}",
+    "ITL P50, ms": lambda one: f"{1000 * one.itl_s.p50:.1f}",
+    "ITL P99, ms": lambda one: f"{1000 * one.itl_s.p99:.0f}",
     "longest silence P99, s": lambda one: f"{one.p99_silence_s:.2f}",
     "max, s": lambda one: f"{one.max_silence_s:.1f}",
     "preempted": lambda one: one.num_preemptions,

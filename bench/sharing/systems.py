@@ -23,7 +23,8 @@ from shared.simulation import multiplexed
 from shared.simulation.deployment import Serving, deploy
 from shared.simulation.events import Events
 from shared.simulation.fleet import Fleet
-from shared.simulation.gateway import Job, Record
+from shared.simulation.gateway import Gateway, Job, Record
+from shared.simulation.itl import Itl, ItlHistogram
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.replacement import FleetReplacement
 from shared.simulation.spatial import run
@@ -94,6 +95,7 @@ class Run(NamedTuple):
     placement: list[str]
     """At the beginning."""
     num_changes: int
+    itl: Itl
 
 
 def drawn(case: Case) -> tuple[Problem, Traffic]:
@@ -131,11 +133,14 @@ def simulate(system: System, case: Case) -> Run:
     if system.placement == "muxserve":
         units = baselines.muxserve(problem)
         events, num_changes = Events(), 0
-        records = run(events, multiplexed.deploy(events, problem, units, overlaps=system.overlaps), jobs)
+        groups = multiplexed.deploy(events, problem, units, overlaps=system.overlaps)
+        records = run(events, groups, jobs)
+        itl = ItlHistogram.merged(groups[name].itl[name] for name in groups)
         placement = [_shown(*unit) for unit in units]
     else:
         plan = place(system, problem)
-        records, num_changes = _run_fleet(system, problem, plan, jobs, case.seed)
+        gateway, num_changes = _run_fleet(system, problem, plan, jobs, case.seed)
+        records, itl = gateway.records, gateway.itl_of()
         placement = [_shown(group) for group in plan.groups]
     lengths = np.stack([future.prompt_tokens, future.output_tokens], axis=1)
     alone = np.zeros(future.num_requests)
@@ -143,7 +148,7 @@ def simulate(system: System, case: Case) -> Run:
         own = future.model == index
         alone[own] = _alone_s(problem, next(model for model in problem.models if model.name == name), lengths[own])
     means = np.array([problem.execution_s[name] for name in future.models])[future.model]
-    return Run(records, future.models, future.model, means, alone, placement, num_changes)
+    return Run(records, future.models, future.model, means, alone, placement, num_changes, itl.summary())
 
 
 def place(system: System, problem: Problem) -> Plan:
@@ -167,9 +172,7 @@ def jobs_of(traffic: Traffic, max_tokens: int) -> list[Job]:
     ]  # fmt: skip
 
 
-def _run_fleet(
-    system: System, problem: Problem, plan: Plan, jobs: Sequence[Job], seed: int
-) -> tuple[list[Record], int]:
+def _run_fleet(system: System, problem: Problem, plan: Plan, jobs: Sequence[Job], seed: int) -> tuple[Gateway, int]:
     serving = Serving(
         order_policy=system.order, dispatch_policy=system.dispatch, migration="auto" if system.migrates else "off",
         max_queued=1 << 20, max_waiting=1 << 20, least_share=system.least_share, mix_phases=system.mix_phases,
@@ -188,8 +191,8 @@ def _run_fleet(
             fleet, problem, plan, search, settings=system.replacement, serving=serving, search_s=SEARCH_S,
             predicted=estimate(problem, plan),
         )  # fmt: skip
-    records = fleet.run(jobs, patience_s=math.inf).records
-    return records, 0 if replacement is None else len(replacement.changes)
+    gateway = fleet.run(jobs, patience_s=math.inf)
+    return gateway, 0 if replacement is None else len(replacement.changes)
 
 
 def _shown(group: baselines.Group, units: dict[str, baselines.Units] | None = None) -> str:

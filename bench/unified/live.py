@@ -32,6 +32,7 @@ from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
 from shared.placement.plan import Plan
 from shared.placement.problem import Problem, Traffic
+from shared.simulation.itl import ItlHistogram
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Closed
 from tideway.bench.client import Target
@@ -203,7 +204,7 @@ def _row(
     use: float,
     counts: dict[str, int],
 ) -> Row:
-    online, offline_tokens = [], 0.0
+    online, offline_tokens, itl = list[Online](), 0.0, ItlHistogram()
     for record in records:
         if record.request_class is RequestClass.OFFLINE:
             offline_tokens += tokens_within(record, WARM_UP_S, WARM_UP_S + run_s)
@@ -211,6 +212,8 @@ def _row(
                 offline_tokens += record.prompt_tokens or record.planned_prompt_tokens
         elif record.arrival_s >= WARM_UP_S:
             is_done = record.is_success and record.latency_s is not None
+            for gap_s in record.itl_s:
+                itl.add(gap_s)
             online.append(
                 Online(
                     record.latency_s or math.inf if is_done else math.inf,
@@ -220,7 +223,8 @@ def _row(
                     execution_s[record.model],
                 )
             )
-    return row(variant, online, offline_tokens_s=offline_tokens / run_s, use=use, **counts)
+    rate = offline_tokens / run_s
+    return row(variant, online, itl=itl.summary(), offline_tokens_s=rate, use=use, **counts)
 
 
 def _target(url: str) -> Target:

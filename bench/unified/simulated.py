@@ -85,8 +85,8 @@ def run(variant: Variant, one: Case) -> Row:
     changes = 0 if replacement is None else sum(change.stage == "carried_out" for change in replacement.changes)
     migrations = sum(record.num_migrations for record in fleet.gateway.records)
     return row(
-        variant, online, offline_tokens_s=offline_tokens / fleet.events.now, use=use.share,
-        migrations=migrations, changes=changes,
+        variant, online, itl=fleet.gateway.itl_of().summary(), offline_tokens_s=offline_tokens / fleet.events.now,
+        use=use.share, migrations=migrations, changes=changes,
     )  # fmt: skip
 
 
@@ -94,9 +94,7 @@ def _send(fleet: Fleet, jobs: Sequence[Job]) -> set[int]:
     """Returns those that have not ended, which goes on becoming fewer."""
     left: set[int] = set()
     for job in jobs:
-        number = fleet.gateway.expect(job, left.discard)
-        left.add(number)
-        fleet.events.at(job.at_s, fleet.gateway.send, number)
+        left.add(fleet.submit_at(job, left.discard))
     return left
 
 

@@ -135,7 +135,8 @@ def simulate(job: tuple[Variant, Case, int]) -> Row:
     tokens = sum(record.num_tokens + record.prompt_tokens for record in records[num:] if record.num_tokens)
     use = sum(fleet.busy_s.values()) / fleet.events.now / len(fleet.instances)
     moved = sum(record.num_migrations for record in records)
-    return row(variant, online, offline_tokens_s=tokens / fleet.events.now, use=use, migrations=moved)
+    itl = fleet.gateway.itl_of().summary()
+    return row(variant, online, itl=itl, offline_tokens_s=tokens / fleet.events.now, use=use, migrations=moved)
 
 
 def _add_instances(fleet: Fleet, variant: Variant, case: Case, costs: dict[str, CostModel]) -> None:

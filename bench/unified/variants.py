@@ -23,6 +23,7 @@ from shared.placement.estimator import estimate
 from shared.placement.plan import DEFAULT_SLO_SCALE, Plan, plan_of
 from shared.placement.problem import Problem
 from shared.placement.search import search
+from shared.simulation.itl import Itl
 
 POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
 """Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
@@ -120,6 +121,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Without their answer when the run was over."""
     ttft_p99_s: float
     tpot_p99_s: float
+    itl_p50_s: float
+    """Of each token of online streams after the first."""
+    itl_p99_s: float
+    itl_max_s: float
     normalised_latency: float
     attainment: float
     """Share that took at most `DEFAULT_SLO_SCALE` times the mean execution time of their model."""
@@ -138,6 +143,7 @@ def row(
     variant: Variant,
     online: Sequence[Online],
     *,
+    itl: Itl,
     offline_tokens_s: float,
     use: float,
     migrations: int = 0,
@@ -151,6 +157,9 @@ def row(
         num_failed=int((~is_done).sum()),
         ttft_p99_s=float(np.percentile(ttft, 99, method="higher")),
         tpot_p99_s=float(np.nanpercentile(tpot, 99)),
+        itl_p50_s=itl.p50,
+        itl_p99_s=itl.p99,
+        itl_max_s=itl.max,
         normalised_latency=float(normalised[is_done].mean()),
         attainment=float((normalised <= DEFAULT_SLO_SCALE).mean()),
         silence_p99_s=float(np.percentile(silence, 99)),
@@ -163,10 +172,11 @@ def row(
 
 
 def of_seeds(rows: Sequence[Row]) -> Row:
-    """Of one variant: counts added up, the longest silence of any, means of the rest."""
+    """Of one variant: counts added up, the longest of the longest silences, means of the rest."""
     values = {name: [getattr(one, name) for one in rows] for name in Row.__struct_fields__}
     counts = {name: sum(values[name]) for name in ("num_requests", "num_failed", "migrations", "changes")}
-    named = {"variant": rows[0].variant, "silence_max_s": max(values["silence_max_s"])} | counts
+    longest = {name: max(values[name]) for name in ("silence_max_s", "itl_max_s")}
+    named = {"variant": rows[0].variant} | longest | counts
     means = {name: float(np.mean(each)) for name, each in values.items() if name not in named}
     return Row(**named, **means)
 
@@ -181,6 +191,9 @@ def markdown(rows: Sequence[Row]) -> str:
                     "normalised latency": one.normalised_latency,
                     "TTFT P99 s": one.ttft_p99_s,
                     "TPOT P99 ms": 1e3 * one.tpot_p99_s,
+                    "ITL P50 ms": 1e3 * one.itl_p50_s,
+                    "ITL P99 ms": 1e3 * one.itl_p99_s,
+                    "ITL max ms": 1e3 * one.itl_max_s,
                     "silence P99 s": one.silence_p99_s,
                     "longest s": one.silence_max_s,
                     "offline tokens/s": f"{one.offline_tokens_s:,.0f}",

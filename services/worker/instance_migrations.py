@@ -167,12 +167,12 @@ class InstanceMigrations(KvUsers):
 
     def stop_giving(self, model: str) -> None:
         if self._service is not None:
-            self._service.core.stop_giving(model)
+            self._service.stop_giving(model)
 
     def end_drain(self) -> None:
         """The instance is not to become empty after all."""
         if self._service is not None:
-            self._service.core.end_drain()
+            self._service.end_drain()
 
     def remove_model(self, model: str) -> None:
         self._models.discard(model)

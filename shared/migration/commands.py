@@ -45,7 +45,7 @@ class Stage(msgspec.Struct, kw_only=True):
         return 0 if self.reserved is None else self.reserved.num_held
 
 
-class Command(msgspec.Struct, frozen=True):
+class Command(msgspec.Struct, frozen=True, tag=True):
     migration_id: str
 
 

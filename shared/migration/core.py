@@ -4,31 +4,34 @@ Who gives requests away, and to whom, is said by the scheduler (`on_rebalance`, 
 model that is to leave it (`give_away`): two orders, of which neither knows the other. Which requests go, and in which order,
 is the engine's (`Engine.migration_candidates`).
 
-A host hands in messages, effects of the engine, the registry's changes and the time (`next_wakeup`), and carries out
-`take_commands` after each.
+A host hands in messages, effects of the engine, the registry's changes and the time (`next_wakeup`) as calls (calls.py), and
+carries out `take_commands` after each. What the decisions ask of what is around them are questions (questions.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shared.engine.driver import StepStats
 from shared.engine.handover import Detached, MigrationCandidate
-from shared.engine.requests import Ended, Output
-from shared.engine.sequence import Sequence
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo
-from shared.messages.migration import AbortMigration, AbortReason, MigrationReason, Rebalance
-from shared.messages.requests import Cancel, GenerationRequest, MigratedRequest
-from shared.migration.commands import Ask, Command, Connect, Fault, Tell
-from shared.migration.incoming import IncomingMigrations, Intake
+from shared.messages.migration import AbortMigration, AbortReason, Committed, MigrationReason, Rebalance, Reserved
+from shared.messages.requests import Cancel, ErrorInfo, GenerationRequest, MigratedRequest
+from shared.migration.calls import Call
+from shared.migration.commands import Command, Fault, Tell
+from shared.migration.incoming import IncomingMigrations
 from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
-from shared.migration.outgoing import EngineHost, KvEnd, OutgoingMigration, Reply, Site
+from shared.migration.outgoing import OutgoingMigration, Site
+from shared.migration.questions import Around, Candidates, Held, IsDraining, NewId, Peer, Peers
 from shared.migration.source import Event, may_migrate
+from shared.recording import Recorder
+
+T = TypeVar("T")
 
 POLL_S = 0.02
 """While requests are to leave and none can, candidates are looked for so often."""
@@ -84,35 +87,33 @@ class _Departure(msgspec.Struct):
 class MigrationCore:
     def __init__(
         self,
-        engine: EngineHost,
-        transport: KvEnd | None,
-        intake: Intake,
-        peers: Callable[[], Mapping[str, InstanceInfo]],
-        new_id: Callable[[], str],
+        around: Around,
         *,
+        instance_id: str,
+        address: str | None,
         max_migrations: int,
         max_stages: int,
         rate_share: float,
+        record: Recorder | None = None,
     ) -> None:
-        """`peers`: the registry as it stands, this instance included; nothing where it is not known yet. `new_id`: of a
-        migration, unlike any other. `max_migrations`: out of the instance at once, and into it."""
-        self._intake = intake
-        self._peers = peers
-        self._new_id = new_id
+        """`address`: of the KV transport; None: there is none. `max_migrations`: out of the instance at once, and into it.
+        `record` is given each call before it is carried out, what it returns and the commands that are taken."""
+        self._around = around
+        self._record = record
         self._max_migrations = max_migrations
         self._commands: list[Command] = []
         self._step_s: dict[str, float] = {}
         self._site = Site(
-            instance_id=intake.instance_id,
-            engine=engine,
-            transport=transport,
+            instance_id=instance_id,
+            around=around,
+            address=address,
             rate_share=rate_share,
             max_stages=max_stages,
             step_s=lambda model: self._step_s.get(model, DEFAULT_STEP_S),
             is_there=self._is_there,
             say=self._commands.append,
         )
-        self.incoming = IncomingMigrations(self._site, intake, max_migrations)
+        self.incoming = IncomingMigrations(self._site, max_migrations)
         self.lease: _Order | None = None
         """The scheduler's."""
         self._own: dict[str, _Order] = {}
@@ -134,10 +135,21 @@ class MigrationCore:
         """By request id: one that did not move for a reason of its own, so that others get their turn."""
         self._is_stopping = False
 
-    def take_commands(self) -> list[Command]:
+    def apply(self, call: Call[T], now: float) -> T:
+        if self._record is None:
+            return call.on(self, now)
+        self._record(call, now)
+        answer = call.on(self, now)
+        if answer is not None:
+            self._record(answer, now)
+        return answer
+
+    def take_commands(self, now: float) -> list[Command]:
         """What is to be done now, in this order."""
         commands = self._commands[:]
         self._commands.clear()
+        if commands and self._record is not None:
+            self._record(commands, now)
         return commands
 
     # ------------------------------------------------------------------------------------------------- state
@@ -153,8 +165,8 @@ class MigrationCore:
 
     def needs_peers(self, now: float) -> bool:
         """Whether the host has to tell of changes in the registry."""
-        self._forget(now)
-        return self.lease is not None or bool(self._departures or self._disowned)
+        has_disowned = any(until_s > now for until_s, _ in self._disowned.values())
+        return self.lease is not None or bool(self._departures) or has_disowned
 
     @property
     def leaving_models(self) -> frozenset[str]:
@@ -203,7 +215,7 @@ class MigrationCore:
         self._leaving[model] = now
         destinations = sorted(
             (loaded.num_running + loaded.num_waiting, info.instance_id)
-            for info in self._peers().values()
+            for info in self._around.ask(Peers())
             if info.instance_id != self._site.instance_id and can_take(info, {model})
             for loaded in info.models
             if loaded.name == model
@@ -233,20 +245,20 @@ class MigrationCore:
         """Begins a migration, if one may begin and some request can leave."""
         if len(self._departures) >= min(order.max_concurrent, max_at_once(order.reason, self._max_migrations)):
             return False
-        peers = self._peers()
-        destinations = [peers[name] for name in order.destinations if name in peers and name != self._site.instance_id]
+        named = (self._around.ask(Peer(name)) for name in order.destinations if name != self._site.instance_id)
+        destinations = [info for info in named if info is not None]
         if not any(self._may_take(destination, now) for destination in destinations):
             return False
-        include_offline = self._intake.is_draining or order.reason is MigrationReason.DRAIN
-        for candidate in self._site.engine.ask(lambda engine: engine.migration_candidates(now, include_offline)):
+        include_offline = order.reason is MigrationReason.DRAIN or self._around.ask(IsDraining())
+        for candidate in self._around.ask(Candidates(now, include_offline)):
             held = candidate.request
             if (order.model and held.model != order.model) or not self._may_go(candidate, now):
                 continue
             fitting = [destination for destination in destinations if self._fits(candidate, destination, now)]
-            sequence = self._held(held.request_id) if fitting else None
-            if sequence is None or sequence.request.epoch != held.epoch:
+            here = self._around.ask(Held(held.request_id)) if fitting else None
+            if here is None or here.request.epoch != held.epoch:
                 continue
-            departure = _Departure(candidate, sequence.request, fitting, order.reason)
+            departure = _Departure(candidate, here.request, fitting, order.reason)
             self._departures[held.request_id] = departure
             self._try_next(departure, now)
             return True
@@ -262,7 +274,7 @@ class MigrationCore:
         )
 
     def _is_there(self, destination: InstanceInfo) -> bool:
-        info = self._peers().get(destination.instance_id)
+        info = self._around.ask(Peer(destination.instance_id))
         return info is not None and info.incarnation == destination.incarnation
 
     def _may_take(self, destination: InstanceInfo, now: float) -> bool:
@@ -270,22 +282,19 @@ class MigrationCore:
 
     def _fits(self, candidate: MigrationCandidate, destination: InstanceInfo, now: float) -> bool:
         with_kv = bool(candidate.num_blocks)
-        if not self._may_take(destination, now) or (with_kv and self._site.transport is None):
+        if not self._may_take(destination, now) or (with_kv and self._site.address is None):
             return False
         return can_take(destination, {candidate.request.model}, with_kv)
-
-    def _held(self, request_id: str) -> Sequence | None:
-        return self._site.engine.ask(lambda engine: engine.held(request_id))
 
     # ------------------------------------------------------------------------------------------------- out of here
 
     def _try_next(self, departure: _Departure, now: float) -> None:
         while departure.left:
             destination, request = departure.left.pop(0), departure.request
-            held = self._held(request.request_id)
+            held = self._around.ask(Held(request.request_id))
             if not self._is_there(destination) or held is None or held.request.epoch != request.epoch:
                 continue
-            migration_id = self._new_id()
+            migration_id = self._around.ask(NewId())
             migration = departure.migration = OutgoingMigration(
                 self._site,
                 migration_id,
@@ -350,13 +359,24 @@ class MigrationCore:
         self._try_next(departure, now)
         self._look_s = now
 
-    def on_reply(self, ask: Ask, reply: Reply, now: float) -> None:
-        if (migration := self._outgoing.get(ask.migration_id)) is not None:
-            self._drive(migration, now, migration.on_reply, ask.message, reply)
+    def on_room(self, migration_id: str, stage: int, reply: Reserved | ErrorInfo | None, now: float) -> None:
+        """The answer to PreAllocate; None: whether it was heard is not known."""
+        if (migration := self._outgoing.get(migration_id)) is not None:
+            self._drive(migration, now, migration.on_room, stage, reply)
 
-    def on_connected(self, connect: Connect, is_connected: bool, now: float) -> None:
-        if (migration := self._outgoing.get(connect.migration_id)) is not None:
-            self._drive(migration, now, migration.on_connected, connect.stage.number, is_connected)
+    def on_committed(self, migration_id: str, reply: Committed | ErrorInfo | None, now: float) -> None:
+        """The answer to Commit, likewise."""
+        if (migration := self._outgoing.get(migration_id)) is not None:
+            self._drive(migration, now, migration.on_committed, reply)
+
+    def on_owned(self, migration_id: str, owns: bool | None, now: float) -> None:
+        """The answer to Owns; None: it does not say."""
+        if (migration := self._outgoing.get(migration_id)) is not None:
+            self._drive(migration, now, migration.on_owned, owns)
+
+    def on_connected(self, migration_id: str, stage: int, is_connected: bool, now: float) -> None:
+        if (migration := self._outgoing.get(migration_id)) is not None:
+            self._drive(migration, now, migration.on_connected, stage, is_connected)
 
     def on_sent(self, migration_id: str, is_sent: bool, now: float) -> None:
         """The blocks of a stage are at the destination, or will not be."""
@@ -370,13 +390,10 @@ class MigrationCore:
 
     # --------------------------------------------------------------------------- from the engine and the registry
 
-    def on_effects(self, effects: Iterable[Output | Ended | Detached], now: float) -> None:
-        """Of the engine, in order; outputs do not matter here."""
-        for effect in effects:
-            if isinstance(effect, Detached):
-                self.on_detached(effect, now)
-            elif isinstance(effect, Ended) and (ending := self.outgoing_of(effect.request.request_id)) is not None:
-                self.feed(ending.migration_id, Event.GONE, AbortReason.ENDED, now)
+    def on_ended(self, request_id: str, now: float) -> None:
+        """The request has ended here."""
+        if (ending := self.outgoing_of(request_id)) is not None:
+            self.feed(ending.migration_id, Event.GONE, AbortReason.ENDED, now)
 
     def on_detached(self, taken: Detached, now: float) -> None:
         if (leaving := self.outgoing_of(taken.request_id)) is not None:
@@ -393,6 +410,7 @@ class MigrationCore:
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
         """The registry entry of an instance changed, or is gone."""
+        self._forget(now)
         for migration in list(self._outgoing.values()):
             destination = migration.destination
             is_lost = info is None or info.incarnation != destination.incarnation

@@ -34,6 +34,7 @@ from shared.migration import commands
 from shared.migration.destination import Action, DestinationMigration, Event, State
 from shared.migration.limits import max_at_once, pool_of
 from shared.migration.outgoing import Site
+from shared.migration.questions import BlockBytes, EngineHost, Refusal
 from shared.migration.source import EPOCHS_OF_A_MIGRATION
 
 SWEEP_S = 0.25
@@ -41,6 +42,11 @@ SWEEP_S = 0.25
 IDLE_SWEEP_S = 10.0
 RETRY_S = 0.02
 """After which a migration that comes in may be over."""
+
+
+def with_busy(reserved: Reserved, engine: EngineHost, now: float) -> Reserved:
+    """As a source is told: with how long the steps in flight here go on."""
+    return msgspec.structs.replace(reserved, busy_s=engine.ask(lambda here: here.busy_s(now)))
 
 
 def held_after(commit: Commit) -> HeldRequest:
@@ -106,9 +112,8 @@ class _Disowned(NamedTuple):
 
 
 class IncomingMigrations:
-    def __init__(self, site: Site, intake: Intake, max_migrations: int) -> None:
+    def __init__(self, site: Site, max_migrations: int) -> None:
         self._site = site
-        self._intake = intake
         self._max_migrations = max_migrations
         self._migrations: dict[str, _Migration] = {}
         self._disowned: dict[str, _Disowned] = {}
@@ -147,10 +152,6 @@ class IncomingMigrations:
         elif query.stage not in migration.asked:
             self._answer_room(migration, query.stage, None)
 
-    def with_busy(self, reserved: Reserved, now: float) -> Reserved:
-        """As it is told: with how long the steps in flight here go on."""
-        return msgspec.structs.replace(reserved, busy_s=self._site.engine.ask(lambda engine: engine.busy_s(now)))
-
     def on_commit(self, commit: Commit, now: float) -> None:
         """Answered by `AnswerCommit`, when all that was announced is here."""
         migration = self._migrations.get(commit.migration_id)
@@ -180,10 +181,9 @@ class IncomingMigrations:
         if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
             message = f"{num_in} migrations come in already"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_S)
-        transport = self._site.transport
-        if transport is None:
+        if self._site.address is None:
             return ErrorInfo(ErrorCode.UNAVAILABLE, "there is no KV transport here")
-        block_bytes = transport.block_bytes(pool_of(query.model, query.on_host))
+        block_bytes = self._site.around.ask(BlockBytes(pool_of(query.model, query.on_host)))
         if block_bytes is None:
             return ErrorInfo(ErrorCode.GONE, f"there is no such KV pool of {query.model!r} here", "model")
         # Whole blocks are the same on groups of any size.
@@ -195,7 +195,7 @@ class IncomingMigrations:
     def _not_taken(self, model: str, adapter: Adapter | None) -> ErrorInfo | None:
         if self.is_stopping:
             return ErrorInfo(ErrorCode.DRAINING, f"instance {self._site.instance_id} is draining")
-        return self._intake.refusal(model, adapter)
+        return self._site.around.ask(Refusal(model, adapter))
 
     # ------------------------------------------------------------------------------------- what came of commands
 
@@ -252,7 +252,7 @@ class IncomingMigrations:
         if copy is None or copy.epoch != taken.request.epoch:
             return
         del self._disowned[taken.request_id]
-        engine = self._site.engine
+        engine = self._site.around
         if engine.apply(Freeze(taken.request_id)):
             engine.apply(Release(taken.request_id))
             epoch = copy.epoch - 1 + EPOCHS_OF_A_MIGRATION
@@ -329,7 +329,7 @@ class IncomingMigrations:
                     self._site.say(commands.StopWriting(migration.migration_id))
                 case Action.RELEASE:
                     if migration.has_reserved:
-                        self._site.engine.apply(Unreserve(migration.migration_id))
+                        self._site.around.apply(Unreserve(migration.migration_id))
                 case Action.GIVE_UP:
                     self._disowned[migration.request_id] = _Disowned(migration.machine.epoch, migration.source_id)
                     self._give_up_disowned()
@@ -358,7 +358,7 @@ class IncomingMigrations:
     def _reserve(self, migration: _Migration, query: PreAllocate, now: float) -> None:
         """Room for one stage, until its blocks are expected."""
         stage = query.stage
-        reservation = self._site.engine.apply(Reserve(query))
+        reservation = self._site.around.apply(Reserve(query))
         if isinstance(reservation, ErrorInfo):
             migration.refusal = reservation
             is_final = reservation.retry_after_s <= 0
@@ -393,7 +393,7 @@ class IncomingMigrations:
         refused = self._not_taken(request.model, request.adapter)
         if refused is None:
             try:
-                refused = self._site.engine.apply(Adopt(commit))
+                refused = self._site.around.apply(Adopt(commit))
             except Exception as error:
                 self._site.say(commands.Fault(migration.migration_id, error))
                 refused = ErrorInfo(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
@@ -412,4 +412,4 @@ class IncomingMigrations:
             if self._site.held_epoch(request_id) != copy.epoch:
                 del self._disowned[request_id]  # it has ended, or was placed again
             else:
-                self._site.engine.apply(Detach(request_id))
+                self._site.around.apply(Detach(request_id))

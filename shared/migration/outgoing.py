@@ -11,12 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
 
 import msgspec
 
-from shared.engine.calls import Call, Detach, EndMigration, Freeze, Pin, PinRest, Reattach, Release, Unpin
-from shared.engine.engine import Engine
+from shared.engine.calls import Detach, EndMigration, Freeze, Pin, PinRest, Reattach, Release, Unpin
 from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks, rebased
 from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
@@ -26,7 +24,6 @@ from shared.messages.migration import (
     Committed,
     MigrationReason,
     OwnsQuery,
-    OwnsReply,
     PreAllocate,
     Reserved,
 )
@@ -36,6 +33,7 @@ from shared.migration.commands import Command, Stage
 from shared.migration.destination import IDLE_S
 from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, copy_deadline_s, copy_s, is_worth, next_stage
 from shared.migration.limits import pool_of
+from shared.migration.questions import Around, BandwidthBytesS, BlockBytes, BusyS, HeldEpoch
 from shared.migration.source import (
     ASK_PAUSE_S,
     ASK_S,
@@ -49,8 +47,6 @@ from shared.migration.source import (
     State,
 )
 
-T = TypeVar("T")
-
 MOVED = "moved"
 ACKNOWLEDGE_S = 0.5
 """For the transport's acknowledgement of blocks that the destination has confirmed by taking the request over."""
@@ -60,9 +56,6 @@ MAX_RETRY_S = 0.1
 """What counts as soon."""
 
 _SOON = (ErrorCode.OVERLOADED, ErrorCode.LOADING)
-
-Reply = Reserved | Committed | OwnsReply | ErrorInfo | None
-"""Of a peer; None: whether it has heard the message is not known."""
 
 _UNDECIDED = (ErrorCode.DEADLINE, ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL)
 """Errors that do not say whether a Commit took effect."""
@@ -75,36 +68,14 @@ _REASONS = {
 """What an error of the destination means; REFUSED where it is none of these."""
 
 
-class EngineHost(Protocol):
-    """An engine with whoever drives it, and looks again after each call."""
-
-    def apply(self, call: Call[T], /) -> T: ...
-
-    def ask(self, question: Callable[[Engine], T], /) -> T: ...
-
-
-class KvEnd(Protocol):
-    """What is asked of a KV transport of here."""
-
-    @property
-    def address(self) -> str:
-        """Where peers reach it."""
-
-    def block_bytes(self, pool: str, /) -> int | None:
-        """Of a pool's KV block; None: there is no such pool."""
-
-    def bandwidth_bytes_s(self, address: str, /) -> float | None:
-        """To a peer, as measured; None: not yet."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What migrations of an instance have in common."""
 
     instance_id: str
-    engine: EngineHost
-    transport: KvEnd | None
-    """None: only requests without KV move."""
+    around: Around
+    address: str | None
+    """Of the transport; None: there is none, and only requests without KV move."""
     rate_share: float
     """Of the bandwidth, what copies may use that nobody waits for."""
     max_stages: int
@@ -115,7 +86,7 @@ class Site:
     say: Callable[[Command], None]
 
     def held_epoch(self, request_id: str) -> int | None:
-        return self.engine.ask(lambda engine: engine.held_epoch(request_id))
+        return self.around.ask(HeldEpoch(request_id))
 
 
 class OutgoingMigration:
@@ -222,15 +193,12 @@ class OutgoingMigration:
         if not self.machine.is_over and self.machine.deadline_s() <= now:
             self.feed(Event.TIMEOUT, now)
 
-    def on_reply(self, message: PreAllocate | Commit | OwnsQuery, reply: Reply, now: float) -> None:
-        if isinstance(message, PreAllocate):
-            self._on_room(message, reply, now)
-        elif isinstance(message, Commit):
-            self._on_commit_answered(reply, now)
-        elif isinstance(reply, OwnsReply):
-            self.feed(Event.OWNS_YES if reply.owns else Event.OWNS_NO, now)
-        else:
+    def on_owned(self, owns: bool | None, now: float) -> None:
+        """The answer to Owns; None: it does not say."""
+        if owns is None:
             self._timer = now + ASK_PAUSE_S, partial(self.feed, Event.NO_ANSWER)
+        else:
+            self.feed(Event.OWNS_YES if owns else Event.OWNS_NO, now)
 
     def on_connected(self, stage: int, is_connected: bool, now: float) -> None:
         if stage != len(self._stages) - 1:
@@ -254,7 +222,7 @@ class OutgoingMigration:
         self._unpin()
 
     def _do(self, action: Action, now: float) -> None:
-        engine = self._site.engine
+        engine = self._site.around
         match action:
             case Action.DECIDE:
                 self._decide(now)
@@ -311,7 +279,7 @@ class OutgoingMigration:
             return
         self._unpin()
         first_block = self._next_block
-        pinned = self._pinned = self._site.engine.apply(Pin(self.request_id, first_block))
+        pinned = self._pinned = self._site.around.apply(Pin(self.request_id, first_block))
         if pinned is None:
             self._gone(now)
             return
@@ -353,7 +321,7 @@ class OutgoingMigration:
             self.feed(Event.LAST, now)
 
     def _source_busy_s(self, now: float) -> float:
-        return self._site.engine.ask(lambda engine: engine.busy_s(now))
+        return self._site.around.ask(BusyS(now))
 
     def _wait(self, busy_s: float, now: float) -> bool:
         """Until a long step should have ended; False: it has been too long."""
@@ -421,26 +389,26 @@ class OutgoingMigration:
             deadline_s=self._keeps_s(stage),
             reason=self._reason,
             arrives_s=stage.arrives_s,
-            source_address="" if site.transport is None else site.transport.address,
+            source_address=site.address or "",
             adapter=request.adapter,
         )
         self._num_tries += 1
         left_s = max(0.0, self._asked_s + RESERVE_S - now)
         self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, query, left_s))
 
-    def _on_room(self, query: PreAllocate, reply: Reply, now: float) -> None:
+    def on_room(self, number: int, reply: Reserved | ErrorInfo | None, now: float) -> None:
+        """The answer to PreAllocate for the stage of that number."""
         stage = self._stages[-1]
-        if query.stage != stage.number or stage.reserved is not None:
+        if number != stage.number or stage.reserved is not None:
             return
         if isinstance(reply, Reserved):
             stage.reserved = reply
             self._busy.on_reserved(reply.busy_s, now)
-            if reply.ticket and self._site.transport is not None:
+            if reply.ticket and self._site.address is not None:
                 self._site.say(commands.Connect(self.migration_id, stage, CONNECT_S))
             else:
                 self.feed(Event.RESERVED, now)
             return
-        assert reply is None or isinstance(reply, ErrorInfo)
         if reply is None:
             self.feed(Event.FAILED, now, AbortReason.UNREACHABLE)
         elif reply.code not in _SOON or not 0 < reply.retry_after_s <= MAX_RETRY_S:
@@ -469,7 +437,7 @@ class OutgoingMigration:
             return
         self._unpin()
         # What is left, now that it does not grow any more.
-        rest = self._pinned = self._site.engine.apply(PinRest(self.request_id, self._next_block))
+        rest = self._pinned = self._site.around.apply(PinRest(self.request_id, self._next_block))
         if rest is None:
             self._gone(now)
             return
@@ -489,7 +457,7 @@ class OutgoingMigration:
     def _commit(self, now: float) -> None:
         taken, stages = self.taken, self._stages
         assert taken is not None
-        if not self._site.engine.apply(Freeze(self.request_id)):
+        if not self._site.around.apply(Freeze(self.request_id)):
             self._gone(now)
             return
         blocks = [] if self._pinned is None else self._pinned.blocks
@@ -516,10 +484,11 @@ class OutgoingMigration:
             )
         return bool(missing)
 
-    def _on_commit_answered(self, reply: Reply, now: float) -> None:
+    def on_committed(self, reply: Committed | ErrorInfo | None, now: float) -> None:
+        """The answer to Commit."""
         if isinstance(reply, Committed):
             self.feed(Event.COMMITTED, now)
-        elif not isinstance(reply, ErrorInfo) or reply.code in _UNDECIDED:
+        elif reply is None or reply.code in _UNDECIDED:
             self.feed(Event.NO_ANSWER, now)
         else:
             reason = _REASONS.get(reply.code, AbortReason.REFUSED)
@@ -531,7 +500,7 @@ class OutgoingMigration:
     # ------------------------------------------------------------------------------------------------ how it ends
 
     def _drop(self, now: float) -> None:
-        was_cancelled = self._site.engine.apply(Release(self.request_id))
+        was_cancelled = self._site.around.apply(Release(self.request_id))
         self._end_pause(now)
         self.is_given_up = self.machine.state is not State.MOVED
         if was_cancelled and not self.is_given_up:
@@ -563,7 +532,7 @@ class OutgoingMigration:
 
     def _unpin(self) -> None:
         if self._pinned is not None:
-            self._site.engine.apply(Unpin(self._pinned))
+            self._site.around.apply(Unpin(self._pinned))
             self._pinned = None
 
     def _tell(self, message: AbortMigration | Cancel) -> None:
@@ -571,15 +540,13 @@ class OutgoingMigration:
 
     @property
     def _takes_kv(self) -> bool:
-        return self._site.transport is not None and bool(self.destination.kv_address)
+        return self._site.address is not None and bool(self.destination.kv_address)
 
     def _block_bytes(self, on_host: bool) -> int | None:
-        transport = self._site.transport
-        return None if transport is None else transport.block_bytes(pool_of(self._model, on_host))
+        return self._site.around.ask(BlockBytes(pool_of(self._model, on_host)))
 
     def _bytes_s(self, num_bytes: int, is_urgent: bool) -> float:
-        transport = self._site.transport
-        bandwidth = None if transport is None else transport.bandwidth_bytes_s(self.destination.kv_address)
+        bandwidth = self._site.around.ask(BandwidthBytesS(self.destination.kv_address))
         return copy_s(num_bytes, bandwidth, 1.0 if is_urgent else self._site.rate_share)
 
     def _copy_s(self, num_blocks: int, is_urgent: bool = False) -> float:

@@ -29,6 +29,7 @@ from shared.simulation.batches import Batches
 from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S, PATIENCE_S, Device, Fleet, Model
 from shared.simulation.gateway import Job, Record
+from shared.simulation.itl import ItlHistogram
 from shared.simulation.migration import FleetMigrations
 
 NUM_TICKS = 100
@@ -200,7 +201,8 @@ def simulate(
     numbers = np.concatenate([numbers, np.arange(num_sent, len(fleet.gateway.jobs))])
     requests = requests_of(problem, fleet.gateway.jobs, fleet.gateway.records, numbers, fleet.events.now)
     busy_s = {name: fleet.busy_s[name] for name in sorted({*fleet.busy_s, *fleet.instances})}
-    return Outcome(requests, measured(problem, requests, busy_s, fleet.model_device_s, seconds), is_over)
+    itl = {name: fleet.gateway.itl_of(model=name) for name in requests.models}
+    return Outcome(requests, measured(problem, requests, busy_s, fleet.model_device_s, seconds, itl), is_over)
 
 
 def predict(
@@ -243,12 +245,13 @@ def measured(
     busy_s: Mapping[str, float],
     model_device_s: Mapping[str, float],
     seconds: float,
+    itl: Mapping[str, ItlHistogram],
 ) -> metrics.RunMetrics:
-    """`busy_s`: of instances; `model_device_s`: devices times seconds, of models; `seconds`: of the run."""
+    """`busy_s`: of instances; `model_device_s`: devices times seconds, of models; `seconds`: of the run; `itl`: by model."""
     device_s = seconds * sum(node.num_devices for node in problem.nodes)
     use = {name: one_s / seconds for name, one_s in busy_s.items()}
     model_use = {name: one_s / device_s for name, one_s in model_device_s.items()}
-    return metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds, model_use)
+    return metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds, model_use, itl)
 
 
 class _Left:

@@ -592,18 +592,21 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    def run(self, jobs: Sequence[Job], *, patience_s: float = PATIENCE_S) -> Gateway:
-        """Until all have ended. Raises `RunFailed` where one has not, `patience_s` after the last came."""
+    def run(self, jobs: Sequence[Job], *, patience_s: float = PATIENCE_S, has_endless_batches: bool = False) -> Gateway:
+        """Until all have ended; of `has_endless_batches`, these jobs alone. Raises `RunFailed` where one has not,
+        `patience_s` after the last came."""
+        left = set[int]()
         for job in jobs:
-            self.submit_at(job)
+            left.add(self.submit_at(job, left.discard))
         limit_s = jobs[-1].at_s + patience_s
-        if not self.events.run(lambda: self.gateway.num_left == 0, limit_s):
-            raise RunFailed(f"{self.gateway.num_left} of {len(jobs)} requests have not ended by {limit_s:.0f} s")
+        if not self.events.run(lambda: not (left if has_endless_batches else self.gateway.num_left), limit_s):
+            num_left = len(left) if has_endless_batches else self.gateway.num_left
+            raise RunFailed(f"{num_left} of {len(jobs)} requests have not ended by {limit_s:.0f} s")
         return self.gateway
 
-    def submit_at(self, job: Job) -> int:
-        """Returns the request's number."""
-        number = self.gateway.expect(job)
+    def submit_at(self, job: Job, then: Callable[[int], None] | None = None) -> int:
+        """Returns the request's number; `then` is called with it when the request is over."""
+        number = self.gateway.expect(job, then)
         self.events.at(job.at_s, self.gateway.send, number)
         return number
 

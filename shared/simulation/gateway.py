@@ -22,6 +22,7 @@ from shared.messages.requests import (
     SamplingParams,
     TokenEntry,
 )
+from shared.simulation.itl import ItlHistogram
 from shared.streams import Outcome, StreamState
 
 NAME = "gateway"
@@ -127,9 +128,13 @@ class Gateway:
         self.pauses: list[tuple[int, float, float]] = []
         """Of each move of a running request: its tokens, the pause it saw (from its last token at the source to its first at
         the destination), and the source's step time then."""
+        self.itl: dict[tuple[str, RequestClass, bool], ItlHistogram] = {}
+        """By model, class and whether the request is of high priority."""
         self._now, self._submit = now, submit
         self._then: dict[int, Callable[[int], None]] = {}
         self._streams: list[StreamState] = []
+        self._itl: list[ItlHistogram] = []
+        """Of `itl`, that in which each request's gaps count."""
         self._sent: list[GenerationRequest] = []
         self._paused: dict[int, tuple[int, float, float]] = {}
         self._num_preemptions: dict[str, int] = {}
@@ -157,8 +162,19 @@ class Gateway:
             )
         )  # fmt: skip
         self._streams.append(StreamState(str(number), sampling))
+        self._itl.append(self.itl.setdefault((job.model, job.request_class, job.is_high), ItlHistogram()))
         self.num_left += 1
         return number
+
+    def itl_of(
+        self, request_class: RequestClass = RequestClass.ONLINE, *, model: str = "", is_high: bool | None = None
+    ) -> ItlHistogram:
+        """Of requests of a class so far; `model`: "" for all of them; `is_high`: None for both priorities."""
+        return ItlHistogram.merged(
+            one
+            for (name, known_class, priority), one in self.itl.items()
+            if known_class is request_class and model in ("", name) and is_high in (None, priority)
+        )
 
     def answer_of(self, number: int) -> tuple[int, int]:
         """What a model says to a request: the tokens of prompt and answer together, and each token but the last."""
@@ -235,8 +251,11 @@ class Gateway:
                 record.num_tokens += len(tokens) // 4
                 if record.first_s < 0:
                     record.first_s, record.num_cached_tokens = now, entry.num_cached_tokens
-                elif (gap_s := now - record.last_s) > record.longest_gap_s:
-                    record.longest_gap_s = gap_s
+                else:
+                    gap_s = now - record.last_s
+                    self._itl[number].add(gap_s)
+                    if gap_s > record.longest_gap_s:
+                        record.longest_gap_s = gap_s
                 if record.preempted_s >= 0:
                     record.loss_s += now - record.preempted_s
                     record.preempted_s = -1.0

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from shared.placement.problem import ModelPrediction, Prediction
+from shared.simulation.itl import Itl, ItlHistogram
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +59,8 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: Spread = Spread()
     ttft_s: Spread = Spread()
     tpot_s: Spread = Spread()
+    itl_s: Itl = Itl()
+    """Of each token after the first, where TPOT is a request's mean."""
     requests_s: float = 0.0
     """That ended, a second."""
     tokens_s: float = 0.0
@@ -94,15 +97,17 @@ def measure(
     use: Mapping[str, float],
     seconds: float,
     model_use: Mapping[str, float] = {},
+    itl: Mapping[str, ItlHistogram] = {},
 ) -> RunMetrics:
     """`execution_s`: mean execution time of each model; requests of a model without one (it fits nowhere) miss their SLO.
-    `slo_scale`: of a model. `seconds`: length of the run. `model_use`: `Metrics.use`, by model."""
+    `slo_scale`: of a model. `seconds`: length of the run. `model_use`: `Metrics.use`, by model. `itl`: of online
+    requests, by model; nothing where it is not known."""
     alone_s = np.array([execution_s.get(name, np.nan) for name in requests.models])[requests.model]
     normalised = requests.latency_s / alone_s
     scales = np.array([slo_scale(name) for name in requests.models])[requests.model]
     meets = requests.is_done & (normalised <= scales)
 
-    def of(rows: np.ndarray, use: float) -> Metrics:
+    def of(rows: np.ndarray, use: float, itl: ItlHistogram) -> Metrics:
         online, offline = rows & requests.is_online, rows & ~requests.is_online
         num = int(online.sum())
         seen = offline & ~np.isnan(requests.ttft_s)
@@ -115,6 +120,7 @@ def measure(
             latency_s=spread(requests.latency_s[online]),
             ttft_s=spread(requests.ttft_s[online]),
             tpot_s=spread(requests.tpot_s[online]),
+            itl_s=itl.summary(),
             requests_s=float((online & requests.is_done).sum() / seconds),
             tokens_s=float(requests.num_tokens[online].sum() / seconds),
             offline_requests=int((offline & requests.is_done).sum()),
@@ -123,9 +129,10 @@ def measure(
         )
 
     return RunMetrics(
-        total=of(np.ones(len(requests.model), np.bool_), sum(model_use.values())),
+        total=of(np.ones(len(requests.model), np.bool_), sum(model_use.values()), ItlHistogram.merged(itl.values())),
         models={
-            name: of(requests.model == index, model_use.get(name, 0.0)) for index, name in enumerate(requests.models)
+            name: of(requests.model == index, model_use.get(name, 0.0), itl.get(name) or ItlHistogram())
+            for index, name in enumerate(requests.models)
         },
         use=dict(use),
         seconds=seconds,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 
-from shared.engine import calls
+from shared.engine import calls as engine_calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.handover import Detached
@@ -24,12 +24,13 @@ from shared.messages.migration import (
     Reserved,
 )
 from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, TokenEntry
-from shared.migration import commands
+from shared.migration import calls, commands
+from shared.migration.calls import Call, Reply, calls_of
 from shared.migration.commands import Command
-from shared.migration.core import MigrationCore
 from shared.migration.estimates import copy_s
-from shared.migration.incoming import Intake, held_after
-from shared.migration.outgoing import EngineHost, Reply
+from shared.migration.incoming import Intake, held_after, with_busy
+from shared.migration.questions import EngineHost, Surroundings
+from shared.migration.recording import Configuration, recorded
 from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S, Fleet, Instance
 
@@ -90,8 +91,9 @@ class VirtualMigrations:
         max_migrations: int,
         max_stages: int,
         rate_share: float,
+        write: Callable[[bytes], object] | None = None,
     ) -> None:
-        """`block_bytes`: of a model's KV block."""
+        """`block_bytes`: of a model's KV block. `write`: where what is decided is recorded; None: nowhere."""
         self.address = intake.instance_id
         self.intake = intake
         self.num_transfers = 0
@@ -108,16 +110,12 @@ class VirtualMigrations:
         self._network, self._events, self._engine = network, network.events, engine
         self._bandwidth_bytes_s, self._rate_share = bandwidth_bytes_s, rate_share
         self._block_bytes = block_bytes
-        self.core = MigrationCore(
-            engine,
-            self,
-            intake,
-            peers,
-            new_id,
-            max_migrations=max_migrations,
-            max_stages=max_stages,
+        configuration = Configuration(
+            instance_id=self.address, address=self.address, max_migrations=max_migrations, max_stages=max_stages,
             rate_share=rate_share,
-        )
+        )  # fmt: skip
+        around = Surroundings(engine=engine, transport=self, intake=intake, peers=peers, new_id=new_id)
+        self.core = configuration.build(around) if write is None else recorded(configuration, around, write)
         self._out: dict[str, list[_Transfer]] = {}
         self._expected: dict[tuple[str, int], list[int]] = {}
         self._coming: dict[tuple[str, int], _Transfer] = {}
@@ -136,24 +134,25 @@ class VirtualMigrations:
 
     # ------------------------------------------------------------------------------------------ from the instance
 
-    def tell(self, what: Callable[..., object], *arguments: object) -> None:
-        """Something for the core; the time follows."""
+    def tell(self, *told: Call[object]) -> None:
+        """Something for the core."""
         if not self.is_dead:
-            what(*arguments, self._events.now)
+            for call in told:
+                self.core.apply(call, self._events.now)
             self.act()
 
     def on_effects(self, effects: list[Effect]) -> None:
         """Of the engine; acted upon after what else happens at this moment."""
         if any(isinstance(effect, Detached | Ended) for effect in effects):
-            self._events.after(0.0, self.tell, self.core.on_effects, effects)
+            self._events.after(0.0, self.tell, *calls_of(effects))
 
     def on_step(self, stats: StepStats) -> None:
-        self.core.on_step(stats, self._events.now)
+        self.core.apply(calls.OnStep(stats), self._events.now)
 
     # ------------------------------------------------------------------------------------------ time, commands
 
     def act(self) -> None:
-        while due := self.core.take_commands():
+        while due := self.core.take_commands(self._events.now):
             for command in due:
                 self._carry_out(command)
         wakeup_s = self.core.next_wakeup()
@@ -164,7 +163,7 @@ class VirtualMigrations:
     def _on_timer(self, at_s: float) -> None:
         if at_s == self._timer_s:
             self._timer_s = -1.0
-            self.tell(self.core.on_time)
+            self.tell(calls.OnTime())
 
     def _carry_out(self, command: Command) -> None:
         migration_id, core, after = command.migration_id, self.core, self._events.after
@@ -178,7 +177,7 @@ class VirtualMigrations:
             case commands.Connect(_, stage):
                 assert stage.reserved is not None
                 is_there = self._network.reach(stage.reserved.address) is not None
-                after(0.0, self.tell, core.on_connected, command, is_there)
+                after(0.0, self.tell, calls.OnConnected(migration_id, stage.number, is_there))
             case commands.SendBlocks():
                 self._send(command)
             case commands.CancelTransfers():
@@ -191,14 +190,14 @@ class VirtualMigrations:
                 else:
                     self._end_out(migration_id)
             case commands.ClaimBlocks(_, number):
-                after(0.0, self.tell, core.incoming.on_claimed, migration_id, number, "")
+                after(0.0, self.tell, calls.OnClaimed(migration_id, number, ""))
             case commands.ExpectBlocks(_, number, _, blocks, deadline_s):
                 self._expected[migration_id, number] = blocks
                 after(deadline_s, self.on_stage, migration_id, number, "too late")
-                core.incoming.on_expected(migration_id, number, self.address, TICKET, "", self._events.now)
+                core.apply(calls.OnExpected(migration_id, number, self.address, TICKET, ""), self._events.now)
             case commands.AnswerRoom(_, number, room):
                 if isinstance(room, Reserved):
-                    room = core.incoming.with_busy(room, self._events.now)
+                    room = with_busy(room, self._engine, self._events.now)
                 for answer in self._rooms.pop((migration_id, number), ()):
                     answer(room)
             case commands.AnswerCommit(_, verdict):
@@ -209,7 +208,7 @@ class VirtualMigrations:
                     del self._expected[key]
                     if (coming := self._coming.pop(key, None)) is not None:
                         after(0.0, coming.source._fail, coming)
-                after(0.0, self.tell, core.incoming.on_quiet, migration_id)
+                after(0.0, self.tell, calls.OnQuiet(migration_id))
             case commands.Adopted(_, commit, num_output):
                 self.on_adopted(commit, num_output)
             case commands.Fault(_, error):
@@ -233,7 +232,7 @@ class VirtualMigrations:
             nonlocal is_answered
             if not is_answered:
                 is_answered = True
-                self.tell(self.core.on_reply, command, reply)
+                self.tell(calls.answered(command, reply))
 
         def arrive() -> None:
             peer = self._network.reach(command.destination_id)
@@ -253,23 +252,23 @@ class VirtualMigrations:
         """A message with a reply."""
         if isinstance(message, PreAllocate):
             self._rooms.setdefault((message.migration_id, message.stage), []).append(answer)
-            self.tell(self.core.incoming.on_pre_allocate, message)
+            self.tell(calls.OnPreAllocate(message))
         elif isinstance(message, Commit):
             self._verdicts.setdefault(message.migration_id, []).append(answer)
-            self.tell(self.core.incoming.on_commit, message)
+            self.tell(calls.OnCommit(message))
         else:
-            answer(self.core.incoming.on_owns(message, self._events.now))
+            answer(self.core.apply(calls.OnOwns(message), self._events.now))
             self.act()
 
     def _deliver(self, destination_id: str, message: AbortMigration | Cancel) -> None:
         if (peer := self._network.reach(destination_id)) is None:
             return
         if isinstance(message, AbortMigration):
-            peer.tell(peer.core.incoming.on_abort, message)
+            peer.tell(calls.OnAbort(message))
             return
         epoch = peer._engine.ask(lambda engine: engine.held_epoch(message.request_id))
         if epoch is not None and (message.epoch is None or epoch <= message.epoch):
-            peer._engine.apply(calls.Cancel(message.request_id))
+            peer._engine.apply(engine_calls.Cancel(message.request_id))
 
     # ------------------------------------------------------------------------------------------------ blocks
 
@@ -279,7 +278,7 @@ class VirtualMigrations:
         peer = self._network.reach(stage.reserved.address)
         key = command.migration_id, stage.number
         if peer is None or key not in peer._expected:
-            self._network.send(commands.SendBlocks, lambda: self.tell(self.core.on_sent, command.migration_id, False))
+            self._network.send(commands.SendBlocks, lambda: self.tell(calls.OnSent(command.migration_id, False)))
             return
         num_bytes = len(command.blocks) * self._block_bytes(command.pool.partition("/")[2])
         self.num_bytes += num_bytes
@@ -300,20 +299,20 @@ class VirtualMigrations:
         elif transfer.end():
             peer.on_blocks(self, command, blocks)
             peer.on_stage(*key, "")
-            self.tell(self.core.on_sent, command.migration_id, True)
+            self.tell(calls.OnSent(command.migration_id, True))
 
     def _fail(self, transfer: _Transfer) -> None:
         """Both ends notice."""
         if transfer.end():
             command = transfer.command
             transfer.destination.on_stage(command.migration_id, command.stage.number, "they were stopped")
-            self.tell(self.core.on_sent, command.migration_id, False)
+            self.tell(calls.OnSent(command.migration_id, False))
 
     def on_stage(self, migration_id: str, stage: int, failure: str) -> None:
         """Its blocks are here, or will not come."""
         if self._expected.pop((migration_id, stage), None) is not None:
             coming = self._coming.pop((migration_id, stage), None)
-            self.tell(self.core.incoming.on_stage, migration_id, stage, failure)
+            self.tell(calls.OnStage(migration_id, stage, failure))
             if coming is not None:
                 coming.source._fail(coming)
 
@@ -328,7 +327,7 @@ class VirtualMigrations:
     def _end_out(self, migration_id: str) -> None:
         self._cancel(migration_id)
         del self._out[migration_id]
-        self._events.after(0.0, self.tell, self.core.on_rest, migration_id)
+        self._events.after(0.0, self.tell, calls.OnRest(migration_id))
 
 
 class _Registry(Mapping[str, InstanceInfo]):
@@ -426,18 +425,18 @@ class FleetMigrations:
 
     def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None:
         if (host := self._reach(instance_id)) is not None:
-            host.tell(host.core.on_rebalance, rebalance)
+            host.tell(calls.OnRebalance(rebalance))
 
     def give_away(self, instance_id: str, model: str) -> None:
         """The model is being unloaded there; again and again, until `stop_giving`."""
         if (host := self._reach(instance_id)) is not None:
-            host.tell(host.core.give_away, model)
+            host.tell(calls.GiveAway(model))
 
     def stop_giving(self, instance_id: str, model: str) -> None:
         if (host := self._reach(instance_id)) is not None:
-            host.core.stop_giving(model)
+            host.core.apply(calls.StopGiving(model), self._fleet.events.now)
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         """Its entry in the registry is another, or gone."""
         for host in list(self._hosts.values()):
-            host.tell(host.core.on_instance, instance_id, info)
+            host.tell(calls.OnInstance(instance_id, info))

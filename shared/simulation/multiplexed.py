@@ -100,4 +100,5 @@ def simulate(
     busy_s = {unit.group.instance_id: sum(groups[unit.group.models[0]].busy_s.values()) for unit in units}
     device_s = {name: groups[name].busy_s[name] * unit.group.num_ranks for unit in units for name in unit.group.models}
     requests = requests_of(problem, jobs, records, numbers, events.now)
-    return Outcome(requests, measured(problem, requests, busy_s, device_s, seconds), is_over)
+    itl = {name: groups[name].itl[name] for name in groups}
+    return Outcome(requests, measured(problem, requests, busy_s, device_s, seconds, itl), is_over)

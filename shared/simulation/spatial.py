@@ -33,6 +33,7 @@ from shared.policies.multiplexing import (
 )
 from shared.simulation.events import Events
 from shared.simulation.gateway import Job, Record, RunFailed
+from shared.simulation.itl import ItlHistogram
 
 DECODE_UNITS = 4
 """Assumed: so many saturate the memory (MuxServe's figure 3 shows decodes that hardly gain from more)."""
@@ -102,6 +103,7 @@ class SpatialGroup:
         self.used_bytes = dict.fromkeys(self.models, 0)
         self.busy_s = dict.fromkeys(self.models, 0.0)
         """In which jobs were under way, divided evenly over those of one moment."""
+        self.itl = {name: ItlHistogram() for name in self.models}
         self._waiting: dict[str, deque[_Sequence]] = {name: deque() for name in self.models}
         self._running: dict[str, list[_Sequence]] = {name: [] for name in self.models}
         """That have their prompt's KV, the oldest first."""
@@ -165,7 +167,9 @@ class SpatialGroup:
         if record.first_s < 0:
             record.first_s = now
         else:
-            record.longest_gap_s = max(record.longest_gap_s, now - record.last_s)
+            gap_s = now - record.last_s
+            self.itl[sequence.job.model].add(gap_s)
+            record.longest_gap_s = max(record.longest_gap_s, gap_s)
         record.last_s = now
         record.num_tokens += 1
         sequence.num_tokens += 1

@@ -25,6 +25,7 @@ from bench.ordering.workloads import (
     time_alone_s,
 )
 from shared.simulation.gateway import Job
+from shared.simulation.itl import ItlHistogram
 
 
 @pytest.mark.parametrize("setting", [SEALLM, MODERATE, SMALL, ALIKE], ids=lambda setting: setting.name)
@@ -70,6 +71,7 @@ def test_latencies_are_over_the_models_mean_time_alone_without_the_first_and_las
     run = Run(
         latencies_s=[100.0, 100.0, 2, 3, 2, 3, 2, 3, 2, 100.0],
         max_itl_s=[0.1] * 9 + [0.4],
+        itl=ItlHistogram.of([0.02] * 95 + [0.4] * 5),
         end_s=110.0,
         num_steps=1,
         num_switches=1,
@@ -82,6 +84,8 @@ def test_latencies_are_over_the_models_mean_time_alone_without_the_first_and_las
     assert one.mean == pytest.approx(11 / 7)
     assert (one.num_requests, one.by_model) == (7, {"chat": 1.0, "summaries": 2.0})
     assert one.max_itl_s == 0.4, "of all requests, the first and last too"
+    assert (one.itl_s.num, one.itl_s.max) == (100, 0.4)
+    assert one.itl_s.p50 == pytest.approx(0.02, rel=0.005) and one.itl_s.p99 == pytest.approx(0.4, rel=0.005)
     assert set(mean_times_alone_s(SEALLM, jobs)) == {"chat", "summaries"}
 
 
@@ -90,7 +94,8 @@ def comparison_of(means: Sequence[float], *, silence_s: float = 0.1, is_real: bo
 
     def figures(order: str, mean: float) -> Figures:
         run = Run(
-            latencies_s=[1.0], max_itl_s=[silence_s], end_s=1, num_steps=1, num_switches=1, num_preemptions=0,
+            latencies_s=[1.0], max_itl_s=[silence_s], itl=ItlHistogram.of([silence_s]), end_s=1, num_steps=1,
+            num_switches=1, num_preemptions=0,
         )  # fmt: skip
         values = {"alone": np.array([mean]), "token": np.array([mean]), "chat": np.array([mean])}
         return figures_of(order, 0.9, [(run, values)])

@@ -18,7 +18,7 @@ from bench.peers.results import Measured, best_peer, rows, targets, turns
 def turn(server: str, rate: float, *, case: str = "8 streams", p99_tpot_ms: float = 10.0) -> Measured:
     return Measured(
         server=server, case=case, round=0, duration_s=1.0, output_tokens_per_s=rate, mean_ttft_ms=5.0, p99_ttft_ms=9.0,
-        mean_tpot_ms=8.0, p99_tpot_ms=p99_tpot_ms, p99_itl_ms=20.0, max_itl_ms=30.0,
+        mean_tpot_ms=8.0, p99_tpot_ms=p99_tpot_ms, p50_itl_ms=7.0, p99_itl_ms=20.0, max_itl_ms=30.0,
         others_cores=0.0,
     )  # fmt: skip
 

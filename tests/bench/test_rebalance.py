@@ -12,7 +12,7 @@ import pytest
 from bench.rebalance.__main__ import main
 from bench.rebalance.bounds import alone_s, curve, ideal
 from bench.rebalance.cluster import A10, A100, CPU, Cluster, Device, System
-from bench.rebalance.experiments import SYSTEMS
+from bench.rebalance.experiments import SYSTEMS, Plan, capacity_rps
 from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
 from bench.rebalance.workloads import (
     LENGTHS,
@@ -25,6 +25,13 @@ from bench.rebalance.workloads import (
     power_law,
 )
 from shared.cost_model import StepShape
+from shared.messages.requests import RequestClass
+from shared.placement.facts import SHAPES, model_facts, node_facts
+from shared.placement.hardware import HARDWARE
+from shared.placement.memory import LEAST_MERGED_BYTES
+from shared.placement.plan import Group
+from shared.placement.problem import Problem, Traffic
+from shared.simulation.deployment import LIVE
 from shared.simulation.events import Events
 from shared.simulation.gateway import Job
 
@@ -83,6 +90,24 @@ def test_the_devices_are_what_they_say(device: Device) -> None:
     assert device.max_length * 2 < device.pool_tokens
 
 
+def test_instances_are_as_placement_has_them_live() -> None:
+    hardware = HARDWARE["A10"]
+    models = (model_facts("model", SHAPES["llama-2-7b"], [hardware]),)
+    none = np.zeros(0, np.int32)
+    traffic = Traffic(("model",), none, none.astype(float), none, none, none.astype(bool), 1.0)
+    problem = Problem(nodes=(node_facts("node", hardware, 1),), models=models, traffic=traffic)
+    group = Group("node", (0,), ("model",))
+    live, mine = LIVE.device(problem, group).configuration, A10.simulated("doubling_budget").configuration
+    for field in ("ordering", "token_budget", "steps_in_flight", "co_serving", "interruption", "mix_phases", "prefetch",
+                  "checkpoint_start", "least_share", "num_stages", "fits_costs", "ttft_s", "tpot_s"):  # fmt: skip
+        assert getattr(mine, field) == getattr(live, field), field
+    assert mine.num_host_merged == mine.num_merged == 212 and live.num_host_merged == live.num_merged
+    (model,) = A10.models(1)
+    assert A10.merged_bytes == LEAST_MERGED_BYTES["cuda"] and model.shape.blocks_per_merged == 4
+    assert CPU.blocks_per_merged > 1 and CPU.simulated("fcfs").configuration.steps_in_flight == 1
+    assert A10.pool_tokens == 212 * 64
+
+
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=lambda system: system.name)
 def test_a_request_alone_takes_its_steps(system: System) -> None:
     cluster = Cluster(A10, system, [Job(0.5, 300, 5)], noise=0.0)
@@ -101,10 +126,11 @@ def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> 
     def run() -> tuple[list[float], int, dict[str, int]]:
         cluster = Cluster(device, system, jobs, seed=4)
         records = cluster.run().records
+        cluster.fleet.events.run(lambda: False, cluster.fleet.events.now + 10.0)  # copies to host memory hold blocks
         for instance in cluster.fleet.instances.values():
             instance.engine.check()
             assert not instance.engine.all_held() and instance.num_transfers == 0
-            assert instance.engine.pool.num_available("model") == device.num_blocks
+            assert instance.engine.pool.num_available("model") == 128
         return (
             [record.latency_s for record in records],
             sum(r.num_migrations for r in records),
@@ -115,6 +141,41 @@ def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> 
     assert not system.migrates or first == run()
     assert (first[1] > 0) == system.migrates
     assert first[1] == sum(number for how, number in first[2].items() if how.startswith("moved"))
+
+
+def test_models_share_instances_and_their_requests_move() -> None:
+    device = small()
+    jobs = draw_jobs(Workload(mix="L-L", rate_rps=40.0, num_requests=80), device, 4)
+    cluster = Cluster(device, SYSTEMS["tideway"], jobs, seed=4, num_models=3)
+    records = cluster.run().records
+    assert len(records) == 80 and all(record.num_tokens == record.output_tokens for record in records)
+    assert sum(record.num_migrations for record in records) > 0
+    of_model = {name: cluster.gateway.itl_of(model=name).summary().num for name in ("model", "model-1", "model-2")}
+    assert min(of_model.values()) > 0 and sum(of_model.values()) == cluster.gateway.itl_of().summary().num
+    cluster.fleet.events.run(lambda: False, cluster.fleet.events.now + 10.0)
+    for instance in cluster.fleet.instances.values():
+        instance.engine.check()
+        assert instance.ready_models == set(of_model)
+        assert {instance.engine.pool.num_available(name) for name in of_model} == {128}
+    assert capacity_rps(plan := Plan(device=A10, seeds=(1,), num_models=3), "M-M") < capacity_rps(
+        msgspec.structs.replace(plan, num_models=1), "M-M"
+    ), "models take turns"
+
+
+def test_a_batch_gets_what_is_left_and_does_not_keep_a_run_from_ending() -> None:
+    jobs = draw_jobs(Workload(mix="S-S", rate_rps=4.0, num_requests=60), A10, 1)
+    alone, beside = (
+        Cluster(A10, SYSTEMS["tideway"], jobs, seed=1, num_models=2, has_batch=has_batch) for has_batch in (False, True)
+    )
+    alone.run()
+    beside.run()
+    assert alone.offline_tokens_s == 0 < 2000 < beside.offline_tokens_s
+    assert len(alone.records) == len(beside.records) == 60 < len(beside.gateway.records)
+    assert beside.gateway.itl_of(RequestClass.OFFLINE).summary().num > 1000
+    assert np.percentile([record.ttft_s for record in beside.records], 99) < A10.ttft_s
+    one = figures_of("case", "tideway", [beside])
+    assert (one.num_requests, one.itl.num) == (60, sum(record.num_tokens - 1 for record in beside.records))
+    assert "offline tokens/s" in Experiment(name="e", about="", figures=[one]).markdown()
 
 
 def test_a_drained_instance_is_emptied_by_moving_what_it_has() -> None:
@@ -213,7 +274,7 @@ def test_a_miss_is_called_a_miss() -> None:
 
 @pytest.mark.slow
 def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["balance", "drain"]
+    names = ["balance", "drain", "models", "offline"]
     assert main([*names, "--short", "--mixes", "S-S", "--requests", "10", "--output", str(tmp_path)]) == 0
     for name in names:
         (file,) = tmp_path.glob(f"rebalance-{name}-a10-short-*.json")

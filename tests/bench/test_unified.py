@@ -11,6 +11,7 @@ from bench.fidelity.workloads import MODELS
 from bench.unified.live import Checkpoints, problem
 from bench.unified.small import CASES, simulate
 from bench.unified.variants import BASELINES, VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, placed, row
+from shared.simulation.itl import Itl
 
 
 def test_each_variant_but_the_last_lacks_one_part() -> None:
@@ -46,22 +47,31 @@ def test_who_gets_no_answer_misses_the_objective_and_counts_in_no_mean() -> None
         Online(6.0, 1.0, math.nan, 0.3, 1.0),
         Online(math.inf, math.inf, math.nan, 0.0, 2.0),
     ]
-    found = row(WHOLE, online, offline_tokens_s=100.0, use=0.5, migrations=3)
+    found = row(WHOLE, online, itl=Itl(40, 0.05, 0.04, 0.2, 0.3), offline_tokens_s=100.0, use=0.5, migrations=3)
     assert (found.num_requests, found.num_failed, found.migrations) == (3, 1, 3)
     assert found.attainment == pytest.approx(1 / 3)
     assert found.normalised_latency == 4.0
     assert found.ttft_p99_s == math.inf
     assert (found.tpot_p99_s, found.silence_max_s) == (0.05, 0.3)
+    assert (found.itl_p50_s, found.itl_p99_s, found.itl_max_s) == (0.04, 0.2, 0.3)
     assert "| all parts" in markdown([found])
 
 
 def test_seeds_are_averaged_and_their_counts_added() -> None:
     rows = [
-        row(WHOLE, [Online(latency, 0.5, 0.05, silence, 1.0)], offline_tokens_s=100.0, use=use, changes=1)
+        row(
+            WHOLE,
+            [Online(latency, 0.5, 0.05, silence, 1.0)],
+            itl=Itl(9, 0.05, silence / 2, silence, silence),
+            offline_tokens_s=100.0,
+            use=use,
+            changes=1,
+        )
         for latency, silence, use in ((2.0, 0.1, 0.4), (4.0, 0.3, 0.6))
     ]
     both = of_seeds(rows)
     assert (both.normalised_latency, both.silence_max_s, both.use) == (3.0, 0.3, 0.5)
+    assert (both.itl_p50_s, both.itl_p99_s, both.itl_max_s) == pytest.approx((0.1, 0.2, 0.3))
     assert (both.num_requests, both.changes) == (2, 2)
 
 

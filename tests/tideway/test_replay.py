@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared.engine.fake_executor import request
 from tests.shared.engine.test_recording import record_random_run
+from tests.shared.migration.test_in_virtual_time import World
 from tests.shared.scheduling.test_recording import record_run
 from tideway import command
 from tideway.data_folder import OperatorError
@@ -44,3 +46,22 @@ def test_anything_else_is_refused_with_a_sentence(tmp_path: Path) -> None:
     file.write_bytes(b"something else")
     with pytest.raises(OperatorError, match="not a recording"):
         command.replay(file)
+
+
+def test_migrations_replay_and_a_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = World("ab")
+    world.send("a", request("r1", list(range(50)), 200))
+    world.events.at(0.5, world.nodes["a"].rebalance, "b")
+    world.run()
+    for node in world.nodes.values():
+        file = tmp_path / node.name
+        file.write_bytes(b"".join(node.written))
+        command.replay(file)
+        out = capsys.readouterr().out
+        assert "all as recorded; migrations under way at the end: 0." in out and not out.startswith("0 times")
+    source = b"".join(world.nodes["a"].written)
+    for known, other in ((b"BeginOut", b"BeginXut"), (b"Candidates", b"Candidatos")):
+        assert known in source
+        file.write_bytes(source.replace(known, other))
+        with pytest.raises(OperatorError, match=r"BeginOut|Candidates"):
+            command.replay(file)

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -43,15 +43,21 @@ from shared.messages.migration import (
     Reserved,
 )
 from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest
-from shared.migration import commands
+from shared.migration import calls, commands
+from shared.migration.calls import Call, Reply
 from shared.migration.commands import Command, Stage
 from shared.migration.core import MigrationCore
-from shared.migration.incoming import Intake
-from shared.migration.outgoing import MOVED, Reply
+from shared.migration.incoming import Intake, with_busy
+from shared.migration.outgoing import MOVED
+from shared.migration.questions import Surroundings
+from shared.migration.recording import Configuration, recorded
 from shared.migration.source import Event
+from shared.recording import file_writer
 from shared.settings import InstanceSettings
 from shared.tasks import TaskSet, set_within
 from shared.telemetry import Telemetry
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +104,22 @@ class _In:
         self.num_bytes = 0
 
 
+def _core(settings: InstanceSettings, around: Surroundings) -> MigrationCore:
+    """Recorded, if settings name a file. One that cannot be written keeps nothing from moving."""
+    configuration = Configuration(
+        instance_id=settings.instance_id, address=None if around.transport is None else around.transport.address,
+        max_migrations=settings.max_migrations, max_stages=settings.migration_max_stages,
+        rate_share=settings.copy_rate_share,
+    )  # fmt: skip
+    if settings.record_file:
+        path = f"{settings.record_file}.{settings.instance_id}.migrations"
+        try:
+            return recorded(configuration, around, file_writer(path, settings.record_max_bytes))
+        except OSError as error:
+            log.error("TIDEWAY_RECORD_FILE: %r cannot be written, so migrations are not recorded: %s", path, error)
+    return configuration.build(around)
+
+
 class MigrationService:
     def __init__(
         self,
@@ -119,16 +141,8 @@ class MigrationService:
         self._handovers = handovers
         self._telemetry = MigrationTelemetry(telemetry)
         self._faults = FaultPoints(settings.fault_points)
-        self.core = MigrationCore(
-            loop,
-            transport,
-            intake,
-            peers,
-            self._new_id,
-            max_migrations=settings.max_migrations,
-            max_stages=settings.migration_max_stages,
-            rate_share=settings.copy_rate_share,
-        )
+        around = Surroundings(engine=loop, transport=transport, intake=intake, peers=peers, new_id=self._new_id)
+        self.core = _core(settings, around)
         self._out: dict[str, _Out] = {}
         self._in: dict[str, _In] = {}
         """By migration id."""
@@ -166,15 +180,14 @@ class MigrationService:
 
     async def stop(self) -> None:
         """Aborts what can be aborted, waits a bounded time for Commits under way, and frees what is reserved here."""
-        core = self.core
-        core.stop(self._loop.now())
+        self._apply(calls.Stop())
         self._act()
         await self._rest(STOP_S)
-        for request_id in core.give_up(self._loop.now()):
+        for request_id in self._apply(calls.GiveUp()):
             log.error("what became of request %s is unknown as the instance stops", request_id)
         self._act()
         await self._rest(STOP_S)
-        core.incoming.stop(self._loop.now())
+        self._apply(calls.StopIncoming())
         self._stopped.set()
         self._act()
         await self._tasks.wait_all(STOP_WRITING_S)
@@ -214,42 +227,51 @@ class MigrationService:
                 if self._faults_of(migration_id).has(FaultPoint.SOURCE_DETACHED):
                     self._out[migration_id].tasks.start(self._detached_late(migration_id, effect))
                     continue
-            self.core.on_effects([effect], now)
+            for call in calls.calls_of([effect]):
+                self.core.apply(call, now)
         self._act()
 
     async def _detached_late(self, migration_id: str, taken: Detached) -> None:
         try:
             await self._faults_of(migration_id).at(FaultPoint.SOURCE_DETACHED)
         except FaultError:
-            self.core.feed(migration_id, Event.FAILED, AbortReason.UNREACHABLE, self._loop.now())
+            self._apply(calls.Feed(migration_id, Event.FAILED, AbortReason.UNREACHABLE))
         else:
-            self.core.on_detached(taken, self._loop.now())
+            self._apply(calls.OnDetached(taken))
         self._act()
 
     def on_step(self, stats: StepStats) -> None:
         """A step has ended."""
-        self.core.on_step(stats, self._loop.now())
+        self._apply(calls.OnStep(stats))
         self._carry_out_all()
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         """The registry entry of an instance changed, or is gone."""
-        self.core.on_instance(instance_id, info, self._loop.now())
+        self._apply(calls.OnInstance(instance_id, info))
         self._act()
 
     def forward_cancel(self, request_id: str) -> None:
         """Passes a cancel on to the new owner, if the request has moved lately."""
-        self.core.forward_cancel(request_id, self._loop.now())
+        self._apply(calls.ForwardCancel(request_id))
         self._act()
 
     def give_away(self, model: str) -> None:
         """See `MigrationCore.give_away`."""
-        self.core.give_away(model, self._loop.now())
+        self._apply(calls.GiveAway(model))
         self._act()
+
+    def stop_giving(self, model: str) -> None:
+        """See `MigrationCore.stop_giving`."""
+        self._apply(calls.StopGiving(model))
+
+    def end_drain(self) -> None:
+        """See `MigrationCore.end_drain`."""
+        self._apply(calls.EndDrain())
 
     # ------------------------------------------------------------------------------------------------- messages
 
     def _on_rebalance(self, rebalance: Rebalance) -> None:
-        self.core.on_rebalance(rebalance, self._loop.now())
+        self._apply(calls.OnRebalance(rebalance))
         self._act()
 
     async def on_pre_allocate(self, query: PreAllocate) -> Reserved:
@@ -257,14 +279,14 @@ class MigrationService:
         await self._reached(faults, FaultPoint.DESTINATION_RESERVE)
         key = query.migration_id, query.stage
         answered = self._rooms.setdefault(key, asyncio.get_running_loop().create_future())
-        self.core.incoming.on_pre_allocate(query, self._loop.now())
+        self._apply(calls.OnPreAllocate(query))
         self._act()
         # The work goes on when the source gives up waiting: asked again, it gets the same answer.
         answer = await asyncio.shield(answered)
         if isinstance(answer, ErrorInfo):
             raise ServiceError(answer)
         await self._reached(faults, FaultPoint.DESTINATION_RESERVED)
-        return self.core.incoming.with_busy(answer, self._loop.now())
+        return with_busy(answer, self._loop, self._loop.now())
 
     async def on_commit(self, commit: Commit) -> Committed:
         faults = self._faults_of(commit.migration_id)
@@ -274,7 +296,7 @@ class MigrationService:
             self._on_abort(AbortMigration(commit.migration_id, AbortReason.STOPPED))
             raise ServiceError.of(ErrorCode.OVERLOADED, str(error)) from None
         answered = self._verdicts.setdefault(commit.migration_id, asyncio.get_running_loop().create_future())
-        self.core.incoming.on_commit(commit, self._loop.now())
+        self._apply(calls.OnCommit(commit))
         self._act()
         answer = await asyncio.shield(answered)
         await self._reached(faults, FaultPoint.DESTINATION_COMMITTED)
@@ -283,11 +305,11 @@ class MigrationService:
         return answer
 
     def _on_abort(self, abort: AbortMigration) -> None:
-        self.core.incoming.on_abort(abort, self._loop.now())
+        self._apply(calls.OnAbort(abort))
         self._act()
 
     def _on_owns(self, query: OwnsQuery) -> OwnsReply:
-        reply = self.core.incoming.on_owns(query, self._loop.now())
+        reply = self._apply(calls.OnOwns(query))
         self._act()
         if isinstance(reply, ErrorInfo):
             raise ServiceError(reply)
@@ -302,6 +324,9 @@ class MigrationService:
             raise ServiceError.of(ErrorCode.UNAVAILABLE, str(error)) from None
 
     # ------------------------------------------------------------------------------------------- time, commands
+
+    def _apply(self, call: Call[T]) -> T:
+        return self.core.apply(call, self._loop.now())
 
     def _act(self) -> None:
         """After whatever was told to the core."""
@@ -320,12 +345,12 @@ class MigrationService:
     def _on_time(self) -> None:
         self._timer = None
         try:
-            self.core.on_time(self._loop.now())
+            self._apply(calls.OnTime())
         finally:
             self._act()
 
     def _carry_out_all(self) -> None:
-        while due := self.core.take_commands():
+        while due := self.core.take_commands(self._loop.now()):
             for command in due:
                 try:
                     self._carry_out(command)
@@ -421,7 +446,7 @@ class MigrationService:
             # That it was not heard is as good as a refusal where nothing was handed over.
             if isinstance(error, ServiceError) or isinstance(command.message, PreAllocate):
                 reply = error.info
-        self.core.on_reply(command, reply, self._loop.now())
+        self._apply(calls.answered(command, reply))
         self._act()
 
     async def _reply(self, out: _Out, command: commands.Ask) -> Reserved | Committed | OwnsReply:
@@ -456,7 +481,7 @@ class MigrationService:
         except TransferError as error:
             log.info("migration %s: no way to %s: %s", command.migration_id, reserved.address, error)
             is_connected = False
-        self.core.on_connected(command, is_connected, self._loop.now())
+        self._apply(calls.OnConnected(command.migration_id, command.stage.number, is_connected))
         self._act()
 
     def _begun(self, stage: Stage, pool: str, keeps_s: float) -> Outgoing:
@@ -476,7 +501,7 @@ class MigrationService:
         """Of one whose blocks have not been named."""
         if not begun.is_decided:
             self._did_not_go(migration_id, stage, begun.failure)
-            self.core.on_sent(migration_id, False, self._loop.now())
+            self._apply(calls.OnSent(migration_id, False))
             self._act()
 
     async def _send(self, out: _Out, command: commands.SendBlocks) -> None:
@@ -499,7 +524,7 @@ class MigrationService:
                 is_sent = True
         except (TransferError, FaultError) as error:
             self._did_not_go(migration_id, stage, error)
-        self.core.on_sent(migration_id, is_sent, self._loop.now())
+        self._apply(calls.OnSent(migration_id, is_sent))
         self._act()
 
     def _did_not_go(self, migration_id: str, stage: Stage, why: Exception | None) -> None:
@@ -525,7 +550,7 @@ class MigrationService:
                 "tideway.epoch": command.epoch,
             }
         )
-        self.core.on_rest(command.migration_id, self._loop.now())
+        self._apply(calls.OnRest(command.migration_id))
         self._rested.set()
         self._act()
 
@@ -561,7 +586,7 @@ class MigrationService:
                 await asyncio.to_thread(written.synchronize)
         except (KeyError, RuntimeError) as error:
             failure = f"{type(error).__name__}: {error}"
-        self.core.incoming.on_claimed(command.migration_id, command.stage, failure, self._loop.now())
+        self._apply(calls.OnClaimed(command.migration_id, command.stage, failure))
         self._act()
 
     def _expect(self, incoming: _In, command: commands.ExpectBlocks) -> None:
@@ -578,7 +603,7 @@ class MigrationService:
             ticket = transfer.ticket
             incoming.transfers.append(transfer)
             self._tasks.start(self._receive(incoming, command, transfer))
-        self.core.incoming.on_expected(command.migration_id, command.stage, address, ticket, failure, self._loop.now())
+        self._apply(calls.OnExpected(command.migration_id, command.stage, address, ticket, failure))
 
     async def _receive(self, incoming: _In, command: commands.ExpectBlocks, transfer: Incoming) -> None:
         assert incoming.span is not None
@@ -591,7 +616,7 @@ class MigrationService:
                 incoming.num_bytes += receipt.num_bytes
             except (TransferError, FaultError) as error:
                 failure = str(error)
-        self.core.incoming.on_stage(command.migration_id, command.stage, failure, self._loop.now())
+        self._apply(calls.OnStage(command.migration_id, command.stage, failure))
         self._act()
 
     async def _stop_writing(self, migration_id: str, incoming: _In) -> None:
@@ -601,5 +626,5 @@ class MigrationService:
         for transfer in incoming.transfers:
             with suppress(TransferError):
                 await transfer.wait()
-        self.core.incoming.on_quiet(migration_id, self._loop.now())
+        self._apply(calls.OnQuiet(migration_id))
         self._act()

@@ -22,6 +22,7 @@ from shared.engine.sequence import Handover
 from shared.messages.cluster import InstanceInfo, LoadedModel, MigrationOutcome
 from shared.messages.migration import AbortReason, Commit, MigrationReason, Rebalance
 from shared.messages.requests import FinishReason, GenerationRequest, Priority, RequestClass, TokenEntry
+from shared.migration import calls, recording
 from shared.migration.commands import SendBlocks
 from shared.migration.incoming import Intake
 from shared.simulation.events import Events
@@ -59,10 +60,13 @@ class Node:
         self.engine.apply(SetCostModel("a", cost), 0.0)
         self.intake = Intake(name)
         self.intake.models.add("a")
+        self.written: list[bytes] = []
+        """Its recording."""
         # By its estimates a few blocks are worth a stage.
         self.moves = VirtualMigrations(
             world.network, self.host, self.intake, lambda: world.registry, lambda: str(next(world.ids)),
             lambda _: BLOCK_BYTES, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
+            write=self.written.append,
         )  # fmt: skip
         self.moves.on_over, self.moves.on_adopted, self.moves.on_blocks = self._over, self._adopted, self._copied
         self.outcomes: list[MigrationOutcome] = []
@@ -80,10 +84,10 @@ class Node:
     def register(self) -> None:
         self.world.registry[self.name] = self.info
         for node in self.world.living:
-            node.moves.tell(node.moves.core.on_instance, self.name, self.info)
+            node.moves.tell(calls.OnInstance(self.name, self.info))
 
     def rebalance(self, *names: str, reason: MigrationReason = MigrationReason.BALANCE, lease_s: float = 0.5) -> None:
-        self.moves.tell(self.moves.core.on_rebalance, Rebalance([*names], reason, lease_s, 4))
+        self.moves.tell(calls.OnRebalance(Rebalance([*names], reason, lease_s, 4)))
 
     def submit(self, sent: GenerationRequest) -> None:
         assert self.host.apply(Submit(sent)) is None
@@ -182,12 +186,17 @@ class World:
         self.registry.pop(name, None)
         for node in self.living:
             if node.name != name:
-                node.moves.tell(node.moves.core.on_instance, name, None)
+                node.moves.tell(calls.OnInstance(name, None))
 
     def run(self, until_s: float = ENDED_S) -> None:
         self.events.run(lambda: False, until_s)
 
     def check_streams(self, *, may_be_lost: bool = False) -> None:
+        """And that whatever happened runs again from its recordings with the same decisions."""
+        for node in self.nodes.values():
+            core, number = recording.replay(b"".join(node.written))
+            assert core.num_migrating_out == node.moves.core.num_migrating_out
+            assert number or not node.outcomes
         for request_id, sent in self.sent.items():
             known, whole = list(self.streams[request_id].tokens), expected_output(sent, 400)
             reason = self.streams[request_id].finish_reason
@@ -250,12 +259,12 @@ def test_the_schedulers_order_and_the_instances_own_do_not_end_each_other() -> N
     for number in range(6):
         world.send("a", request(f"r{number}", [number] * 20, 300))
     world.events.at(0.3, lambda: a.rebalance("b", reason=MigrationReason.BALANCE, lease_s=60.0))
-    world.events.at(0.4, a.moves.tell, core.give_away, "a")
+    world.events.at(0.4, a.moves.tell, calls.GiveAway("a"))
     world.run(0.41)
     assert core.lease is not None and core.leaving_models == {"a"}
-    core.stop_giving("a")
+    a.moves.tell(calls.StopGiving("a"))
     assert core.lease is not None and core.lease.destinations == ["b"]
-    a.moves.tell(core.give_away, "a")
+    a.moves.tell(calls.GiveAway("a"))
     a.rebalance()
     assert core.lease is None
     world.run(1.4)

@@ -75,6 +75,10 @@ def test_each_request_of_a_plan_is_measured() -> None:
     assert measured.total.num_requests == 20 and measured.total.num_unserved == 0
     assert {name: one.num_requests for name, one in measured.models.items()} == dict.fromkeys(NAMES, 10)
     assert measured.total.latency_s.p99 >= measured.total.latency_s.p50 > 0
+    for one in (measured.total, *measured.models.values()):
+        assert one.itl_s.num == sum(requests.num_tokens - 1) * one.num_requests / 20, "each token after the first"
+        assert 0 < one.itl_s.p50 <= one.itl_s.p99 <= one.itl_s.max
+        assert one.itl_s.max >= one.tpot_s.p99, "a mean is no longer than its longest part"
     assert set(measured.use) == {"node-0", "node-2"} and 0 < measured.use["node-0"] < 1
     # node-0 has two devices, and one of the node's four is in no group.
     assert measured.total.use == pytest.approx((2 * measured.use["node-0"] + measured.use["node-2"]) / 4)

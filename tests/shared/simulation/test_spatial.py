@@ -39,6 +39,8 @@ def test_a_request_alone_takes_its_phases_times_on_their_units() -> None:
     assert record.ttft_s == pytest.approx(prefill_s)
     assert record.latency_s == pytest.approx(prefill_s + decodes_s)
     assert group.used_bytes == {"a": 0}
+    itl = group.itl["a"].summary()
+    assert (itl.num, itl.mean) == (2, pytest.approx(decodes_s / 2))
 
 
 def test_decodes_beside_each_other_share_the_bandwidth_and_cost_less_than_one_after_the_other() -> None:
