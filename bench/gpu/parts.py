@@ -309,7 +309,7 @@ class Copying:
             self._take()
 
     def _take(self) -> None:
-        for number, is_ok in self._executor.finished_copies():
+        for number, is_ok, _ in self._executor.finished_copies():
             if not is_ok:
                 raise RuntimeError(f"copy {number} failed")
             self.num_done += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import unpack_tokens
 
@@ -91,7 +91,7 @@ class ChaosExecutor:
         self._rows: dict[int, _Row] = {}
         self._suspended: dict[int, StepPlan] = {}
         self._results: deque[StepResult] = deque()
-        self._copied: deque[tuple[int, bool]] = deque()
+        self._copied: deque[EndedCopy] = deque()
         self._on_copied: Callable[[], None] = lambda: None
         self._interrupted = threading.Event()
         self._running = -1
@@ -214,10 +214,10 @@ class ChaosExecutor:
         else:
             self.claim_blocks(copy.model, copy.device_blocks)
             device[copy.device_blocks] = host[copy.host_blocks]
-        self._copied.append((copy.copy_id, True))
+        self._copied.append(EndedCopy(copy.copy_id, True))
         self._on_copied()
 
-    def finished_copies(self) -> list[tuple[int, bool]]:
+    def finished_copies(self) -> list[EndedCopy]:
         done = []
         while self._copied:
             done.append(self._copied.popleft())

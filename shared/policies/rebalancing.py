@@ -62,7 +62,7 @@ NUM_COMPARED = 8
 """Destinations whose costs are compared for a source."""
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
-MAX_LOOKS = 256
+MAX_LOOKS = 1024
 """Likewise for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in the
 next one."""
 
