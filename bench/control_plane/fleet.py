@@ -32,7 +32,7 @@ from shared.scheduling.prefixes import prompt_keys
 
 MODELS = ("llama", "opt", "qwen", "gemma")
 MOST_REPORTS_PER_S = 1.0 / REPORT_INTERVAL_S
-"""Of one instance."""
+"""The most that one instance sends."""
 NUM_MERGED = 1000
 BLOCK_SIZE, BLOCKS_PER_MERGED = 16, 1
 SECONDS_OF_A_PROMPT, SECONDS_OF_A_REQUEST = 0.05, 2.0
@@ -42,12 +42,12 @@ NUM_STEPS = 64
 NUM_WALKS = 20
 """Different ones; each instance begins somewhere in one of them."""
 SYSTEM_BLOCKS, OWN_BLOCKS, TURN_BLOCKS, MAX_OWN_BLOCKS = 16, 16, 6, 64
-"""Of a prompt: those that all requests of its model have in common, those of a new conversation and of each further turn of
-one, and those of the longest."""
+"""Blocks of a prompt: those that all requests of its model have in common, those of a new conversation and of each further
+turn of one, and those of the longest."""
 NUM_CONVERSATIONS = 1000
-"""That go on."""
+"""Conversations that go on at a time."""
 CACHED_BLOCKS = 800
-"""Of an instance."""
+"""Blocks that an instance has in its cache."""
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -42,7 +42,7 @@ class OverNats(msgspec.Struct, frozen=True, kw_only=True):
     """Reports that the instances managed to send."""
     handled_per_s: float
     cpu_share: float
-    """Of one core: the scheduler's processor time, in all threads. Likewise those of the others."""
+    """The scheduler's processor time in all threads, as a share of one core; likewise those of the others."""
     server_cpu_share: float
     instances_cpu_share: float
     gateway_cpu_share: float

@@ -25,7 +25,7 @@ class SystemFigures(msgspec.Struct, kw_only=True):
     ttft_s: Distribution
     tpot_s: Distribution
     itl_s: Distribution = Distribution()
-    """Of each token after the first, as ConServe's objective is (footnote 2); TPOT is a request's mean."""
+    """The gap before each token after the first, as ConServe's objective is (footnote 2); TPOT is a request's mean."""
     attainment: Attainment
     tokens_per_s: float
     """Prompt and output tokens of all requests, each counted once however often it was computed."""

@@ -29,7 +29,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     max_itl_s: list[float]
     """By job, the longest time between two of its tokens."""
     itl: ItlHistogram
-    """Of all jobs."""
+    """The gaps of all jobs."""
     end_s: float
     num_steps: int
     num_switches: int

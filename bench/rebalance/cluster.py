@@ -44,7 +44,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     block_bytes: int
     bandwidth_bytes_s: float
-    """Of the link between two instances."""
+    """Bandwidth of the link between two instances."""
     max_length: int
     """Tokens of a prompt, and of an output, at most."""
     high_load: float

@@ -49,7 +49,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ttft: Distribution
     tpot: Distribution
     itl: Itl
-    """Of each token after the first, of all requests; TPOT is a request's mean."""
+    """The gap before each token after the first, of all requests; TPOT is a request's mean."""
     high_itl: Itl
     longest_gap: Distribution
     """Between two tokens of a request."""

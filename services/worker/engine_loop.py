@@ -26,6 +26,7 @@ from shared.engine.calls import Call
 from shared.engine.counters import EngineCounters
 from shared.engine.driver import Driver, StepStats
 from shared.engine.engine import Effect, Engine
+from shared.engine.memory.cache_news import CacheChanges
 from shared.engine.plan import EndedCopy, KvCopy, StepPlan, StepResult
 from shared.messages.timeline import RequestEvent
 
@@ -59,7 +60,7 @@ class StepExecutor(Protocol):
         """A move within the device takes place at once, in the order of steps and claims; it raises where it cannot."""
 
     def finished_copies(self) -> list[EndedCopy]:
-        """(copy id, whether it succeeded) of those that ended since the last call."""
+        """Those that ended since the last call."""
 
     def claim_blocks(self, model: str, blocks: list[int]) -> torch.cuda.Event | None:
         """They will be written to by something beside the steps: such writes on the device wait for the CUDA event that
@@ -144,6 +145,11 @@ class EngineLoop:
         """See `EventLog.take`."""
         with self._lock:
             return self._engine.memory.events.take()
+
+    def take_cache_changes(self) -> CacheChanges:
+        """See `CacheNews.take`."""
+        with self._lock:
+            return self._engine.memory.cache_news.take()
 
     def held_epoch(self, request_id: str) -> int | None:
         """The epoch in which a request is held; None if it is not."""

@@ -400,7 +400,7 @@ class InstanceService:
         self._events.collect()
         self._reported_at = self._bus.now()
         load_now = self._loop.ask(lambda engine: engine.load(self._loop.now()))
-        changes = self._loop.ask(lambda engine: engine.memory.cache_news.take())
+        changes = self._loop.take_cache_changes()
         self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating, changes))
 
     async def _keep_measured(self) -> None:

@@ -153,7 +153,7 @@ class OnCopy(Call[None], frozen=True):
     copy_id: int
     ok: bool
     seconds: float = 0.0
-    """That it took, from its turn among the copies on; 0: not known."""
+    """How long it took, from its turn among the copies on; 0: not known."""
 
     def on(self, engine: Engine, now: float) -> None:
         engine.on_copy(self.copy_id, self.ok, now, self.seconds)

@@ -199,7 +199,7 @@ class MigrationOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 KEY_BYTES = 8
-"""Of the hash of a block, that are told."""
+"""Bytes of a block's hash that are told."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):

@@ -364,7 +364,7 @@ class Seen:
 
     @_once
     def cached_tokens(self) -> int:
-        """Of the prompt, that are likely in its prefix cache."""
+        """Tokens of the prompt that are likely in its prefix cache."""
         return self._by.held_tokens(self.state.ready[self._by.model].block_size).get(self.instance_id, 0)
 
     @_once
@@ -446,7 +446,7 @@ class CandidatesFor:
                     yield num_tokens, state.report.dispatch_freeness, name
 
     def held_tokens(self, block_size: int) -> Held:
-        """Of the prompt, that instances with blocks of that size have in their caches."""
+        """Tokens of the prompt that instances with blocks of that size have in their caches."""
         if self._prefixes is None or self._request is None:
             return NOT_HELD
         if block_size not in self._held_tokens:

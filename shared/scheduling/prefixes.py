@@ -191,7 +191,7 @@ class PrefixIndex:
         return holder
 
     def _hold(self, key: bytes, holder: _Holder) -> None:
-        """That does not hold it so far."""
+        """Notes one more holder of the block, who did not hold it so far."""
         before = self._blocks.get(key)
         if before is None:
             self._blocks[key] = holder.bit
@@ -200,7 +200,7 @@ class PrefixIndex:
             self._blocks.move_to_end(key)
 
     def _drop(self, key: bytes, holder: _Holder) -> None:
-        """That holds it."""
+        """Notes that the block has lost this holder."""
         left = self._blocks[key] ^ holder.bit
         if left:
             self._blocks[key] = left

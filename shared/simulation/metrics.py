@@ -60,7 +60,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Spread = Spread()
     tpot_s: Spread = Spread()
     itl_s: Itl = Itl()
-    """Of each token after the first, where TPOT is a request's mean."""
+    """The gap before each token after the first, where TPOT is a request's mean."""
     requests_s: float = 0.0
     """That ended, a second."""
     tokens_s: float = 0.0
