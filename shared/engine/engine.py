@@ -115,7 +115,7 @@ class Engine:
         self.steps = Steps(self.memory, self.planner, self.requests, self.charging, steps_in_flight)
         self.outgoing = Outgoing(self.requests, self.memory, migration_cooldown_s)
         self.reservations = Reservations(self.memory)
-        self.incoming = Incoming(self.requests, self.memory, self.reservations)
+        self.incoming = Incoming(self.requests, self.memory, self.reservations, self.steps.online_wait_s)
         self.pool = self.memory.pool
         self.counters = self.memory.counters
         self.serves_offline = serves_offline
@@ -272,6 +272,10 @@ class Engine:
     def migration_candidates(self, now: float, include_offline: bool = False) -> list[MigrationCandidate]:
         """See `Outgoing.candidates`."""
         return self.outgoing.candidates(now, include_offline)
+
+    def late_candidates(self, now: float) -> list[MigrationCandidate]:
+        """See `Outgoing.late_candidates`."""
+        return self.outgoing.late_candidates(now, self.steps.online_wait_s(now))
 
     def busy_s(self, now: float) -> float:
         """See `Steps.busy_s`."""

@@ -25,6 +25,10 @@ class MigrationCandidate(msgspec.Struct, frozen=True):
     """KV blocks that would move: on the device, or checkpointed in host memory for one that waits."""
     tokens_left: int
     """Until its longest output."""
+    num_moves: int = 0
+    """That it has made."""
+    starts_s: float = -1.0
+    """Predicted time until its prompt is begun here, of one that leaves for that; else below 0."""
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ outgoing.py."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from math import ceil
 
 from shared.engine.memory.allocator import Allocator
@@ -14,13 +15,22 @@ from shared.engine.sequence import Sequence, State
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.messages.timeline import EventKind
+from shared.policies.rebalancing import LEAST_SOONER_S
 
 
 class Incoming:
-    def __init__(self, requests: RequestTable, memory: Allocator, reservations: Reservations) -> None:
+    def __init__(
+        self,
+        requests: RequestTable,
+        memory: Allocator,
+        reservations: Reservations,
+        steps_s: Callable[[float], float],
+    ) -> None:
+        """`steps_s`: of `Steps.online_wait_s`."""
         self._requests = requests
         self._memory = memory
         self._reservations = reservations
+        self._steps_s = steps_s
 
     def adopt(self, commit: Commit, now: float) -> ErrorInfo | None:
         """The request is this instance's: with its KV it runs in the next step, without it waits. After a refusal the
@@ -40,7 +50,7 @@ class Incoming:
         if refused := self._refused_reserved(commit, sequence, reserved, queue):
             return refused
         if not commit.num_blocks:
-            if refused := self._no_queue_for(sequence):
+            if refused := self._no_queue_for(sequence) or self._not_sooner(commit, now):
                 return refused
             self._reservations.release(commit.migration_id)
         elif commit.on_host:
@@ -111,6 +121,16 @@ class Incoming:
         if not sequence.is_online or (has_row and memory.could_have(sequence.model, needed)):
             return None
         return ErrorInfo(ErrorCode.OVERLOADED, "it would wait here too")
+
+    def _not_sooner(self, commit: Commit, now: float) -> ErrorInfo | None:
+        """One that moves because its prompt waits stays where it is begun as soon: others may have come here since this
+        instance was chosen."""
+        if commit.starts_s < 0:
+            return None
+        begins_s = self._steps_s(now) + sum(queue.prompts_s() for queue in self._memory.queues.values())
+        if begins_s + LEAST_SOONER_S <= commit.starts_s:
+            return None
+        return ErrorInfo(ErrorCode.OVERLOADED, "it would be begun no sooner here")
 
     def _take_checkpoint(self, sequence: Sequence, reserved: Reserved, num_blocks: int, queue: ModelQueue) -> None:
         pool, blocks = self._memory.pool_of(True), reserved.blocks[:num_blocks]

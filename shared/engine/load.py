@@ -14,6 +14,7 @@ from math import ceil, inf
 import msgspec
 
 from shared.cost_model import StepShape
+from shared.engine.late_prompts import late_prompts
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.reservations import Reserved
@@ -70,6 +71,10 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Before the prompt of one more online request is begun."""
     ttft_s: float = 0.0
     """Objective of a first token."""
+    late_model: str = ""
+    late_tokens: int = 0
+    late_starts_s: float = 0.0
+    """Of the first prompt that waits and cannot meet its objective here, until it is begun; 0: there is none."""
 
 
 class _Totals:
@@ -200,6 +205,7 @@ def instance_load(
     usage = dispatch_virtual_usage(running, waiting, high_headroom=kept)
     for_high = dispatch_virtual_usage(running, waiting)
     next_tokens, next_model = _next_migration(memory)
+    late = None if now is None else next(late_prompts(memory.queues.values(), steps_s, now), None)
     moving = migration_virtual_usage(running, head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
         dispatch_freeness=freeness(num_merged, usage, totals.num_running),
@@ -215,6 +221,9 @@ def instance_load(
         running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
         ttft_s=ttft_s,
+        late_model="" if late is None else late.sequence.model,
+        late_tokens=0 if late is None else late.sequence.total,
+        late_starts_s=0.0 if late is None else late.starts_s,
     )
 
 

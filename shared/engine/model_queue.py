@@ -209,13 +209,15 @@ class ModelQueue:
         )
 
     def prompts_s(self) -> float:
-        """Predicted time of what its online sequences lack of their prompts; 0 without a cost model."""
+        """Predicted time of what its online sequences lack of their prompts, those too that are leaving and may come back; 0
+        without a cost model."""
         if self.cost_model is None:
             return 0.0
         cost = self.cost_model.prompt_cost
         seconds = 0.0
-        for priority_class in ONLINE_CLASSES:
-            for sequence in [s for s in self.runnable(priority_class) if s.total - s.num_computed > 1]:
+        leaving = [sequence for sequence in self.leaving.values() if sequence.is_online] if self.leaving else ()
+        for sequence in chain(self._runnable_online(), leaving):
+            if sequence.total - sequence.num_computed > 1:
                 seconds += prompt_s(cost, sequence.total - sequence.num_computed, sequence.num_computed)
         return seconds
 

@@ -16,6 +16,7 @@ from math import inf
 import msgspec
 
 from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks
+from shared.engine.late_prompts import late_prompts
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES
 from shared.engine.requests import RequestTable
@@ -74,6 +75,14 @@ class Outgoing:
         candidates.sort(key=lambda pair: pair[0])
         return [candidate for _, candidate in candidates]
 
+    def late_candidates(self, now: float, steps_s: float) -> list[MigrationCandidate]:
+        """Of `late_prompts` those that could leave now, in that order."""
+        return [
+            self._candidate(late.sequence, late.starts_s)
+            for late in late_prompts(self._memory.queues.values(), steps_s, now)
+            if self._may_migrate(late.sequence, now, is_drain=False)
+        ]
+
     def _may_migrate(self, sequence: Sequence, now: float, *, is_drain: bool) -> bool:
         """A request of unknown length goes on for about as long as it has: with a cooldown that doubles it moves no more
         often than that pays for, whatever the load does. Who drains asks for less."""
@@ -92,7 +101,7 @@ class Outgoing:
         return sequence.prompt_logprobs is not None and sequence.state != State.WAITING
 
     @staticmethod
-    def _candidate(sequence: Sequence) -> MigrationCandidate:
+    def _candidate(sequence: Sequence, starts_s: float = -1.0) -> MigrationCandidate:
         request, is_running = sequence.request, sequence.state == State.RUNNING
         if is_running:
             num_blocks = min(len(sequence.blocks), -(-sequence.num_tokens // sequence.block_size))
@@ -108,7 +117,16 @@ class Outgoing:
             is_online=sequence.is_online,
         )
         tokens_left = sequence.max_total - sequence.num_tokens
-        return MigrationCandidate(held, request.request_class, request.priority, is_running, num_blocks, tokens_left)
+        return MigrationCandidate(
+            held,
+            request.request_class,
+            request.priority,
+            is_running,
+            num_blocks,
+            tokens_left,
+            sequence.num_migrations,
+            starts_s,
+        )
 
     def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
         """The filled blocks of a running sequence from `first_block` on, perhaps none, and up to one that is being moved

@@ -264,6 +264,11 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """A few of all that can be found, in turn, for who missed a report."""
     cache_round: Amount = 0
     """How many rounds over all of them were begun before these. Who heard every report of two whole rounds knows all."""
+    late_model: str = ""
+    late_tokens: Amount = 0
+    late_starts_s: Seconds = 0.0
+    """The first prompt that waits and cannot meet its TTFT objective here: its model, its tokens, and the predicted time until
+    it is begun; 0: there is none."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

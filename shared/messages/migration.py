@@ -21,6 +21,9 @@ from shared.messages.requests import (
 
 class MigrationReason(StrEnum):
     BALANCE = "balance"
+    """Frees memory that requests wait for or need soon."""
+    PROMPTS = "prompts"
+    """Takes a prompt that would be too late to where it is begun sooner."""
     DRAIN = "drain"
 
 
@@ -150,6 +153,8 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: Count = 0
     """All that were announced and sent; on the host where `on_host`."""
     on_host: bool = False
+    starts_s: Seconds = -1.0
+    """Predicted time until its prompt would be begun at the source: it is to be begun sooner here. Below 0: no matter."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):

@@ -27,7 +27,7 @@ from shared.migration.commands import Command, Fault, Tell
 from shared.migration.incoming import IncomingMigrations
 from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
 from shared.migration.outgoing import OutgoingMigration, Site
-from shared.migration.questions import Around, Candidates, Held, IsDraining, NewId, Peer, Peers
+from shared.migration.questions import Around, Candidates, Held, IsDraining, LateCandidates, NewId, Peer, Peers
 from shared.migration.source import Event, may_migrate
 from shared.recording import Recorder
 
@@ -249,8 +249,7 @@ class MigrationCore:
         destinations = [info for info in named if info is not None]
         if not any(self._may_take(destination, now) for destination in destinations):
             return False
-        include_offline = order.reason is MigrationReason.DRAIN or self._around.ask(IsDraining())
-        for candidate in self._around.ask(Candidates(now, include_offline)):
+        for candidate in self._candidates(order, now):
             held = candidate.request
             if (order.model and held.model != order.model) or not self._may_go(candidate, now):
                 continue
@@ -263,6 +262,12 @@ class MigrationCore:
             self._try_next(departure, now)
             return True
         return False
+
+    def _candidates(self, order: _Order, now: float) -> list[MigrationCandidate]:
+        include_offline = order.reason is MigrationReason.DRAIN or self._around.ask(IsDraining())
+        if order.reason is MigrationReason.PROMPTS and not include_offline:
+            return self._around.ask(LateCandidates(now))
+        return self._around.ask(Candidates(now, include_offline))
 
     def _may_go(self, candidate: MigrationCandidate, now: float) -> bool:
         held = candidate.request

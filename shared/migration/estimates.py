@@ -80,10 +80,11 @@ def copy_deadline_s(expected_s: float) -> float:
     return MIN_COPY_DEADLINE_S + DEADLINE_FACTOR * expected_s
 
 
-def is_worth(cost_s: float, tokens_left: int, step_s: float) -> bool:
-    """Whether the request, at its longest, still decodes for longer than its copy takes: else it ends where it is about as
-    soon as the move would."""
-    return cost_s <= tokens_left * step_s
+def is_worth(cost_s: float, tokens_left: int, step_s: float, num_moves: int = 0) -> bool:
+    """Whether the request, at its longest, still decodes for longer than its copies take, this one and the `num_moves` that
+    it has behind it: else it ends where it is about as soon as the move would. So it moves at most so many times as its
+    copy goes into what it has left."""
+    return cost_s * (1 + num_moves) <= tokens_left * step_s
 
 
 def next_stage(

@@ -336,7 +336,8 @@ class OutgoingMigration:
 
     def _is_worth(self, num_blocks: int) -> bool:
         """To copy so many."""
-        return is_worth(self._copy_s(num_blocks), self._candidate.tokens_left, self._site.step_s(self._model))
+        candidate, step_s = self._candidate, self._site.step_s(self._model)
+        return is_worth(self._copy_s(num_blocks), candidate.tokens_left, step_s, candidate.num_moves)
 
     def _is_still_worth(self) -> bool:
         """To copy all, now that the answer to the first stage says what of it the destination has."""
@@ -469,7 +470,8 @@ class OutgoingMigration:
         request, progress = rebased(taken, now)
         request = msgspec.structs.replace(request, epoch=self.machine.epoch + 1)
         num_blocks, on_host = sum(stage.num_blocks for stage in stages), any(stage.on_host for stage in stages)
-        commit = Commit(self.migration_id, self._site.instance_id, request, progress, num_blocks, on_host)
+        starts_s = self._candidate.starts_s
+        commit = Commit(self.migration_id, self._site.instance_id, request, progress, num_blocks, on_host, starts_s)
         timeout_s = COMMIT_S + self._copy_deadline_s(stages[-1] if stages else None)
         self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, commit, timeout_s))
 

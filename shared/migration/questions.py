@@ -103,6 +103,15 @@ class Candidates(Question[list[MigrationCandidate]], frozen=True):
         return around.engine.ask(lambda engine: engine.migration_candidates(self.now, self.include_offline))
 
 
+class LateCandidates(Question[list[MigrationCandidate]], frozen=True):
+    """See `Engine.late_candidates`."""
+
+    now: float
+
+    def of(self, around: Surroundings) -> list[MigrationCandidate]:
+        return around.engine.ask(lambda engine: engine.late_candidates(self.now))
+
+
 class Held(Question[HeldRequestHere | None], frozen=True):
     request_id: str
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import merge, nlargest
@@ -65,6 +65,9 @@ MAX_LOOKED = 64
 MAX_LOOKS = 1024
 """Likewise for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in the
 next one."""
+
+LEAST_SOONER_S = 0.25
+"""A prompt moves only where it would be begun so much sooner, by predicted times."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
@@ -101,6 +104,10 @@ class InstanceView(NamedTuple):
     """Decode steps, as if nobody waited."""
     prompts_s: float = 0.0
     """Predicted time of the prompts that are to be computed there, and of the steps in flight."""
+    late_model: str = ""
+    late_tokens: float = 0.0
+    late_starts_s: float = 0.0
+    """The first prompt that waits and would be too late: its model, its tokens, and the time until it is begun (0: none)."""
 
     @property
     def spare_tokens(self) -> float:
@@ -145,6 +152,14 @@ def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool
         tokens / destination.total_tokens for tokens in (destination.usage_tokens, destination.usage_tokens + v)
     )
     return u_after**2 + w_after**2 < u**2 + w**2 and (u_after >= w_after or not source.freeness > 0)
+
+
+def is_sooner(source: InstanceView, destination: InstanceView, low: float) -> bool:
+    """Whether the source's late prompt would be begun enough sooner there, in memory that nobody there will miss."""
+    if source.late_model not in destination.models or not destination.total_tokens > 0:
+        return False
+    is_sooner = destination.prompts_s + LEAST_SOONER_S < source.late_starts_s
+    return is_sooner and destination.spare_tokens - source.late_tokens >= low * (destination.num_running + 1)
 
 
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
@@ -226,6 +241,8 @@ class Rebalancer:
         self._max_in = max_in
         self._sources: dict[str, float] = {}
         """With their freeness."""
+        self._late: dict[str, float] = {}
+        """Where prompts would be too late that could move for it, with when the first of them is begun."""
         self._draining: set[str] = set()
         self._taking: Counter[str] = Counter()
         """Pairs into each instance, of those that are not for a drain."""
@@ -239,10 +256,18 @@ class Rebalancer:
     @property
     def is_idle(self) -> bool:
         """No step is needed until `touch` says so."""
-        return not self._sources and not self._draining and not self.pairs
+        return not self._sources and not self._late and not self._draining and not self.pairs
 
-    def touch(self, instance_id: str, freeness: float) -> bool:
-        """A report came. True if a step should come soon: it may begin or end a pair."""
+    def touch(self, instance_id: str, freeness: float, late_starts_s: float = 0.0) -> bool:
+        """A report came. True if a step should come soon: it may begin or end a pair. `late_starts_s`: of `InstanceView`."""
+        is_late, was_late = late_starts_s > LEAST_SOONER_S, instance_id in self._late
+        if is_late:
+            self._late[instance_id] = late_starts_s
+        else:
+            self._late.pop(instance_id, None)
+        return self._touch_memory(instance_id, freeness) or is_late != was_late
+
+    def _touch_memory(self, instance_id: str, freeness: float) -> bool:
         if freeness < self.low:
             is_known = instance_id in self._sources
             self._sources[instance_id] = freeness
@@ -265,6 +290,7 @@ class Rebalancer:
         """The instance is gone; the pair that it gives in ends with the next step, those that it takes in in their turn."""
         self._backoffs.pop(instance_id, None)
         self._sources.pop(instance_id, None)
+        self._late.pop(instance_id, None)
         self._in_vain_s.pop(instance_id, None)
         self._draining.discard(instance_id)
 
@@ -303,9 +329,10 @@ class Rebalancer:
         num_checked = 0
         for pair in list(self.pairs.values()):
             is_drain = pair.source in self._draining
+            sources = self._late if pair.reason == MigrationReason.PROMPTS else self._sources
             if pair.reason == MigrationReason.DRAIN:
                 is_kept = is_drain
-            elif is_drain or pair.source not in self._sources:
+            elif is_drain or pair.source not in sources:
                 is_kept = False
             elif num_checked == MAX_CHECKED:
                 continue
@@ -318,13 +345,16 @@ class Rebalancer:
         unpaired = [
             (self._in_vain_s.get(name, -math.inf), freeness, name)
             for name, freeness in self._sources.items()
-            if name not in self.pairs and name not in self._draining and not self._is_backing_off(name, now)
+            if self._may_begin(name, now)
         ]
         if draining:
             destinations = sorted(destinations_above(-math.inf), key=lambda destination: -destination.freeness)
             self._pair_draining(draining, destinations, changes, now)
         if unpaired and self._bucket.has_one(now):
             self._pair_sources(sorted(unpaired), destinations_above(self.low / 2), view_of, changes, now)
+        late = [(-starts_s, name) for name, starts_s in self._late.items() if self._may_begin(name, now)]
+        if late and self._bucket.has_one(now):
+            self._pair_late(sorted(late), destinations_above(self.low), view_of, changes, now)
         return changes
 
     # ------------------------------------------------------------------------------------------------ the parts
@@ -335,6 +365,8 @@ class Rebalancer:
             return False
         if self._is_backing_off(pair.source, now) or self._is_backing_off(destination.instance_id, now):
             return False
+        if pair.reason == MigrationReason.PROMPTS:
+            return is_sooner(source, destination, self.low)
         return not source.models.isdisjoint(destination.models) and self._is_worth_it(source, destination)
 
     def _pair_draining(
@@ -364,15 +396,12 @@ class Rebalancer:
         changes: Changes,
         now: float,
     ) -> None:
-        able = [destination for destination in destinations if self._may_take(destination.instance_id)]
-        if self._backoffs:
-            able = [destination for destination in able if not self._is_backing_off(destination.instance_id, now)]
-        groups = self._freest(able)
+        groups = self._freest(destinations, now)
         self._num_looks = 0
         for _, _, name in unpaired:
             if self._num_looks >= MAX_LOOKS:
                 return
-            if not able or not self._bucket.has_one(now):
+            if not groups or not self._bucket.has_one(now):
                 return
             source = view_of(name)
             if source is None or not source.can_give:
@@ -387,10 +416,38 @@ class Rebalancer:
                 self._in_vain_s[name] = now
         self._in_vain_s.clear()
 
-    def _freest(self, destinations: list[Destination]) -> list[list[Destination]]:
+    def _pair_late(
+        self,
+        late: list[tuple[float, str]],
+        destinations: Iterable[Destination],
+        view_of: Callable[[str], InstanceView | None],
+        changes: Changes,
+        now: float,
+    ) -> None:
+        """Those first whose prompts wait longest."""
+        groups = self._freest(destinations, now)
+        self._num_looks = 0
+        for _, name in late:
+            source = view_of(name)
+            if self._num_looks >= MAX_LOOKS or not groups or not self._bucket.has_one(now):
+                return
+            if source is None or not source.can_give or name in self._taking:
+                continue
+            able = [
+                view for view in self._looked_at(source, groups, self.low, view_of) if is_sooner(source, view, self.low)
+            ]
+            if able:
+                self._bucket.take()
+                soonest = min(able, key=lambda view: view.prompts_s)
+                self._begin(Pair(name, (soonest.instance_id,), MigrationReason.PROMPTS), changes)
+
+    def _freest(self, destinations: Iterable[Destination], now: float) -> list[list[Destination]]:
         """By the models served, in order: those that can be looked at in this step for one source, whichever others take."""
         groups: dict[frozenset[str], list[Destination]] = {}
-        for destination in destinations:
+        able = [destination for destination in destinations if self._may_take(destination.instance_id)]
+        if self._backoffs:
+            able = [destination for destination in able if not self._is_backing_off(destination.instance_id, now)]
+        for destination in able:
             groups.setdefault(destination.models, []).append(destination)
         return [nlargest(self._bucket.capacity + MAX_LOOKED, group, key=_freeness_of) for group in groups.values()]
 
@@ -404,17 +461,28 @@ class Rebalancer:
         """Of the freest that serve a model of the source and to which a move is a gain."""
         if source.instance_id in self._taking:
             return None
+        looked_at = self._looked_at(source, groups, bar, view_of)
+        able = list(islice((view for view in looked_at if self._is_worth_it(source, view)), NUM_COMPARED))
+        return able[first_cheap([cost_there_s(source, view) for view in able])].instance_id if able else None
+
+    def _looked_at(
+        self,
+        source: InstanceView,
+        groups: list[list[Destination]],
+        bar: float,
+        view_of: Callable[[str], InstanceView | None],
+    ) -> Iterator[InstanceView]:
+        """The freest at least as free as `bar` that serve a model of the source and take from nobody."""
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
         freest = takewhile(lambda each: each.freeness >= bar, merge(*serving, key=_freeness_of, reverse=True))
-        able: list[InstanceView] = []
         for each in islice((each for each in freest if self._may_take(each.instance_id)), MAX_LOOKED):
             self._num_looks += 1
             view = view_of(each.instance_id)
-            if view is not None and self._is_worth_it(source, view):
-                able.append(view)
-                if len(able) == NUM_COMPARED:
-                    break
-        return able[first_cheap([cost_there_s(source, view) for view in able])].instance_id if able else None
+            if view is not None:
+                yield view
+
+    def _may_begin(self, name: str, now: float) -> bool:
+        return name not in self.pairs and name not in self._draining and not self._is_backing_off(name, now)
 
     def _is_worth_it(self, source: InstanceView, destination: InstanceView) -> bool:
         return is_gain(source, destination, self.low) and is_as_cheap_there(source, destination)
@@ -430,7 +498,7 @@ class Rebalancer:
     def _end(self, pair: Pair, changes: Changes) -> None:
         del self.pairs[pair.source]
         changes.ended.append(pair)
-        if pair.reason == MigrationReason.BALANCE:
+        if pair.reason != MigrationReason.DRAIN:
             self._taking[pair.destinations[0]] -= 1
             if not self._taking[pair.destinations[0]]:
                 del self._taking[pair.destinations[0]]

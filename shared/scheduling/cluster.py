@@ -222,6 +222,9 @@ class InstanceState:
             residents=load.residents,
             running_freeness=report.running_freeness,
             prompts_s=report.prompts_s,
+            late_model=report.late_model,
+            late_tokens=report.late_tokens,
+            late_starts_s=report.late_starts_s,
         )
 
     def _pool_tokens(self, report: LoadReport) -> float:

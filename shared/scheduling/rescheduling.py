@@ -58,7 +58,7 @@ class Rescheduler:
             return
         if state.leaving:
             self.on_registry(report.instance_id, state, now)
-        if self.policy.touch(report.instance_id, report.migration_freeness):
+        if self.policy.touch(report.instance_id, report.migration_freeness, report.late_starts_s):
             self._wake(now)
         for outcome in report.migrations:
             reason = None if outcome.is_migrated else outcome.reason

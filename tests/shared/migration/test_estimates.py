@@ -92,3 +92,17 @@ def test_who_is_told_of_one_long_step_after_another_does_not_ask_for_ever() -> N
         now += 0.002
         assert now < MAX_WAIT_S + 1
     assert left_s > 0 and busy.ask_after_s(left_s, now) is None
+
+
+@given(st.floats(1e-4, 10.0), st.integers(1, 4000), st.floats(1e-3, 0.2), st.lists(st.floats(0.0, 1.0), max_size=60))
+def test_no_request_moves_more_often_than_its_copy_goes_into_what_it_has_left(
+    cost_s: float, tokens_left: int, step_s: float, decoded: list[float]
+) -> None:
+    """Offered a move again and again, with so much of what was left decoded between two offers."""
+    num_moves, most = 0, tokens_left * step_s / cost_s
+    for share in [*decoded, *[0.0] * 100]:
+        if is_worth(cost_s, tokens_left, step_s, num_moves):
+            num_moves += 1
+            assert num_moves * cost_s <= tokens_left * step_s * (1 + 1e-9), "what it moved for is ahead of it still"
+        tokens_left -= int(share * tokens_left)
+    assert num_moves <= most * (1 + 1e-9)

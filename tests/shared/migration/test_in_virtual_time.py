@@ -5,6 +5,7 @@ are taken for dead while they live."""
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -41,7 +42,15 @@ ENDED_S = 1000.0
 class Node:
     """One instance."""
 
-    def __init__(self, world: World, name: str, num_merged: int, step_s: float, token_budget: int = 64) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        num_merged: int,
+        step_s: float,
+        token_budget: int = 64,
+        prompt_token_s: float = 1e-5,
+    ) -> None:
         configuration = Configuration(
             num_merged=num_merged, num_rows=32, ordering="fcfs", token_budget=token_budget, steps_in_flight=2,
             interruption="off", migration_cooldown_s=0.05,
@@ -50,7 +59,7 @@ class Node:
         self.engine = configuration.build()
         self.executor = FakeExecutor([SHAPE])
         cost = CostModel(
-            fixed_s=step_s, prefill_token_s=1e-5, prefill_attention_s=0.0, decode_s=1e-4, decode_context_s=0.0
+            fixed_s=step_s, prefill_token_s=prompt_token_s, prefill_attention_s=0.0, decode_s=1e-4, decode_context_s=0.0
         )
         self.host = VirtualInstance(
             self.engine, world.events, lambda _: cost, lambda plan: self.executor.execute(plan).tokens,
@@ -137,6 +146,8 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.streams: dict[str, StreamState] = {}
         self.sent: dict[str, GenerationRequest] = {}
+        self.firsts_s: dict[str, float] = {}
+        """When the first token of each came."""
         self.gaps: set[str] = set()
         self.has_ghosts = False
         """Some are taken for dead that live."""
@@ -159,6 +170,8 @@ class World:
 
     def hear(self, sender: str, entry: TokenEntry) -> None:
         outcome = self.streams[entry.request_id].accept(entry, sender)
+        if entry.tokens:
+            self.firsts_s.setdefault(entry.request_id, self.events.now)
         assert outcome is not Outcome.GAP, f"{sender} left tokens out of {entry.request_id}"
         if outcome is Outcome.GIVEN_UP:
             assert entry.finish_reason is FinishReason.CANCELLED, entry
@@ -305,6 +318,32 @@ def test_blocks_that_the_destination_has_are_not_sent() -> None:
     world.check_streams()
     assert world.streams["r1"].owner == "b" and first.prompt == sent.prompt
     assert world.nodes["a"].moves.num_bytes < 45 * BLOCK_BYTES, "of 50 blocks of the prompt and those of the output"
+
+
+def test_prompts_that_would_be_too_late_begin_elsewhere_until_that_is_no_sooner() -> None:
+    """Ten prompts of 0.4 s come to one of two instances, each due 1.2 s after it came."""
+    started: dict[bool, list[float]] = {}
+    for may_move in (False, True):
+        world = World("")
+        for name in "ab":
+            world.nodes[name] = Node(world, name, num_merged=400, step_s=0.01, prompt_token_s=2e-3)
+        nodes = list(world.nodes.values())
+        for number in range(10):
+            world.send("a", request(f"r{number}", [number] * 200, 5, ttft_objective_s=1.2))
+        for node, other in (nodes, reversed(nodes)) if may_move else ():
+            order = partial(node.rebalance, other.name, reason=MigrationReason.PROMPTS, lease_s=30.0)
+            world.events.at(0.05, order)
+        world.run()
+        world.check_streams()
+        firsts_s = [world.firsts_s[f"r{number}"] for number in range(10)]
+        started[may_move] = sorted(firsts_s)
+        moved = [one for one in moved_outcomes(world) if one.is_migrated]
+        assert len({one.request_id for one in moved}) == len(moved), "nobody moves back"
+        if may_move:
+            assert {one.destination_id for one in moved} == {"b"} and 4 <= len(moved) <= 5
+            assert not {"r0", "r1"} & {one.request_id for one in moved}, "who is in time stays"
+    assert sum(first_s <= 1.2 for first_s in started[False]) < sum(first_s <= 1.2 for first_s in started[True])
+    assert started[True][-1] < 0.6 * started[False][-1]
 
 
 @pytest.mark.parametrize(("reason", "most"), [(MigrationReason.BALANCE, 2), (MigrationReason.DRAIN, 4)])
