@@ -56,6 +56,7 @@ class Observer:
         self._throughput = gauge("offline_tokens_per_second", "Of offline requests that finished", "model")
         self._instances = gauge("instances", "Instances in the registry, by state", "state")
         self._ledger = gauge("ledger_requests", "Requests dispatched that no load report has named yet")
+        self._known_blocks = gauge("prefix_blocks", "Full KV blocks of which it is known which instances have them")
         self._pairings = counter("pairings", "Times that an instance was told to give requests away, by why", "reason")
         self._pairs = gauge("pairs", "Instances that are to give requests away now, by why", "reason")
         self._migrations = counter("moves", "Migrations that ended, by how and by why they failed", "outcome", "reason")
@@ -174,6 +175,7 @@ class Observer:
             self._pairs.labels(reason).set(reasons[reason])
         self._backoffs.set(core.rescheduler.policy.num_backing_off(now))
         self._ledger.set(len(core.dispatcher.ledger))
+        self._known_blocks.set(core.dispatcher.num_known_blocks)
         self._assigned.set(len(core.requests))
 
 

@@ -93,6 +93,11 @@ class Dispatcher:
                 self._prefixes.forget(instance_id)
         self.ranking.touch(instance_id, before)
 
+    @property
+    def num_known_blocks(self) -> int:
+        """Of which it is known which instances have them."""
+        return 0 if self._prefixes is None else len(self._prefixes)
+
     def offline_room(self, models: Iterable[str]) -> dict[str, int | None]:
         """Tokens of new offline submissions that instances could take, below 0 if more wait here than they can; None for
         a model that nobody serves."""

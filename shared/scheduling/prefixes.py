@@ -105,6 +105,10 @@ class PrefixIndex:
         """In the order in which they end."""
         self._prompts: OrderedDict[tuple[str, int], _PromptKeys] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Blocks that some instance has, or had until it was forgotten."""
+        return len(self._holders)
+
     def on_report(self, report: LoadReport, has_gap: bool) -> None:
         """`has_gap`: reports before this one were missed, or it is the first."""
         if has_gap or report.is_cache_anew:

@@ -103,6 +103,7 @@ def test_memory_is_bounded_and_what_was_longest_not_named_goes_first() -> None:
     prompts = [prompt(number, 1, 2, 3, 4) for number in range(4)]
     for number, one in enumerate(prompts):
         tell(index, f"i{number}", keys(one)[0])
+    assert len(index) == 3
     assert index.held_tokens(prompts[0], PAGE, 0.0) == {} and index.held_tokens(prompts[3], PAGE, 0.0) == {"i3": 4}
 
 
