@@ -229,7 +229,7 @@ class Cluster:
         names = model_names(num_models)
         chosen = np.random.default_rng([seed, num_models]).integers(num_models, size=len(jobs)).tolist()
         # The length of an answer is nobody's knowledge.
-        self._jobs = [
+        self.jobs = [
             msgspec.structs.replace(job, model=names[number], max_tokens=device.max_length + 1)
             for job, number in zip(jobs, chosen, strict=True)
         ]
@@ -252,12 +252,12 @@ class Cluster:
     @property
     def records(self) -> list[Record]:
         """Of the jobs that it was given, in their order."""
-        return self.gateway.records[: len(self._jobs)]
+        return self.gateway.records[: len(self.jobs)]
 
     @property
     def offline_tokens_s(self) -> float:
         """Prompts and answers of the batch, a second."""
-        lines = self.gateway.records[len(self._jobs) :]
+        lines = self.gateway.records[len(self.jobs) :]
         tokens = sum(record.prompt_tokens + record.num_tokens for record in lines if record.num_tokens)
         return tokens / self.fleet.events.now
 
@@ -266,4 +266,4 @@ class Cluster:
         return float(len(self.fleet.instances)) if self.scaling is None else self.scaling.mean_instances()
 
     def run(self) -> Gateway:
-        return self.fleet.run(self._jobs, has_endless_batches=self._has_batch)
+        return self.fleet.run(self.jobs, has_endless_batches=self._has_batch)

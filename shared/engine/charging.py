@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 
-from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale
+from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, prompt_s
 from shared.engine.batch import PlannedStep
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
@@ -96,6 +96,7 @@ class Charging:
         for sequence, execution_s in zip(step.sequences, seconds, strict=True):
             sequence.device_s += execution_s
             sequence.last_ran_s = now
+        self._charge_tenants(step, cost)
         self._memory.ordering.charge(step.sequences, seconds, now)
         offline = 0
         if not step.sequences[-1].is_online:  # they come last
@@ -106,6 +107,25 @@ class Charging:
         counters.online_tokens += num_tokens - offline
         self.offline_rate.add(offline, step.ran_s)
         self._learn(queue, step)
+
+    def _charge_tenants(self, step: PlannedStep, cost: CostModel | None) -> None:
+        """To each sequence's tenant what it adds to the step, and a part of what any step takes: together the step's time."""
+        plan = step.plan
+        each_s = step.ran_s / plan.num_tokens if cost is None else cost.fixed_s / len(plan.counts)
+        for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
+            if cost is None:
+                service_s = each_s * count
+            elif count == 1:
+                service_s = each_s + cost.decode_cost_s(start)
+            else:
+                service_s = each_s + prompt_s(cost.prompt_cost, count, start)
+            sequence.service_s += service_s
+            tenants = self._memory.tenants(sequence)
+            tenants.charge(sequence.tenant, service_s)
+            if sequence.promised_s:
+                kept_s = 0.0 if sequence.is_in_decode else max(0.0, sequence.promised_s - service_s)
+                tenants.promise(sequence.tenant, kept_s - sequence.promised_s)
+                sequence.promised_s = kept_s
 
     def _learn(self, queue: ModelQueue, step: PlannedStep) -> None:
         """What the step says of the model's step times."""

@@ -261,6 +261,8 @@ class Engine:
                 num_tokens=sequence.num_tokens,
                 running=sequence.state == State.RUNNING or (sequence.state == State.LEAVING and bool(sequence.blocks)),
                 is_online=sequence.is_online,
+                tenant=sequence.tenant,
+                tenant_weight=sequence.request.tenant_weight,
             )
             for sequence in self.requests.by_id.values()
         ]

@@ -16,10 +16,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import cast
 
-from shared.cost_model import StepShape
+from shared.cost_model import StepShape, prompt_s
 from shared.engine.batch import Batch, PlannedStep
 from shared.engine.candidate import Candidate
 from shared.engine.drafting import Drafting
+from shared.engine.favours import Favours
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
@@ -85,6 +86,7 @@ class Planner:
         self._memory = memory
         self._queues = memory.queues
         self._ordering = memory.ordering
+        self._favours = Favours(memory, steps_in_flight)
         self.last_limits = Limits(1)
         """Of the step planned last."""
         self.last_limit_s = math.inf
@@ -430,6 +432,9 @@ class Planner:
                 room_s = min(self._room_of_high_s(begins_s), queue.token_left_s(begins_s))
                 limit_s = max(room_s, SERVING_STEPS * self._least_online_s(queue))
                 limits = limits._replace(limit_s=min(limits.limit_s, limit_s))
+            if not self._favours.prompts(queue, leading):
+                limit_s = self._favours.step_limit_s(queue, begins_s)
+                limits = limits._replace(limit_s=min(limits.limit_s, limit_s))
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
         return self.last_limits
 
@@ -493,9 +498,14 @@ class Planner:
                 if self._holds_offline:
                     break
                 batch.budget.begin_offline()
+            favoured = self._favours.prompts(queue, priority_class) if prefills else []
+            self._favours.make_room(queue, favoured, now)
             chunks = (
-                self._add_decodes(queue, priority_class, batch, now, decodes) if queue.running[priority_class] else []
+                self._add_decodes(queue, priority_class, batch, now, decodes, favoured)
+                if queue.running[priority_class]
+                else []
             )
+            first = {sequence.tenant for sequence in favoured}
             if not prefills or not (chunks or queue.waiting[priority_class] or queue.restored):
                 continue
             # Who decoded elsewhere, or before it was preempted, has waited for a token already.
@@ -509,9 +519,10 @@ class Planner:
             kept = max(0, min(kept, batch.budget.tokens_left - MIN_ONLINE_CHUNK))
             batch.budget.tokens_left -= kept
             for sequence in chunks:
-                if sequence.state == State.RUNNING:
+                self._admit_waiting(queue, priority_class, batch, now, first, before=sequence)
+                if sequence.state == State.RUNNING and not (first and batch.has_chunk and sequence.tenant not in first):
                     self._add_prefill(sequence, batch, self._least_chunk(priority_class, batch))
-            self._admit(queue, priority_class, batch, now)
+            self._admit(queue, priority_class, batch, now, first)
             batch.budget.tokens_left += kept
         return batch
 
@@ -576,13 +587,26 @@ class Planner:
     # ------------------------------------------------------------------------------------------------ filling
 
     def _add_decodes(
-        self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float, decodes: bool
+        self,
+        queue: ModelQueue,
+        priority_class: PriorityClass,
+        batch: Batch,
+        now: float,
+        decodes: bool,
+        favoured: list[Sequence],
     ) -> list[Sequence]:
-        """One token for each decoding sequence of the rank; returns those with more than one left to compute. This loop is
-        the planner's hot path."""
+        """One token for each decoding sequence of the rank, but those that `favoured` prompts leave out; returns those with
+        more than one left to compute. This loop is the planner's hot path."""
         running = list(queue.running[priority_class].values())
-        if not self._ordering.is_static:
-            self._ordering.sort(running, now)
+        self._memory.sort(running, now)
+        if favoured and queue.cost_model is not None:
+            missing = sum(sequence.total - sequence.num_computed for sequence in favoured)
+            step_s = queue.cost_model.predict(StepShape(missing, missing * missing / 2))
+            running = [
+                sequence
+                for sequence in running
+                if not sequence.is_in_decode or not self._favours.may_be_left_out(sequence, favoured, step_s, now)
+            ]
         prefills: list[Sequence] = []
         add_sequence, add_start = batch.sequences.append, batch.starts.append
         budget = batch.budget
@@ -652,15 +676,36 @@ class Planner:
         if count > 0:
             batch.add_chunk(sequence, count)
 
-    def _admit(self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float) -> None:
+    def _admit(
+        self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float, first: set[str]
+    ) -> None:
         """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head of its own model that
-        lacks room, nor one of another if that would wait for longer."""
+        lacks room, nor one of another if that would wait for longer. `first`: tenants whose prompts share the step with
+        nobody else's."""
         self._admit_restored(queue, priority_class, batch, now, decodes=False)
+        self._admit_waiting(queue, priority_class, batch, now, first)
+
+    def _admit_waiting(
+        self,
+        queue: ModelQueue,
+        priority_class: PriorityClass,
+        batch: Batch,
+        now: float,
+        first: set[str],
+        before: Sequence | None = None,
+    ) -> None:
+        """`before`: only those whose tenant goes before that of a running one."""
         waiting = queue.waiting[priority_class]
-        if waiting and not self._ordering.is_static:
-            self._ordering.sort(waiting, now)
+        if before is not None and not (waiting and self._memory.tenants(before).are_several):
+            return
+        self._memory.sort(waiting, now)
         while waiting and self._has_budget(priority_class, batch):
             sequence = waiting[0]
+            tenants = self._memory.tenants(sequence)
+            if first and batch.has_chunk and sequence.tenant not in first:
+                return
+            if before is not None and tenants.key(sequence.tenant) >= tenants.key(before.tenant):
+                return
             if self._is_behind_stuck(sequence, now):
                 return
             num_kept = (
@@ -679,6 +724,8 @@ class Planner:
                 queue.restoring[sequence.number] = sequence
             else:
                 self._run(queue, sequence, batch, now)
+            if tenants.are_several:
+                self._memory.sort(waiting, now)
 
     def _admit_restored(
         self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float, *, decodes: bool
@@ -706,6 +753,7 @@ class Planner:
         queue.running[sequence.priority_class][sequence.number] = sequence
         if sequence.first_planned_s is None:
             sequence.first_planned_s = now
+            self._promise(queue, sequence, now)
         numbers = (sequence.num_computed, sequence.total - sequence.num_computed)
         self._memory.events.add(sequence, EventKind.ADMITTED, now, numbers=numbers)
         request, blocks = sequence.request, list(sequence.blocks)
@@ -715,6 +763,15 @@ class Planner:
             NewSequence(sequence.row, tokens, sequence.num_prompt, request.sampling, blocks, adapter)
         )
         self._add_prefill(sequence, batch, max(1, self._least_chunk(PriorityClass(sequence.priority_class), batch)))
+
+    def _promise(self, queue: ModelQueue, sequence: Sequence, now: float) -> None:
+        """Its tenant owes the whole prompt from now on, so that the next one to begin is another tenant's."""
+        if queue.cost_model is not None:
+            start = sequence.num_computed
+            sequence.promised_s = prompt_s(queue.cost_model.prompt_cost, sequence.total - start, start)
+            if sequence.is_online:
+                self._favours.note(sequence, queue.cost_model.fixed_s + sequence.promised_s, now)
+            self._memory.tenants(sequence).promise(sequence.tenant, sequence.promised_s)
 
     def _waits_for_offline(self) -> bool:
         """Whether an online sequence waits for what offline ones hold."""
@@ -727,14 +784,16 @@ class Planner:
         return self._memory.pool.num_available(stuck.model) < needed and self._memory.could_have(stuck.model, needed)
 
     def _waits_for_share(self, now: float) -> bool:
-        """Whether an online sequence waits for the least share of its model, of which others' online ones hold a part."""
+        """Whether an online sequence waits for the share of its model or tenant, of which others' online ones hold some."""
         stuck = self._memory.stuck_online
-        if stuck is None or not self._memory.least_merged():
+        if stuck is None:
             return False
+        if not self._memory.num_free_rows and any(self._memory.beyond_tenant_share(stuck, now)):
+            return True
         needed = self._memory.num_wanted_blocks(stuck)
         if self._memory.pool.num_available(stuck.model) >= needed:
             return False
-        victims = list(self._memory.beyond_share(stuck, needed, now))
+        victims = list(self._memory.beyond_shares(stuck, needed, now))
         return bool(victims) and self._memory.reaches(stuck.model, [*self._memory.offline_holders(), *victims], needed)
 
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:

@@ -63,6 +63,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """When this instance was given it: its submission, or its adoption from another."""
     max_itl_s: float = 0.0
     """The longest time between two of its tokens."""
+    service_s: float = 0.0
+    """Its part of the steps, which together take as long as they do."""
     is_given_up: bool = False
     """Only here: the request goes on elsewhere."""
 
@@ -87,6 +89,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             adapter="" if self.request.adapter is None else self.request.adapter.name,
             is_mirror=self.request.is_mirror,
             is_given_up=self.is_given_up,
+            service_s=self.service_s,
         )
 
     @property
@@ -179,6 +182,7 @@ class RequestTable:
         queue = self._memory.queues[sequence.model]
         if not sequence.is_online and not queue.num_offline:
             queue.offline_turn_s = now
+        self._memory.tenants(sequence).enter(sequence.tenant, sequence.request.tenant_weight)
         self._memory.ordering.on_arrival(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
         if len(self._deadlines) > 2 * len(self._sequences) + 64:
@@ -307,6 +311,7 @@ class RequestTable:
                 num_migrations=sequence.num_migrations,
                 here_since_s=sequence.here_since_s,
                 max_itl_s=sequence.max_itl_s,
+                service_s=sequence.service_s,
                 is_given_up=error is not None and error.code in PLACE_AGAIN_CODES,
             )
         )
@@ -315,6 +320,10 @@ class RequestTable:
     def drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
         self._memory.remove(sequence)
+        tenants = self._memory.tenants(sequence)
+        tenants.promise(sequence.tenant, -sequence.promised_s)
+        sequence.promised_s = 0.0
+        tenants.leave(sequence.tenant)
 
     def take_effects(self) -> list[Output | Ended]:
         """What happened since the last call, outputs first."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from shared.engine.memory.blocks import chain_hash
+from shared.engine.memory.blocks import chain_hash, prefix_root
 from shared.messages.requests import (
     GenerationRequest,
     Priority,
@@ -115,13 +115,16 @@ class Sequence:
         "order_state",
         "peak_computed",
         "priority_class",
+        "promised_s",
         "prompt_logprobs",
         "request",
         "restore",
         "row",
+        "service_s",
         "state",
         "stop_ids",
         "submitted_s",
+        "tenant",
         "tokens",
         "total",
         "tpot_objective_s",
@@ -182,6 +185,11 @@ class Sequence:
         self.order_state: Any = None
         """The ordering policy's."""
         self.last_ran_s = self.arrived_s
+        self.tenant = request.tenant
+        self.service_s = 0.0
+        """Charged to its tenant: its part of the steps."""
+        self.promised_s = 0.0
+        """Of its prompt, what was begun and not charged yet (tenant_shares.py)."""
         self.device_s = 0.0
         """Execution time charged so far: what its part of each step takes alone."""
         self.host_blocks: list[int] = []
@@ -267,15 +275,15 @@ class Sequence:
 
     def extend_hashes(self, num_blocks: int, block_size: int, root: bytes, first_block: int = 0) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on. `root`: of the
-        model; with an adapter the chain begins elsewhere, as its keys and values are others."""
+        model; see `prefix_root`."""
         hashes = self.hashes
         first, end = len(hashes) * block_size, num_blocks * block_size
         if first < end:
             in_prompt = end <= self.num_prompt
             packed = self.request.prompt[4 * first : 4 * end] if in_prompt else pack_tokens(self.tokens[first:end])
-            adapter = self.request.adapter
-            if not hashes and adapter is not None:
-                root = chain_hash(root, adapter.version.encode())
+            if not hashes:
+                adapter = self.request.adapter
+                root = prefix_root(root, "" if adapter is None else adapter.version, self.request.prefix_salt)
             previous = hashes[-1] if hashes else root
             for at in range(0, len(packed), 4 * block_size):
                 previous = chain_hash(previous, packed[at : at + 4 * block_size])

@@ -21,6 +21,14 @@ Number = Annotated[float, Meta(ge=-1e300)]
 """Infinite perhaps, but never NaN."""
 PeerId = Annotated[str, Meta(max_length=256, pattern=r"^[^\s.*>]*$")]
 """Becomes part of a subject: NATS closes the connection of who publishes to one that is too long."""
+MAX_TENANT_NAME = 64
+"""Characters."""
+
+TenantName = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")]
+"""Who shares service with others: an API key's, or what a trusted proxy names; empty where there are no keys."""
+
+TenantWeight = Annotated[float, Meta(ge=1e-3, le=1e3)]
+
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -185,6 +193,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """A copy of another, whose answer nobody sees: in no statistics."""
     is_open_ended: bool = False
     """Its client named no `max_tokens`: those of `sampling` are what fits, and fewer where less does."""
+    tenant: TenantName = ""
+    """For whom it is computed; empty where no keys are set: one tenant like any other."""
+    tenant_weight: TenantWeight = 1.0
+    """Share of its tenant against each other one."""
+    prefix_salt: Annotated[str, Meta(max_length=MAX_TENANT_NAME)] = ""
+    """Only requests of the same salt use each other's cached prefixes."""
 
     @property
     def public_model(self) -> str:
@@ -314,6 +328,8 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_tokens: Count
     running: bool
     is_online: bool = True
+    tenant: TenantName = ""
+    tenant_weight: TenantWeight = 1.0
 
 
 class ListHeldRequests(msgspec.Struct, frozen=True, array_like=True):

@@ -149,10 +149,12 @@ class CandidateIndex:
 
 
 class _Indexes(NamedTuple):
-    """The candidates of a lane, as requests of normal and of high priority see them."""
+    """The candidates of a lane, as requests of normal and of high priority see them, and normal ones of tenants that are
+    behind (tenants.py)."""
 
     normal: CandidateIndex
     high: CandidateIndex
+    behind: CandidateIndex
 
 
 class Ranking:
@@ -180,11 +182,13 @@ class Ranking:
         """Something waits in the lane."""
         lanes = self._lanes_of_model.setdefault(lane.model, {})
         if lane not in lanes:
-            indexes = lanes[lane] = _Indexes(self._new_index(lane, False), self._new_index(lane, True))
+            indexes = lanes[lane] = _Indexes(
+                self._new_index(lane, False), self._new_index(lane, True), self._new_index(lane, False, is_behind=True)
+            )
             for instance_id, state in self._cluster:
                 if lane.model in state.ready:
-                    indexes.normal.touch(instance_id)
-                    indexes.high.touch(instance_id)
+                    for index in indexes:
+                        index.touch(instance_id)
         self._woken[lane] = None
 
     def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
@@ -192,8 +196,8 @@ class Ranking:
         self._touched.add(instance_id)
         for model in before:
             for lane, indexes in self._lanes_of_model.get(model, {}).items():
-                indexes.normal.touch(instance_id)
-                indexes.high.touch(instance_id)
+                for index in indexes:
+                    index.touch(instance_id)
                 self._woken[lane] = None
 
     def on_report(self, report: LoadReport) -> None:
@@ -223,8 +227,8 @@ class Ranking:
         """A request was sent there."""
         for model in state.ready:
             for indexes in self._lanes_of_model.get(model, {}).values():
-                indexes.normal.worsen(instance_id)
-                indexes.high.worsen(instance_id)
+                for index in indexes:
+                    index.worsen(instance_id)
 
     def woken(self) -> list[Lane]:
         """Lanes in which something came to wait, or about whose instances something was noted, since the last call."""
@@ -234,19 +238,22 @@ class Ranking:
         self._woken.clear()
         return woken
 
-    def index(self, lane: Lane, is_high: bool) -> CandidateIndex:
+    def index(self, lane: Lane, is_high: bool, is_behind: bool = False) -> CandidateIndex:
         indexes = self._lanes_of_model[lane.model][lane]
-        return indexes.high if is_high else indexes.normal
+        if is_high:
+            return indexes.high
+        return indexes.behind if is_behind else indexes.normal
 
     def _note_changes(self) -> None:
         """Of all lanes: which models an instance serves is looked at when it is ranked."""
         for lanes in self._lanes_of_model.values():
             for lane, indexes in lanes.items():
-                indexes.normal.touch_all(self._touched)
-                indexes.high.touch_all(self._touched)
+                for index in indexes:
+                    index.touch_all(self._touched)
                 if lane.is_online:
                     indexes.normal.hint(self._bounds)
                     indexes.high.hint(self._bounds_high)
+                    indexes.behind.hint(self._bounds)
                 else:
                     indexes.normal.touch_all(self._reported)
                 self._woken[lane] = None
@@ -255,8 +262,8 @@ class Ranking:
         self._bounds.clear()
         self._bounds_high.clear()
 
-    def _new_index(self, lane: Lane, is_high: bool) -> CandidateIndex:
-        rank_of = partial(self.rank, lane, is_high)
+    def _new_index(self, lane: Lane, is_high: bool, *, is_behind: bool = False) -> CandidateIndex:
+        rank_of = partial(self.rank, lane, is_high, is_behind=is_behind)
         if not self._policy.ranks_by_freeness or not lane.is_online:
             return CandidateIndex(rank_of)
         return CandidateIndex(rank_of, self._version_of, self._on_ranked)
@@ -270,13 +277,14 @@ class Ranking:
 
     # ---------------------------------------------------------------------------------------------------- rank
 
-    def rank(self, lane: Lane, is_high: bool, instance_id: str) -> DispatchKey | None:
+    def rank(self, lane: Lane, is_high: bool, instance_id: str, *, is_behind: bool = False) -> DispatchKey | None:
         """None: it may take no request of the lane."""
         state = self._cluster.get(instance_id)
         if state is None or not state.is_candidate or lane.model not in state.ready:
             return None
         if lane.is_online:
-            has_room = self.has_room(lane, instance_id, state, is_high=is_high)
+            # How many of such tenants come is bounded by their being behind.
+            has_room = is_behind or self.has_room(lane, instance_id, state, is_high=is_high)
             return self._policy.rank(self.view(instance_id, state, is_high)) if has_room else None
         room = self.offline_room(lane.model, instance_id, state)
         return (-room, state.last_turn) if room > 0 else None

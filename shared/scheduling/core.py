@@ -151,6 +151,8 @@ class SchedulerCore:
             # Of one that is another's by now, it was an older epoch that ended there.
             if not stats.is_given_up and (tracked is None or tracked.instance_id == report.instance_id):
                 self.life.recorder.ended(request_id, stats, now)
+                if tracked is not None:
+                    self.queue.tenants.charge(tracked, stats.service_s)
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:
         if not is_known:

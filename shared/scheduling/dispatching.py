@@ -9,7 +9,8 @@ the instance give requests away (`rebalancing`), so that free memory comes toget
 there. Other requests that fit nowhere wait in the queue, and those that fit pass them, but not for long: one that has
 waited `OVERDUE_S` goes to an instance in any case. One of high priority sees an instance as if no headroom were kept
 there; and an instance with as many waiting requests as it may have takes as many again of high priority, which it lets
-in first.
+in first. So it does for a request whose tenant has much less on the instances than its share (`tenants`), which goes to one
+whatever memory is free: what others of its class hold beyond their shares gives way to it there.
 
 Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
 last one may overdraw it, so that a long request is not passed by for ever.
@@ -129,7 +130,7 @@ class Dispatcher:
         leaves the queue and enters the ledger before it is yielded. One whose time is over is left in the queue."""
         if not len(self.queue):
             return
-        lanes = [lane for lane in self.ranking.woken() if lane in self.queue and self._has_candidates(lane)]
+        lanes = [lane for lane in self.ranking.woken() if lane in self.queue and self._has_candidates(lane, now)]
         self._held_back.clear()
         while lanes:
             head = None
@@ -155,16 +156,17 @@ class Dispatcher:
     def _pick(self, lane: Lane, now: float) -> tuple[TrackedRequest, str] | None:
         for limit in (1, LOOKAHEAD):
             for tracked in self.queue.first(lane, now, limit)[limit > 1 :]:
-                index = self.ranking.index(lane, tracked.is_high)
-                if tracked.deadline_s > now and (chosen := self._choose(tracked, index, now)) is not None:
+                is_behind = self.queue.tenants.is_behind(tracked)
+                index = self.ranking.index(lane, tracked.is_high, is_behind)
+                if tracked.deadline_s > now and (chosen := self._choose(tracked, index, is_behind, now)) is not None:
                     self._take(tracked, chosen, now)
                     return tracked, chosen.instance_id
                 if index.is_empty():
                     return None  # whoever has no room for this one has none for those after it
         return None
 
-    def _choose(self, tracked: TrackedRequest, index: CandidateIndex, now: float) -> Seen | None:
-        may_wait = now - tracked.submitted_s <= OVERDUE_S
+    def _choose(self, tracked: TrackedRequest, index: CandidateIndex, is_behind: bool, now: float) -> Seen | None:
+        may_wait = now - tracked.submitted_s <= OVERDUE_S and not is_behind
         if may_wait and self._is_held_back(tracked):
             return None
         candidates = CandidatesFor(
@@ -239,6 +241,7 @@ class Dispatcher:
             tracked.model, tracked.is_online, chosen.demand_merged, chosen.prompt_s, tracked.num_tokens_at_most
         )
         self.ledger.add(tracked.request_id, instance_id, entry)
+        self.queue.tenants.place(tracked, entry.prompt_s)
         if tracked.is_online:
             for outflows, amount in (self._prompts_s, entry.prompt_s), (self._num_dispatched, 1.0):
                 outflows.setdefault(tracked.model, Outflow(WORK_WINDOW_S)).count(now, amount)
@@ -247,7 +250,11 @@ class Dispatcher:
             self._prefixes.on_dispatch(tracked.request, block_size, instance_id, now)
         self.ranking.worsen(instance_id, state)
 
-    def _has_candidates(self, lane: Lane) -> bool:
+    def _has_candidates(self, lane: Lane, now: float) -> bool:
         if not self.ranking.index(lane, False).is_empty():
+            return True
+        are_several = self.queue.tenants.of_class(lane.is_online).are_several
+        first = self.queue.first(lane, now) if are_several else []
+        if first and self.queue.tenants.is_behind(first[0]) and not self.ranking.index(lane, False, True).is_empty():
             return True
         return self.queue.has_high(lane) and not self.ranking.index(lane, True).is_empty()

@@ -53,6 +53,7 @@ class RequestLifecycle:
         self.removed_models: set[str] = set()
         """Nobody will serve them again."""
         self._dispatcher = dispatcher
+        self._tenants = dispatcher.queue.tenants
         self._cluster = cluster
         self._say = say
         self._num_known = 0
@@ -146,6 +147,8 @@ class RequestLifecycle:
     def assign(self, tracked: TrackedRequest, outcome: str, instance_id: str, now: float) -> None:
         """The instance has it. `outcome`: dispatched, or found there."""
         self.leave_queue(tracked, outcome, now)
+        if tracked.promised_s is None:
+            self._tenants.place(tracked, 0.0)
         self.requests.move(tracked, RequestState.ASSIGNED, instance_id, now)
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s + ASSIGNMENT_GRACE_S)
         if tracked.is_cancelled:
@@ -158,6 +161,8 @@ class RequestLifecycle:
         if tracked is None:
             tracked = TrackedRequest.held(held, instance_id, self.next_number(), now)
             self.requests.add(tracked)
+            self._tenants.enter(tracked)
+            self._tenants.place(tracked, 0.0)
             self.timers.set(("deadline", held.request_id), tracked.deadline_s)
         else:
             self.change_owner(tracked, instance_id, held.epoch, now)
@@ -202,6 +207,7 @@ class RequestLifecycle:
         if raise_epoch:
             tracked.older_owners[tracked.instance_id] = tracked.epoch
             tracked.epoch = next_placement(tracked.epoch)
+        self._tenants.unplace(tracked)
         self.requests.move(tracked, RequestState.QUEUED, "", now)
         self.enqueue(tracked, now)
 
@@ -271,6 +277,7 @@ class RequestLifecycle:
         self.leave_ledger(tracked.request_id, tracked.instance_id)
         for kind in ("deadline", "unfit", "confirm"):
             self.timers.discard((kind, tracked.request_id))
+        self._tenants.leave(tracked)
         self.requests.remove(tracked)
 
     def leave_ledger(self, request_id: str, instance_id: str) -> None:

@@ -19,7 +19,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from shared.engine.memory.blocks import chain_hash, root_hash
+from shared.engine.memory.blocks import chain_hash, prefix_root, root_hash
 from shared.messages.cluster import KEY_BYTES, LoadReport
 from shared.messages.requests import GenerationRequest
 
@@ -273,9 +273,8 @@ def _keys(packed: bytes) -> list[bytes]:
 def prompt_keys(request: GenerationRequest, block_size: int) -> Iterator[bytes]:
     """Of the full blocks of the prompt, but for its last token, which is computed in any case; of the hashes of
     `Sequence.extend_hashes`."""
-    previous = root_hash(request.model)
-    if request.adapter is not None:
-        previous = chain_hash(previous, request.adapter.version.encode())
+    adapter = "" if request.adapter is None else request.adapter.version
+    previous = prefix_root(root_hash(request.model), adapter, request.prefix_salt)
     num_blocks = min(MAX_BLOCKS, (len(request.prompt) // 4 - 1) // block_size)
     for at in range(0, 4 * block_size * num_blocks, 4 * block_size):
         previous = chain_hash(previous, request.prompt[at : at + 4 * block_size])

@@ -1,8 +1,9 @@
 """The global queue: requests that no instance has taken yet.
 
-Order: online before offline, high priority before normal, then the order policy, then arrival at the system (a request that
-was submitted again keeps its place, because the time it has waited is counted). The queue is kept in lanes of one model and
-class, because those are what an instance has room for or not.
+Order: online before offline, high priority before normal, then the tenant that had least (tenants.py), then the order
+policy, then arrival at the system (a request that was submitted again keeps its place, because the time it has waited is
+counted). The queue is kept in lanes of one model and class, because those are what an instance has room for or not, and in a
+lane by tenant, as what a tenant had changes with each dispatch.
 
 A request in the queue does not run, so all that its policy may go by is its model's statistics and how long it has waited.
 Lanes of a policy whose keys change are therefore sorted again when the statistics change, and else every `REFRESH_S`: what
@@ -12,14 +13,18 @@ waiting changes (starvation, after a second or more) takes effect so much later,
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import chain, islice
 from math import exp, inf
 from typing import NamedTuple
 
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import ErrorCode, ErrorInfo, Priority
 from shared.policies.ordering import OrderingPolicy
+from shared.policies.tenant_shares import TenantShares
 from shared.scheduling.requests import TrackedRequest
+from shared.scheduling.tenants import QueueTenants
 
 REFRESH_S = 0.25
 
@@ -63,14 +68,20 @@ Entry = tuple[tuple[float, ...], TrackedRequest]
 class _Waiting:
     """A lane's requests in order, as of `sorted_s`."""
 
-    __slots__ = ("entries", "num_high", "num_tokens", "num_unfit", "sorted_s")
+    __slots__ = ("by_tenant", "num", "num_high", "num_tokens", "num_unfit", "sorted_s")
 
     def __init__(self, now: float) -> None:
-        self.entries: list[Entry] = []
+        self.by_tenant: dict[str, list[Entry]] = {}
+        """None of them empty."""
+        self.num = 0
         self.num_high = 0
         self.num_tokens = 0
         self.num_unfit = 0
         self.sorted_s = now
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        """Tenant by tenant."""
+        return (tracked for _, tracked in chain.from_iterable(self.by_tenant.values()))
 
 
 class GlobalQueue:
@@ -79,6 +90,7 @@ class GlobalQueue:
 
     def __init__(self, order: OrderingPolicy, max_queued: int) -> None:
         self.order = order
+        self.tenants = QueueTenants()
         self._starts_anew = type(order).set_statistics is not OrderingPolicy.set_statistics
         """Whether what the policy gives a request at its arrival depends on statistics. A request that waits has used
         none of it, so new statistics count for it as for those that arrive after it."""
@@ -95,10 +107,10 @@ class GlobalQueue:
     def __contains__(self, lane: Lane) -> bool:
         """Whether anything waits in the lane that could be picked."""
         waiting = self._lanes.get(lane)
-        return waiting is not None and waiting.num_unfit < len(waiting.entries)
+        return waiting is not None and waiting.num_unfit < waiting.num
 
     def lengths(self) -> dict[Lane, int]:
-        return {lane: len(waiting.entries) for lane, waiting in self._lanes.items()}
+        return {lane: waiting.num for lane, waiting in self._lanes.items()}
 
     def num_tokens(self, lane: Lane) -> int:
         """Tokens of a lane's requests at their longest."""
@@ -125,12 +137,14 @@ class GlobalQueue:
         what was once let in is not turned away later."""
         if tracked.order_state is None or self._starts_anew:
             self.order.on_arrival(tracked, tracked.submitted_s)
+        self.tenants.enter(tracked)
         tracked.key = self._key(tracked, now)
         lane = lane_of(tracked)
         waiting = self._lanes.get(lane)
         if waiting is None:
             waiting = self._lanes[lane] = _Waiting(now)
-        insort(waiting.entries, (tracked.key, tracked), key=_key_of)
+        insort(waiting.by_tenant.setdefault(tracked.tenant, []), (tracked.key, tracked), key=_key_of)
+        waiting.num += 1
         waiting.num_tokens += tracked.num_tokens_at_most
         waiting.num_high += tracked.is_high
         waiting.num_unfit += tracked.is_unfit
@@ -140,13 +154,17 @@ class GlobalQueue:
     def remove(self, tracked: TrackedRequest) -> None:
         lane = lane_of(tracked)
         waiting = self._lanes[lane]
-        index = bisect_left(waiting.entries, tracked.key, key=_key_of)
-        assert waiting.entries[index][1] is tracked
-        del waiting.entries[index]
+        entries = waiting.by_tenant[tracked.tenant]
+        index = bisect_left(entries, tracked.key, key=_key_of)
+        assert entries[index][1] is tracked
+        del entries[index]
+        waiting.num -= 1
+        if not entries:
+            del waiting.by_tenant[tracked.tenant]
         waiting.num_tokens -= tracked.num_tokens_at_most
         waiting.num_high -= tracked.is_high
         waiting.num_unfit -= tracked.is_unfit
-        if not waiting.entries:
+        if not waiting.num:
             del self._lanes[lane]
         self._length -= 1
         self._length_by_class[lane.is_online] -= 1
@@ -163,14 +181,23 @@ class GlobalQueue:
             return []
         if not self.order.is_static and now - waiting.sorted_s >= REFRESH_S:
             self._sort(waiting, now)
-        if not waiting.num_unfit:
-            return [tracked for _, tracked in waiting.entries[:limit]]
-        return list(islice((tracked for _, tracked in waiting.entries if not tracked.is_unfit), limit))
+        in_order = (tracked for _, tracked in self._in_order(waiting, self.tenants.of_class(lane.is_online)))
+        return list(islice((tracked for tracked in in_order if not tracked.is_unfit), limit))
+
+    @staticmethod
+    def _in_order(waiting: _Waiting, shares: TenantShares) -> Iterable[Entry]:
+        """Only one tenant's is sorted as it is; those of several are put together as far as they are asked for."""
+        if len(waiting.by_tenant) == 1:
+            return next(iter(waiting.by_tenant.values()))
+        served_s = {tenant: shares.key(tenant) for tenant in waiting.by_tenant}
+        return merge(
+            *waiting.by_tenant.values(), key=lambda entry: (entry[0][0], served_s[entry[1].tenant], *entry[0][1:])
+        )
 
     def of_model(self, model: str) -> list[TrackedRequest]:
         """All that wait for a model."""
         lanes = (self._lanes.get(Lane(model, is_online)) for is_online in (True, False))
-        return [tracked for waiting in lanes if waiting for _, tracked in waiting.entries]
+        return [tracked for waiting in lanes if waiting for tracked in waiting]
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         """New execution times of a model."""
@@ -179,7 +206,7 @@ class GlobalQueue:
             for is_online in (True, False):
                 waiting = self._lanes.get(Lane(statistics.model, is_online))
                 if waiting is not None:
-                    for _, tracked in waiting.entries:
+                    for tracked in waiting:
                         self.order.on_arrival(tracked, tracked.submitted_s)
                     waiting.sorted_s = -inf
 
@@ -188,9 +215,10 @@ class GlobalQueue:
         self._outflow.count(now)
 
     def _sort(self, waiting: _Waiting, now: float) -> None:
-        for _, tracked in waiting.entries:
-            tracked.key = self._key(tracked, now)
-        waiting.entries = sorted(((tracked.key, tracked) for _, tracked in waiting.entries), key=_key_of)
+        for tenant, entries in waiting.by_tenant.items():
+            for _, tracked in entries:
+                tracked.key = self._key(tracked, now)
+            waiting.by_tenant[tenant] = sorted(((tracked.key, tracked) for _, tracked in entries), key=_key_of)
         waiting.sorted_s = now
 
     def _key(self, tracked: TrackedRequest, now: float) -> tuple[float, ...]:

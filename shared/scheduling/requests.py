@@ -54,6 +54,12 @@ class TrackedRequest:
     """Kept until an instance has accepted it."""
     order_state: Any = None
     """The order policy's."""
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    is_counted: bool = False
+    """Among those of its tenant (tenants.py)."""
+    promised_s: float | None = None
+    """To its tenant, with its dispatch; None: it is on no instance, or not counted there."""
     key: tuple[float, ...] = ()
     """Place in its lane of the queue."""
     is_unfit: bool = False
@@ -116,6 +122,8 @@ class TrackedRequest:
             since_s=now,
             request=request,
             num_ahead=num_ahead,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
         )
 
     @classmethod
@@ -135,6 +143,8 @@ class TrackedRequest:
             state=RequestState.ASSIGNED,
             since_s=now,
             instance_id=instance_id,
+            tenant=held.tenant,
+            tenant_weight=held.tenant_weight,
         )
 
 

@@ -56,6 +56,8 @@ class Job(msgspec.Struct, frozen=True):
     share their KV blocks. Where nothing is left, the answer goes on with the last text, so that the next prompt of a
     conversation finds the answer in the cache too."""
     timeout_s: float = 1e6
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 def prompt_of(job: Job, number: int) -> np.ndarray:
@@ -159,6 +161,7 @@ class Gateway:
                 request_id=str(number), gateway_id=NAME, model=job.model, prompt=b"", sampling=sampling,
                 request_class=job.request_class, timeout_s=job.timeout_s,
                 priority=Priority.HIGH if is_high else Priority.NORMAL, is_open_ended=job.is_open_ended,
+                tenant=job.tenant, tenant_weight=job.tenant_weight, prefix_salt=job.tenant,
             )
         )  # fmt: skip
         self._streams.append(StreamState(str(number), sampling))

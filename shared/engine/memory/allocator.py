@@ -1,5 +1,7 @@
 """Who holds the rows and blocks of an instance, and who gives them up.
 
+The order is that of ranks, then of tenants by service (policies/tenant_shares.py), then that of the ordering policy.
+
 Where blocks are short, lower ranks and later ones in the order are preempted: their blocks are freed (full blocks stay
 findable in the prefix cache, checkpointed ones in host memory) and they wait again. Among those that may be preempted, the
 one that loses the least work goes first, of online ones that of those that free enough for a while. A sequence that a step
@@ -27,6 +29,7 @@ from shared.engine.sequence import Handover, PriorityClass, Sequence, State
 from shared.messages.timeline import EventKind
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
+from shared.policies.tenant_shares import TenantShares
 
 _ENDED = State.ENDED
 
@@ -62,9 +65,12 @@ class Allocator:
         self.compaction = Compaction(self.pool, self.queues, self.counters, copy_ids)
         self._least_share = least_share
         self.ordering = ordering
+        self._tenants = (TenantShares(), TenantShares())
+        """Of offline and online requests."""
         self.suspended: PlannedStep | None = None
         self._discards: list[int] = []
         """Suspended steps given up since the last plan."""
+        self.num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self.demand: Demand | None = None
         """Kept free of offline work until it is asked for again."""
@@ -95,7 +101,27 @@ class Allocator:
 
     def order_key(self, sequence: Sequence, now: float) -> tuple[float, ...]:
         """Total order over all sequences of the instance: smaller runs first and is preempted last."""
-        return (sequence.priority_class, *self.ordering.key(sequence, now), sequence.number)
+        tenants = self.tenants(sequence)
+        served_s = tenants.key(sequence.tenant) if tenants.are_several else 0.0
+        return (sequence.priority_class, served_s, *self.ordering.key(sequence, now), sequence.number)
+
+    def tenants(self, sequence: Sequence) -> TenantShares:
+        """Those of the sequence's class."""
+        return self._tenants[sequence.is_online]
+
+    def tenants_of(self, is_online: bool) -> TenantShares:
+        return self._tenants[is_online]
+
+    def sort(self, sequences: list[Sequence], now: float) -> None:
+        """Sequences of one model and rank, by `order_key`, in place. Those of a policy whose keys never change stand right,
+        as long as there are no tenants among whom it changes."""
+        if not sequences:
+            return
+        tenants = self.tenants(sequences[0])
+        if tenants.are_several or not self.ordering.is_static:
+            self.ordering.sort(sequences, now)
+        if tenants.are_several:
+            sequences.sort(key=lambda sequence: tenants.key(sequence.tenant))
 
     def add_model(self, shape: ModelShape) -> None:
         for pool in (self.pool, self.host):
@@ -121,7 +147,11 @@ class Allocator:
     def enqueue(self, sequence: Sequence, now: float) -> None:
         sequence.state = State.WAITING
         waiting = self.queues[sequence.model].waiting[sequence.priority_class]
-        insort(waiting, sequence, key=lambda other: self.order_key(other, now))
+        if self.tenants(sequence).are_several:
+            waiting.append(sequence)
+            self.sort(waiting, now)
+        else:
+            insort(waiting, sequence, key=lambda other: self.order_key(other, now))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of its queue for good; blocks that a step in flight uses are freed when it returns."""
@@ -309,6 +339,45 @@ class Allocator:
             running.sort(key=lambda other: self.order_key(other, now))
             yield from (other for other in running[1:] if other.priority_class >= sequence.priority_class)
 
+    def beyond_shares(self, sequence: Sequence, num_blocks: int, now: float) -> Iterator[Sequence]:
+        """Online sequences that give way to a waiting one as their model, or their tenant, holds more than its share."""
+        yield from self.beyond_share(sequence, num_blocks, now)
+        yield from self.beyond_tenant_share(sequence, now, num_blocks=num_blocks)
+
+    # ---------------------------------------------------------------------------------------- tenants' shares
+
+    def beyond_tenant_share(self, sequence: Sequence, now: float, *, num_blocks: int = 0) -> Iterator[Sequence]:
+        """Where a waiting online sequence asks for no more than its tenant's share, by weight, of the pool (`num_blocks`)
+        or, without blocks, of the rows: the last ones in the order of tenants that hold more than theirs, all but the first
+        of each; perhaps in flight. Whoever takes like this does not come to hold more than its share, so nobody takes it
+        back."""
+        tenants = self.tenants(sequence)
+        if not tenants.are_several:
+            return
+        by_tenant: dict[str, list[Sequence]] = {}
+        for queue in self.queues.values():
+            for priority_class in ONLINE_CLASSES:
+                for other in queue.running[priority_class].values():
+                    by_tenant.setdefault(other.tenant, []).append(other)
+        total = self.pool.num_merged if num_blocks else self.num_rows
+
+        def held(tenant: str) -> float:
+            own = by_tenant.get(tenant, [])
+            return sum(self._merged_share(s.model, len(s.blocks)) for s in own) if num_blocks else len(own)
+
+        asked = self._merged_share(sequence.model, num_blocks) if num_blocks else 1
+        if held(sequence.tenant) + asked > tenants.share(sequence.tenant) * total:
+            return
+        found: list[Sequence] = []
+        for tenant, own in by_tenant.items():
+            if tenant != sequence.tenant and held(tenant) > tenants.share(tenant) * total:
+                own.sort(key=lambda other: self.order_key(other, now))
+                found += [other for other in own[1:] if other.priority_class >= sequence.priority_class]
+        yield from sorted(found, key=lambda other: self.order_key(other, now), reverse=True)
+
+    def _merged_share(self, model: str, num_blocks: int) -> float:
+        return num_blocks / self.queues[model].shape.blocks_per_merged
+
     # ---------------------------------------------------------------------------------------- admission
 
     def count_recomputed(self, sequence: Sequence) -> None:
@@ -484,7 +553,7 @@ class Allocator:
             and sequence.state == State.WAITING
             and not self.reaches(sequence.model, victims, num_blocks)
         ):
-            victims += [other for other in self.beyond_share(sequence, num_blocks, now) if not other.in_flight]
+            victims += [other for other in self.beyond_shares(sequence, num_blocks, now) if not other.in_flight]
         return self._give_way(sequence.model, victims, num_blocks, sequence.is_online, now)
 
     def _give_way(self, model: str, victims: list[Sequence], num_blocks: int, may_discard: bool, now: float) -> bool:
@@ -559,6 +628,8 @@ class Allocator:
             for victim in of_class.values()
             if not victim.in_flight and victim.priority_class > sequence.priority_class
         ]
+        if sequence.is_online and not victims:
+            victims = [other for other in self.beyond_tenant_share(sequence, now) if not other.in_flight]
         if self._give_row(victims, now):
             return True
         if self.suspended is None or sequence.priority_class == PriorityClass.OFFLINE:

@@ -33,13 +33,21 @@ used blocks, where it was used more lately than what it takes."""
 
 
 def chain_hash(previous: bytes, packed_tokens: bytes) -> bytes:
-    """Hash of a full block and all before it. The first `previous` is the model's `root_hash`."""
+    """Hash of a full block and all before it. The first `previous` is the request's `prefix_root`."""
     return blake2b(packed_tokens, digest_size=16, key=previous).digest()
 
 
 def root_hash(model: str) -> bytes:
     """Start of the hash chain: a fixed function of the model, so that instances agree on block hashes."""
     return blake2b(model.encode(), digest_size=16).digest()
+
+
+def prefix_root(root: bytes, adapter_version: str, salt: str) -> bytes:
+    """Where the hash chain of a request begins: that of its model, or another one with an adapter (whose keys and values are
+    others) or a salt (whoever has another one must not find its blocks). Empty: without."""
+    if adapter_version:
+        root = chain_hash(root, adapter_version.encode())
+    return chain_hash(root, b"salt " + salt.encode()) if salt else root
 
 
 class _ByUse:

@@ -39,6 +39,7 @@ class Run:
     def __init__(self, seed: int, used: Counter, **options) -> None:
         self.random = random.Random(seed)
         ordering = ordering_policy(options.pop("ordering", "doubling_budget"))
+        self.tenants = options.pop("tenants", ())
         options = {
             "num_host_merged": 20,
             "checkpoint": AdaptiveCheckpoint(0.3),
@@ -69,7 +70,17 @@ class Run:
         ]
         kind = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
         model = self.random.choice("ab")
-        sent = request(name, prompt, self.random.randint(1, 12 if is_online else 40), model=model, request_class=kind)
+        tenant = self.random.choice(self.tenants) if self.tenants else ""
+        sent = request(
+            name,
+            prompt,
+            self.random.randint(1, 12 if is_online else 40),
+            model=model,
+            request_class=kind,
+            tenant=tenant,
+            tenant_weight=2.0 if tenant == "a" else 1.0,
+            prefix_salt=tenant,
+        )
         if self.engine.apply(Submit(sent), self.now) is None:
             self.sent[name] = sent
             self.output[name] = []
@@ -184,6 +195,8 @@ def test_every_output_is_that_of_an_undisturbed_run(ordering):
         {"num_host_merged": 2},
         {"mix_phases": False},
         {"steps_in_flight": 1},
+        {"tenants": ("a", "b", "c")},
+        {"tenants": ("a", "b"), "ordering": "fcfs"},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
 )

@@ -1,0 +1,127 @@
+"""Which tenants go first on an instance beyond the order of sequences, so that one that asks little hardly notices another
+that floods.
+
+    behind      has at most half of its share, by weight, of the requests here
+    favoured    is behind, and nobody who is not behind was served less (policies/tenant_shares.py)
+    dominant    has several requests here, and far more than its share even if all came back that were here lately
+
+The prompt of a favoured tenant shares its step with nobody else's prompt, and with nobody else's streams while these may
+stand still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
+where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
+their next request will find.
+"""
+
+from __future__ import annotations
+
+from shared.engine.memory.allocator import Allocator
+from shared.engine.model_queue import ModelQueue
+from shared.engine.sequence import PriorityClass, Sequence
+from shared.policies.silence import PLANNED_SHARE, allowed_silence_s
+from shared.policies.tenant_shares import TenantShares
+
+COMES_BACK_S = 30.0
+"""After its last request a tenant is expected for so long."""
+WAIT_SHARE = 0.25
+"""Of the longest prompts that an expected tenant had lately: what all steps in flight may take before its next one."""
+FADING = 0.9
+"""With each prompt, of the longest one."""
+LEAST_PROGRESS = 0.5
+"""Of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
+MAX_KNOWN = 256
+FEW = 4
+"""Requests: with fewer nobody is dominant."""
+DOMINANT_SHARE = 1.5
+"""Times its share that a dominant tenant has."""
+
+
+class _Known:
+    __slots__ = ("prompt_s", "seen_s", "weight")
+
+    def __init__(self) -> None:
+        self.prompt_s = self.seen_s = 0.0
+        self.weight = 1.0
+
+
+class Favours:
+    """Of the online requests of one instance."""
+
+    def __init__(self, memory: Allocator, steps_in_flight: int) -> None:
+        self._memory = memory
+        self._steps_in_flight = steps_in_flight
+        self._known: dict[str, _Known] = {}
+        """Tenants that had a request here lately, the last seen last."""
+
+    @property
+    def _tenants(self) -> TenantShares:
+        return self._memory.tenants_of(True)
+
+    def note(self, sequence: Sequence, prompt_s: float, now: float) -> None:
+        """Its prompt, which takes so long, is begun."""
+        known = self._known.pop(sequence.tenant, None) or _Known()
+        known.prompt_s, known.seen_s = max(prompt_s, FADING * known.prompt_s), now
+        known.weight = sequence.request.tenant_weight
+        self._known[sequence.tenant] = known
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def favoured(self) -> set[str]:
+        """Tenants."""
+        tenants = self._tenants
+        if not tenants.are_several:
+            return set()
+        behind = {tenant for tenant in tenants if tenants.is_behind(tenant)}
+        if not behind:
+            return behind
+        least_s = min((tenants.served_s(tenant) for tenant in tenants if tenant not in behind), default=0.0)
+        return {tenant for tenant in behind if tenants.served_s(tenant) <= least_s}
+
+    def prompts(self, queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:
+        """Online sequences of the model and rank whose prompts are favoured."""
+        favoured = self.favoured() if priority_class != PriorityClass.OFFLINE else set()
+        if not favoured:
+            return []
+        return [
+            sequence
+            for sequence in queue.runnable(priority_class)
+            if sequence.tenant in favoured and sequence.total - sequence.num_computed > 1
+        ]
+
+    def make_room(self, queue: ModelQueue, prompts: list[Sequence], now: float) -> None:
+        """For the first of them that waits, while its victims are in no step."""
+        memory = self._memory
+        waiting = [sequence for sequence in prompts if sequence.row < 0]
+        if not waiting:
+            return
+        memory.sort(waiting, now)
+        head, running = waiting[0], queue.running[waiting[0].priority_class].values()
+        if not memory.num_free_rows:
+            memory.make_row(head, now)
+        growing = sum(sequence.num_computed >= sequence.capacity for sequence in running)
+        needed = memory.num_wanted_blocks(head) + growing
+        if memory.pool.num_available(queue.name) < needed:
+            memory.make_room(head, needed, now)
+
+    def may_be_left_out(self, sequence: Sequence, prompts: list[Sequence], step_s: float, now: float) -> bool:
+        """Whether a stream may miss a step with these prompts that takes so long."""
+        if any(sequence.tenant == prompt.tenant for prompt in prompts):
+            return False
+        silent_s = now - sequence.last_ran_s + step_s
+        return silent_s <= PLANNED_SHARE * allowed_silence_s(sequence.tpot_objective_s) / 2
+
+    def step_limit_s(self, queue: ModelQueue, now: float) -> float:
+        """How long a step of the model with prompts may take."""
+        cost, tenants = queue.cost_model, self._tenants
+        if cost is None or not self._known:
+            return float("inf")
+        expected = {
+            tenant: known
+            for tenant, known in self._known.items()
+            if now - known.seen_s <= COMES_BACK_S and (tenant not in tenants or tenants.is_behind(tenant))
+        }
+        away = sum(known.weight for tenant, known in expected.items() if tenant not in tenants)
+        if not expected or not tenants.has_dominant(FEW, DOMINANT_SHARE, away):
+            return float("inf")
+        shortest_s = min(known.prompt_s for known in expected.values())
+        decodes_s = cost.predict(queue.online_shape(0))
+        least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
+        return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)

@@ -1,0 +1,165 @@
+"""Tenants of one instance: fair shares by weight, a flood beside one that asks little, and whose cached prefixes are whose."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, SetCostModel, Submit
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape
+from shared.engine.requests import Ended, Output
+from shared.engine.sequence import PriorityClass
+from shared.messages.requests import Priority, RequestClass
+from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
+from shared.policies.slo_budget import SloTokenBudget
+from shared.simulation.events import Events
+from shared.simulation.instance import VirtualInstance
+from tests.shared.engine.fake_executor import request
+from tests.shared.engine.moves_setup import make, run
+
+COST = CostModel(
+    fixed_s=0.012, prefill_token_s=1e-4, prefill_attention_s=3e-9, decode_s=1e-4, decode_context_s=3e-7, num_layers=32
+)
+
+
+class World:
+    """One instance with one model in virtual time."""
+
+    def __init__(self, *, num_merged: int = 2000, num_rows: int = 32, ordering: str = "doubling_budget") -> None:
+        self.events = Events()
+        self.engine = Engine(num_merged, num_rows, ordering_policy(ordering), SloTokenBudget(2048), steps_in_flight=2)
+        self.engine.apply(AddModel(ModelShape("a", 16, 1, 1 << 15, num_layers=32)), 0.0)
+        self.engine.apply(SetCostModel("a", COST), 0.0)
+        self.first: dict[str, float] = {}
+        self.ended: dict[str, Ended] = {}
+        self.tokens: Counter[str] = Counter()
+        self.instance = VirtualInstance(
+            self.engine, self.events, lambda _: COST, lambda plan: [1] * sum(plan.samples), self._on_effects
+        )
+
+    def _on_effects(self, effects: list[object]) -> None:
+        for effect in effects:
+            if isinstance(effect, Output):
+                for entry in effect.entries:
+                    self.first.setdefault(entry.request_id, self.events.now)
+                    self.tokens[entry.request_id.partition("-")[0]] += len(entry.tokens) // 4
+            elif isinstance(effect, Ended):
+                self.ended[effect.request.request_id] = effect
+
+    def submit(self, name: str, num_prompt: int, num_output: int, at_s: float, **fields: object) -> None:
+        """The tenant is what the name begins with."""
+        prompt = [hash((name, number)) % 30_000 for number in range(num_prompt)]
+        sent = request(
+            name, prompt, num_output, tenant=name.partition("-")[0], temperature=0.0, timeout_s=1e5, **fields
+        )
+        self.events.at(at_s, lambda: self.instance.apply(Submit(sent)))
+
+    def run(self, until_s: float) -> None:
+        self.events.run(lambda: False, until_s)
+        self.engine.check()
+
+    def service_s(self) -> Counter[str]:
+        """That each tenant had."""
+        found: Counter[str] = Counter()
+        for sequence in self.engine.all_held():
+            found[sequence.tenant] += sequence.service_s
+        for ended in self.ended.values():
+            found[ended.request.tenant] += ended.service_s
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ordering", sorted(ORDERING_POLICIES))
+@pytest.mark.parametrize("lengths", [((200, 100), (200, 100)), ((1500, 20), (100, 300))], ids=["alike", "unlike"])
+def test_backlogged_tenants_are_served_by_weight(ordering: str, lengths: tuple[tuple[int, int], ...]) -> None:
+    world = World(ordering=ordering)
+    for number in range(400):
+        world.submit(f"heavy-{number}", *lengths[0], 0.001 * number, tenant_weight=2.0)
+        world.submit(f"light-{number}", *lengths[1], 0.001 * number)
+    world.run(10.0)
+    assert {sequence.tenant for sequence in world.engine.all_held()} == {"heavy", "light"}
+    served = world.service_s()
+    assert served["heavy"] / served["light"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_one_tenant_with_whatever_name_is_served_as_if_there_were_none() -> None:
+    ends = []
+    for tenant in ("", "named"):
+        world = World()
+        for number in range(100):
+            world.submit(f"{tenant}-{number}", 50 + 37 * number % 900, 5 + 11 * number % 100, 0.02 * number)
+        world.run(100.0)
+        ends.append({name.partition("-")[2]: ended.ended_s for name, ended in world.ended.items()})
+    assert len(ends[0]) == 100 and ends[0] == ends[1]
+
+
+def longest_first_token_s(world: World, starts_s: list[float]) -> float:
+    return max(world.first[f"other-{number}"] - at_s for number, at_s in enumerate(starts_s))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flood", [(200, 200, 0.05), (4000, 20, 0.2), (50, 1500, 0.05)], ids=["chats", "prompts", "memory"]
+)
+def test_a_flood_hardly_delays_the_first_tokens_of_a_tenant_that_asks_one_at_a_time(
+    flood: tuple[int, int, float],
+) -> None:
+    num_prompt, num_output, every_s = flood
+    starts_s = [10.0 + 3.1 * number for number in range(15)]
+    longest_s = []
+    for is_flooded in (False, True):
+        world = World()
+        for number, at_s in enumerate(starts_s):
+            world.submit(f"other-{number}", (1000, 1500, 800)[number % 3], 20, at_s)
+        for number in range(int(50 / every_s) if is_flooded else 0):
+            world.submit(f"flood-{number}", num_prompt, num_output, every_s * number)
+        world.run(60.0)
+        longest_s.append(longest_first_token_s(world, starts_s))
+    assert world.engine.load().models[0].num_waiting > 10, "it is a flood"
+    assert longest_s[1] <= 1.3 * longest_s[0]
+
+
+def test_a_tenant_below_its_share_gets_memory_and_rows_that_another_holds_beyond_its_own() -> None:
+    for num_merged, num_rows, cause in ((200, 64, "memory"), (2000, 8, "rows")):
+        world = World(num_merged=num_merged, num_rows=num_rows)
+        for number in range(40):
+            world.submit(f"flood-{number}", 64, 4000 if cause == "rows" else 600, 0.0)
+        world.submit("other-0", 400, 5, 5.0)
+        world.run(8.0)
+        assert world.first["other-0"] - 5.0 < 0.3
+        assert world.engine.counters.preemptions[cause, "recompute"] >= 1
+        assert world.ended["other-0"].num_preemptions == 0
+
+
+def test_priority_goes_before_tenants_and_classes_are_counted_apart() -> None:
+    world = World(num_rows=2)
+    world.submit("flood-0", 500, 500, 0.0)
+    world.submit("flood-1", 500, 500, 0.0)
+    world.run(1.0)
+    for name, priority in (("flood-high", Priority.HIGH), ("other-normal", Priority.NORMAL)):
+        sent = request(name, [1] * 20, 5, tenant=name.partition("-")[0], priority=priority)
+        assert world.engine.apply(Submit(sent), world.events.now) is None
+    sequences = {sequence.request.request_id: sequence for sequence in world.engine.all_held()}
+    memory, now = world.engine.memory, world.events.now
+    keys = {name: memory.order_key(sequence, now) for name, sequence in sequences.items()}
+    assert keys["flood-high"] < keys["other-normal"] < keys["flood-0"]
+    sent = request("flood-offline", [1] * 20, 5, tenant="flood", request_class=RequestClass.OFFLINE)
+    assert world.engine.apply(Submit(sent), now) is None
+    offline = world.engine.held("flood-offline")
+    assert offline is not None and offline.priority_class == PriorityClass.OFFLINE
+    assert memory.tenants(offline).served_s("flood") == 0.0 < memory.tenants(sequences["flood-0"]).served_s("flood")
+
+
+def test_cached_prefixes_are_found_by_requests_of_the_same_salt_alone() -> None:
+    node = make()
+    prompt = list(range(20))
+    cached = {}
+    for name, salt in (("first", "x"), ("other", "y"), ("none", ""), ("same", "x"), ("also none", "")):
+        assert node.engine.apply(Submit(request(name, prompt, 2, tenant=salt, prefix_salt=salt)), 0.0) is None
+        run(node, 2)
+        (ended,) = [effect for effect in node.engine.effects() if isinstance(effect, Ended)]
+        cached[name] = ended.num_cached_tokens
+    assert cached == {"first": 0, "other": 0, "none": 0, "same": 16, "also none": 16}
