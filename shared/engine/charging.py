@@ -109,7 +109,7 @@ class Charging:
         self._learn(queue, step)
 
     def _charge_tenants(self, step: PlannedStep, cost: CostModel | None) -> None:
-        """To each sequence's tenant what it adds to the step, and a part of what any step takes: together the step's time."""
+        """To each tenant what its sequences add to the step, and a part of what any step takes: together its time."""
         plan = step.plan
         each_s = step.ran_s / plan.num_tokens if cost is None else cost.fixed_s / len(plan.counts)
         for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):

@@ -5,8 +5,8 @@ that floods.
     favoured    is behind, and nobody who is not behind was served less (policies/tenant_shares.py)
     dominant    has several requests here, and far more than its share even if all came back that were here lately
 
-The prompt of a favoured tenant shares its step with nobody else's prompt, and with nobody else's streams while these may
-stand still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
+The prompt of a favoured tenant shares its step with nobody else's prompt, nor with others' streams while these may stand
+still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
 where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
 their next request will find.
 """

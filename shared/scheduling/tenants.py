@@ -11,6 +11,7 @@ from collections import Counter
 
 from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
 from shared.scheduling.requests import TrackedRequest
+
 UNKNOWN_S = 0.1
 """Service of a request of a model of which none has ended."""
 LEARNING = 0.1
