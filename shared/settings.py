@@ -70,10 +70,19 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     tls_client_ca: str = ""
     """File with the certificates of those who may have signed a client's; with it a client must show one."""
     api_keys: str = ""
-    """Comma-separated keys, each `key[:max_in_flight[:tokens_per_minute[:priority]]]`; the priority `normal` keeps its
-    requests from asking for a high one."""
+    """Comma-separated keys, each `key[:max_in_flight[:tokens_per_minute[:priority[:tenant]]]]`; the priority `normal` keeps
+    its requests from asking for a high one. `tenant`: whose requests they are, several keys may have one; empty: the key's
+    own; `*`: a trusted proxy's, which says so in `tenant_header`."""
     api_keys_file: str = ""
     """One such entry a line, # for comments."""
+    tenant_header: str = "x-tideway-tenant"
+    """In which a trusted proxy names the tenant of a request."""
+    trust_tenant_header: bool = False
+    """Whether the header counts where no keys are set: only where nobody but such a proxy reaches this gateway."""
+    tenant_weights: str = ""
+    """Comma-separated `tenant=weight`, from 0.001 to 1000: shares of service of tenants against each other; 1 for others."""
+    shared_prefixes: str = ""
+    """Comma-separated tenants that use each other's cached prefixes, `*` for all; else each finds its own alone."""
     admin_api_key: str = ""
     """Needed on /admin when set; with API keys configured and no admin key, /admin is closed."""
     admin_keys_file: str = ""

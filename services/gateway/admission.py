@@ -9,16 +9,19 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from services.gateway.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
-from shared.messages.requests import Priority, RequestClass
+from shared.messages.requests import Priority, RequestClass, TenantWeight
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
@@ -63,12 +66,66 @@ class TokenWindow:
             self._total -= int(self._buckets.popleft()[1])
 
 
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ANY_TENANT = "*"
+NAMED = "@"
+"""Before the name of a tenant that has one, in the ids under which its files are stored."""
+MAX_PROXIED = 4096
+"""Tenants of proxies whose use of tokens is remembered."""
+
+
+class TenantPolicy:
+    """Weights of tenants, and who of them shares cached prefixes, from the settings."""
+
+    def __init__(self, settings: GatewaySettings | None = None) -> None:
+        """Raises `SettingsError`."""
+        settings = settings or GatewaySettings()
+        self.header, self.trusts_header = settings.tenant_header.lower(), settings.trust_tenant_header
+        self._weights: dict[str, float] = {}
+        for entry in filter(None, map(str.strip, settings.tenant_weights.split(","))):
+            name, _, text = entry.partition("=")
+            try:
+                self._weights[checked_tenant(name.strip())] = msgspec.convert(text, TenantWeight, strict=False)
+            except (ValueError, msgspec.ValidationError):
+                raise SettingsError(
+                    f"TIDEWAY_TENANT_WEIGHTS: {entry!r}: expected tenant=weight with a weight from 0.001 to 1000"
+                ) from None
+        self._sharing = set(filter(None, map(str.strip, settings.shared_prefixes.split(","))))
+
+    def weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def salt(self, tenant: str) -> str:
+        """Of the cached prefixes of its requests."""
+        return "" if self._sharing & {ANY_TENANT, tenant} else tenant
+
+
+def checked_tenant(name: str) -> str:
+    """Raises `ValueError`."""
+    if not _TENANT.fullmatch(name):
+        raise ValueError("a tenant's name has 1 to 64 letters, digits, dots, dashes and underscores, no sign first")
+    return name
+
+
+def name_of(tenant: str) -> str:
+    """Of a tenant's id, what is shown, and travels with its requests."""
+    if tenant.startswith(NAMED):
+        return tenant.removeprefix(NAMED)
+    return f"key-{tenant[:8]}" if tenant else ""
+
+
 class Key:
     """An API key's limits (None: none) and use."""
 
     def __init__(
-        self, max_in_flight: int | None = None, tokens_per_minute: int | None = None, may_be_high: bool = True
+        self,
+        max_in_flight: int | None = None,
+        tokens_per_minute: int | None = None,
+        may_be_high: bool = True,
+        tenant_name: str = "",
     ) -> None:
+        self.tenant_name = tenant_name
+        """As it was configured: empty: the key's own; `ANY_TENANT`: as a header says."""
         self.tenant = ""
         """Whose files and batches this key sees; empty where no keys are configured."""
         self.max_in_flight = max_in_flight
@@ -181,12 +238,22 @@ class Ticket:
 
 
 class Admission:
-    def __init__(self, keys: dict[str, Key], admin_keys: dict[str, AdminKey], max_in_flight: int) -> None:
+    def __init__(
+        self,
+        keys: dict[str, Key],
+        admin_keys: dict[str, AdminKey],
+        max_in_flight: int,
+        tenants: TenantPolicy | None = None,
+    ) -> None:
         """`max_in_flight`: sequences over all calls of a class, so that work that may wait turns nobody away who may
         not."""
+        self.tenants = tenants or TenantPolicy()
         self._keys: dict[bytes, Key] = {}
+        self._by_digest: dict[bytes, Key] = {}
         self._by_tenant: dict[str, Key] = {}
         """Those that were taken away too: their batches go on within their limits."""
+        self._of_proxies: dict[str, Key] = {}
+        """By proxy and tenant, the last used last."""
         self._admin_keys: dict[bytes, AdminKey] = {}
         self.set_keys(keys)
         self.set_admin_keys(admin_keys)
@@ -199,10 +266,12 @@ class Admission:
         self._keys = {}
         for text, limits in keys.items():
             digest = _digest(text)
-            tenant = digest.hex()[:32]
-            key = self._keys[digest] = self._by_tenant.setdefault(tenant, limits)
+            has_name = limits.tenant_name not in ("", ANY_TENANT)
+            tenant = NAMED + limits.tenant_name if has_name else digest.hex()[:32]
+            key = self._keys[digest] = self._by_digest.setdefault(digest, limits)
+            self._by_tenant[tenant] = key
             key.max_in_flight, key.tokens_per_minute = limits.max_in_flight, limits.tokens_per_minute
-            key.may_be_high, key.tenant = limits.may_be_high, tenant
+            key.may_be_high, key.tenant, key.tenant_name = limits.may_be_high, tenant, limits.tenant_name
 
     def set_admin_keys(self, admin_keys: dict[str, AdminKey]) -> None:
         """In place of those there were."""
@@ -214,19 +283,49 @@ class Admission:
 
     def key_of(self, tenant: str) -> Key:
         """Of a tenant whose key this process has never had: one without limits."""
-        return self._by_tenant.get(tenant, self._anybody)
+        found = self._by_tenant.get(tenant)
+        if found is None:
+            found = Key()
+            found.tenant = tenant
+        return found
 
     @property
     def is_open(self) -> bool:
         return not self._keys
 
-    def authenticate(self, authorization: str | None) -> Key:
-        """The key in an Authorization header. Raises `ApiError` 401."""
-        if not self._keys:
-            return self._anybody
-        key = self._keys.get(_digest(_bearer(authorization)))
-        if key is None:
-            raise _unauthorized("API key")
+    def authenticate(self, headers: Mapping[str, str]) -> Key:
+        """The key in an Authorization header; of a trusted proxy's, the tenant that it names, each of which has the key's
+        limits for itself. Raises `ApiError` 401, 403 where somebody else names a tenant, 400 where it is no name."""
+        key = self._anybody
+        if self._keys:
+            found = self._keys.get(_digest(_bearer(headers.get("authorization"))))
+            if found is None:
+                raise _unauthorized("API key")
+            key = found
+        name = headers.get(self.tenants.header)
+        if name is None:
+            return key
+        is_trusted = key.tenant_name == ANY_TENANT if self._keys else self.tenants.trusts_header
+        if not is_trusted:
+            message = f"The header {self.tenants.header} is for trusted proxies: this API key may name no tenant."
+            raise ApiError(403, message, param=self.tenants.header, code="tenant_not_allowed")
+        try:
+            return self._proxied(key, NAMED + checked_tenant(name))
+        except ValueError as error:
+            raise invalid(self.tenants.header, f"The header {self.tenants.header}: {error}.") from None
+
+    def _proxied(self, proxy: Key, tenant: str) -> Key:
+        name = f"{proxy.tenant} {tenant}"
+        key = self._of_proxies.pop(name, None) or Key()
+        key.max_in_flight, key.tokens_per_minute = proxy.max_in_flight, proxy.tokens_per_minute
+        key.may_be_high, key.tenant = proxy.may_be_high, tenant
+        self._of_proxies[name] = key
+        self._by_tenant.setdefault(tenant, key)
+        if len(self._of_proxies) > MAX_PROXIED:
+            idle = next((other for other, of in self._of_proxies.items() if not any(of.num_in_flight.values())), name)
+            gone = self._of_proxies.pop(idle)
+            if self._by_tenant.get(gone.tenant) is gone:
+                del self._by_tenant[gone.tenant]
         return key
 
     def authenticate_admin(self, authorization: str | None) -> AdminKey:
@@ -285,20 +384,23 @@ def _unauthorized(what: str) -> ApiError:
 
 def _parse_key(entry: str, source: str) -> tuple[str, Key]:
     key, *limits = entry.split(":")
+    tenant = limits.pop() if len(limits) == 4 else ""
     priority = limits.pop() if len(limits) == 3 else ""
     try:
         numbers = [int(limit) if limit else None for limit in limits]
     except ValueError:
         numbers = [-1]
     is_wrong = len(numbers) > 2 or any(number is not None and number < 1 for number in numbers)
+    is_wrong = is_wrong or (tenant not in ("", ANY_TENANT) and not _TENANT.fullmatch(tenant))
     if not key or is_wrong or priority not in ("", *Priority):
         # The entry itself is a secret and is not shown.
         raise SettingsError(
-            f"{source}: expected key[:max_in_flight[:tokens_per_minute[:priority]]] with limits from 1 and the priority "
-            "high or normal."
+            f"{source}: expected key[:max_in_flight[:tokens_per_minute[:priority[:tenant]]]] with limits from 1, the "
+            "priority high or normal, and as tenant a name of 1 to 64 letters, digits, dots, dashes and underscores, or * "
+            "for a trusted proxy."
         )
     numbers += [None] * (2 - len(numbers))
-    return key, Key(numbers[0], numbers[1], priority != Priority.NORMAL)
+    return key, Key(numbers[0], numbers[1], priority != Priority.NORMAL, tenant)
 
 
 def read_admin_keys(settings: GatewaySettings) -> dict[str, AdminKey]:

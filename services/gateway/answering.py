@@ -88,7 +88,7 @@ async def answered(exchange: Exchange, work: Awaitable[Response]) -> Response:
 async def _generate(
     context: GatewayContext, request: Request, exchange: Exchange, decoder: msgspec.json.Decoder[Any]
 ) -> Response:
-    key = exchange.key = context.admission.authenticate(request.headers.get("authorization"))
+    key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, decoder, context.bodies)
     keep_alive_s = keep_alive_of(request)
     generation, headers = await begin(context, request, exchange, key, message)
@@ -139,7 +139,7 @@ async def begin(
     key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
     context.timelines.name(call.call_id, request.state.request_id)
-    generation = call.plan(message, options, prompts, tokenizer, key.charge_output)
+    generation = call.plan(message, options, prompts, tokenizer, key.tenant, key.charge_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
     context.mirrors.send(call, message, options)

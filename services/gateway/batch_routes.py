@@ -36,7 +36,7 @@ _CREATE = msgspec.json.Decoder(CreateBatchRequest)
 
 async def create_batch(context: GatewayContext, request: Request) -> Response:
     """Its lines run as offline work, in what interactive requests leave free."""
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     message: CreateBatchRequest = await read_message(request, _CREATE, context.bodies)
     window = window_s(message.completion_window)
     if window is None:
@@ -71,13 +71,13 @@ async def get_batch(context: GatewayContext, request: Request) -> Response:
 
 
 async def _batch(context: GatewayContext, request: Request) -> BatchRecord:
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     return await context.batches.get(request.path_params["batch_id"], tenant)
 
 
 async def list_batches(context: GatewayContext, request: Request) -> Response:
     """The newest first."""
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     limit = whole_number_of(request.query_params, "limit", DEFAULT_BATCHES_LISTED, 1, MAX_BATCHES_LISTED)
     records = await context.batches.all_of(tenant)
     page, has_more = page_of(records, lambda record: record.batch_id, request.query_params.get("after"), limit)

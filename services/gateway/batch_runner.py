@@ -17,7 +17,7 @@ import msgspec
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
-from services.gateway.admission import Key, PromptCharge
+from services.gateway.admission import Key, PromptCharge, name_of
 from services.gateway.batch_input import InputError, InputLine, insist, read_lines
 from services.gateway.batch_output import BatchOutput
 from services.gateway.batch_state import (
@@ -312,6 +312,7 @@ class BatchRun:
             wanted_tokens,
             self._book.unfinished_tokens(model),
             max(0.0, record.deadline_s - time.time()),
+            self._context.admission.tenants.weight(name_of(record.tenant)),
         )
 
     async def _answer(self, line: InputLine, account: Account) -> None:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.admission import Key, Ticket
+from services.gateway.admission import Key, Ticket, name_of
 from services.gateway.answers import Collector, Operation, StreamWriter
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
@@ -77,6 +77,8 @@ class Call:
         """`is_mirror`: nobody sees the answer."""
         self.context = context
         self._is_mirror = is_mirror
+        self.tenant = ""
+        """Id of whom it is for, once it is planned."""
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.arrived_at = context.bus.now()
@@ -117,10 +119,15 @@ class Call:
         options: Options,
         prompts: list[Prompt],
         tokenizer: ModelTokenizer,
+        tenant: str,
         on_output: Callable[[int, float], None],
     ) -> Generation:
-        """What is to be generated; `Generation.start` places it. `on_output`: see there."""
+        """What is to be generated; `Generation.start` places it. `tenant`: id of whom it is for. `on_output`: see there."""
         assert self.metrics is not None
+        self.tenant = tenant
+        name, policy = name_of(tenant), self.context.admission.tenants
+        if self.span.is_recording() and name:
+            self.span.set_attribute("tideway.tenant", name)
         if prompts[0].sampling.grammar:
             self._count_structured(options)
         adapter = self.context.catalog.adapter(message.model)
@@ -144,6 +151,9 @@ class Call:
             is_mirror=self._is_mirror,
             is_open_ended=prompts[0].is_open_ended,
             adapter=None if adapter is None else adapter.adapter,
+            tenant=name,
+            tenant_weight=policy.weight(name),
+            prefix_salt=policy.salt(name),
         )
         self.generation = Generation(
             table=self.context.table,

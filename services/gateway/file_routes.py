@@ -28,7 +28,7 @@ MAX_FILES_LISTED = 10_000
 
 async def upload_file(context: GatewayContext, request: Request) -> Response:
     """Streamed to storage; with purpose=batch, a file of one request a line (JSON)."""
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     length = request.headers.get("content-length", "")
     # One without a length counts as the largest there may be.
     num_bytes = int(length) if re.fullmatch("[0-9]{1,15}", length) else context.settings.max_file_bytes
@@ -92,7 +92,7 @@ def file_object(file: StoredFile) -> FileObject:
 
 async def list_files(context: GatewayContext, request: Request) -> Response:
     """The newest first, unless order=asc."""
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     query = request.query_params
     limit = whole_number_of(query, "limit", MAX_FILES_LISTED, 1, MAX_FILES_LISTED)
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
@@ -123,7 +123,7 @@ def listed(objects: list[Any], has_more: bool) -> tuple[Any, ...]:
 
 
 async def _file(context: GatewayContext, request: Request) -> StoredFile:
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     return await context.files.get(request.path_params["file_id"], tenant)
 
 

@@ -102,7 +102,7 @@ async def answer_line(
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             prompts, tokenizer = await prompts_in_time(context, spec, message, options)
             charge.charge(key, sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
-            generation = call.plan(message, options, prompts, tokenizer, count_output)
+            generation = call.plan(message, options, prompts, tokenizer, key.tenant, count_output)
             await generation.start()
             on_submitted()
             collector = Collector(len(generation.choices))

@@ -69,7 +69,9 @@ class Mirrors:
                 spec = context.catalog.spec(routed.model)
                 call.identify(message.model, message, options)
                 prompts, tokenizer = await prompts_in_time(context, spec, message, options)
-                generation = call.plan(message, options, prompts, tokenizer, lambda num_tokens, now: None)
+                generation = call.plan(
+                    message, options, prompts, tokenizer, original.tenant, lambda num_tokens, now: None
+                )
                 await generation.start()
                 while not generation.is_done:
                     await generation.news()

@@ -54,7 +54,7 @@ def _adapter_card(context: GatewayContext, adapter: AdapterSpec) -> ModelCard:
 
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
-    context.admission.authenticate(request.headers.get("authorization"))
+    context.admission.authenticate(request.headers)
     served = [spec for spec in context.catalog.models if context.catalog.failure(spec.name) is None]
     cards = [_route_card(context, route) for route in context.routes.all()]
     cards += [_card(context, spec) for spec in served if context.routes.get(spec.name) is None]
@@ -73,7 +73,7 @@ def _route_card(context: GatewayContext, route: Route) -> ModelCard:
 
 
 async def get_model(context: GatewayContext, request: Request) -> Response:
-    context.admission.authenticate(request.headers.get("authorization"))
+    context.admission.authenticate(request.headers)
     if (route := context.routes.get(request.path_params["model"])) is not None:
         return json_response(_route_card(context, route))
     spec = context.catalog.spec(request.path_params["model"])
@@ -93,7 +93,7 @@ def _spec(context: GatewayContext, name: str | None) -> ModelSpec:
 
 
 async def tokenize(context: GatewayContext, request: Request) -> Response:
-    context.admission.authenticate(request.headers.get("authorization"))
+    context.admission.authenticate(request.headers)
     message = await read_message(request, _TOKENIZE, context.bodies)
     if (message.prompt is None) == (message.messages is None):
         raise invalid("prompt", "Exactly one of 'prompt' and 'messages' is needed.")
@@ -112,7 +112,7 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
 
 
 async def detokenize(context: GatewayContext, request: Request) -> Response:
-    context.admission.authenticate(request.headers.get("authorization"))
+    context.admission.authenticate(request.headers)
     message = await read_message(request, _DETOKENIZE, context.bodies)
     _check_num_tokens(len(message.tokens), "tokens")
     tokenizer = await context.tokenizers.get(_spec(context, message.model))

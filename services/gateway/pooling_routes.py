@@ -26,5 +26,5 @@ _REASONS = {
 
 async def refuse_pooling(context: GatewayContext, request: Request) -> Response:
     """Not served: a causal language model has no honest answer. The error says what to use instead."""
-    context.admission.authenticate(request.headers.get("authorization"))
+    context.admission.authenticate(request.headers)
     raise ApiError(400, _REASONS[request.url.path], code="unsupported_endpoint")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 
-from services.gateway.admission import Admission, KeyFiles, read_admin_keys, read_keys
+from services.gateway.admission import Admission, KeyFiles, TenantPolicy, read_admin_keys, read_keys
 from services.gateway.app import make_app
 from services.gateway.audit import Audit
 from services.gateway.batch_service import BatchService
@@ -90,7 +90,8 @@ class GatewayService:
         self._placer = Placer(bus, catalog, metrics, settings.max_submissions)
         timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
-        admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight)
+        tenants = TenantPolicy(settings)
+        admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight, tenants)
         self.context = GatewayContext(
             gateway_id=gateway_id,
             settings=settings,

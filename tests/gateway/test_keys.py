@@ -12,7 +12,16 @@ import pytest
 
 from services.gateway import admission as admission_module
 from services.gateway import audit, batch_state, line_answering
-from services.gateway.admission import AdminKey, AdminRole, Admission, Key, PromptCharge, read_admin_keys, read_keys
+from services.gateway.admission import (
+    AdminKey,
+    AdminRole,
+    Admission,
+    Key,
+    PromptCharge,
+    TenantPolicy,
+    read_admin_keys,
+    read_keys,
+)
 from services.gateway.answering import prompts_in_time
 from services.gateway.errors import ApiError
 from shared.bus.interface import ServiceError
@@ -27,7 +36,7 @@ ADMINS = "anna:operate:a-secret\nrob:read:r-secret  # looks only\n"
 
 
 def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+    return {"authorization": f"Bearer {key}"}
 
 
 async def test_roles_and_the_audit_log(
@@ -120,11 +129,11 @@ async def test_keys_are_read_again_when_their_file_changes(
             name = "tideway_gateway_key_reloads_total"
             return stack.gateway.context.telemetry.registry.get_sample_value(name, {"outcome": outcome}) or 0
 
-        used = admission.authenticate("Bearer one")
+        used = admission.authenticate(bearer("one"))
         file.write_text("one:5\ntwo\n")
         await until(lambda: reloads("read") == 1, "the file to be read again")
         assert (await status("one"), await status("two")) == (200, 200)
-        assert admission.authenticate("Bearer one") is used and used.max_in_flight == 5
+        assert admission.authenticate(bearer("one")) is used and used.max_in_flight == 5
         for number, wrong in enumerate(("three:many\n", "# none\n"), 1):
             file.write_text(wrong)
             await until(lambda number=number: reloads("refused") == number, "the file to be refused")
@@ -159,7 +168,7 @@ async def test_batch_lines_count_against_the_tokens_of_their_key(nats_settings: 
         file = await client.files.create(file=("input.jsonl", data), purpose="batch")
         await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         admission = stack.gateway.context.admission
-        key: Key = admission.authenticate("Bearer secret")
+        key: Key = admission.authenticate(bearer("secret"))
         now = stack.gateway.context.bus.now
         num_output = len(stack.ids("Hello world")) + 1
         await until(lambda: key.window.total(now()) == 2 * (40 + num_output), "two lines' tokens")
@@ -192,7 +201,7 @@ async def test_a_batch_line_counts_once_and_waits_untokenised(
         file = await client.files.create(file=("input.jsonl", data), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         context = stack.gateway.context
-        key = context.admission.authenticate("Bearer secret")
+        key = context.admission.authenticate(bearer("secret"))
         await until(lambda: num_made >= 6, "one line to be tried again and again")
         assert key.window.total(context.bus.now()) == 60
         stack.peer.refusal = None
@@ -221,13 +230,13 @@ def test_the_charge_of_a_prompt_over_several_tries() -> None:
 
 def test_a_key_that_is_taken_away_leaves_its_batches_their_limits() -> None:
     admission = Admission({"one": Key(tokens_per_minute=5), "two": Key()}, {}, max_in_flight=1)
-    one = admission.authenticate("Bearer one")
+    one = admission.authenticate(bearer("one"))
     admission.set_keys({"two": Key()})
     assert admission.key_of(one.tenant) is one and one.tokens_per_minute == 5
     with pytest.raises(ApiError):
-        admission.authenticate("Bearer one")
+        admission.authenticate(bearer("one"))
     admission.set_keys({"one": Key(tokens_per_minute=7)})
-    assert admission.authenticate("Bearer one") is one and one.tokens_per_minute == 7
+    assert admission.authenticate(bearer("one")) is one and one.tokens_per_minute == 7
 
 
 async def test_the_files_of_a_key_have_a_bound(nats_settings: BusSettings, checkpoint: Path) -> None:
@@ -253,3 +262,90 @@ def test_a_file_of_keys_that_holds_none_opens_nothing(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(SettingsError, match=r"TIDEWAY_API_KEYS_FILE=.* holds no key"):
         read_keys(GatewaySettings(api_keys_file=str(file)))
+
+
+HEADER = "x-tideway-tenant"
+TENANTS = "secret:8,named::100:normal:acme,other-of-acme::::acme,proxy:2:::*"
+
+
+async def test_each_request_says_whose_it_is_and_whose_prefixes_it_finds(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    settings = {"api_keys": TENANTS, "tenant_weights": "acme=2.5", "shared_prefixes": "acme"}
+    async with running_stack(nats_settings, specs, **settings) as stack:
+        stack.say("Hello")
+        body = {"model": MODEL, "prompt": [5] * 10, "max_tokens": 5}
+        for headers in (
+            bearer("named"),
+            bearer("other-of-acme"),
+            {**bearer("proxy"), HEADER: "globex"},
+            {**bearer("proxy"), HEADER: "acme"},
+            bearer("secret"),
+        ):
+            assert (await stack.client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        told = [(one.tenant, one.tenant_weight, one.prefix_salt) for one in stack.peer.submitted]
+        assert told[:4] == [("acme", 2.5, ""), ("acme", 2.5, ""), ("globex", 1.0, "globex"), ("acme", 2.5, "")]
+        name, weight, salt = told[4]
+        assert name.startswith("key-") and weight == 1.0 and salt == name
+
+
+async def test_who_is_no_trusted_proxy_names_no_tenant(nats_settings: BusSettings, checkpoint: Path) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    body = {"model": MODEL, "prompt": [5] * 10, "max_tokens": 5}
+    async with running_stack(nats_settings, specs, api_keys=TENANTS) as stack:
+        stack.say("Hello")
+        for key, name, status, code in (
+            ("named", "acme", 403, "tenant_not_allowed"),
+            ("secret", "x", 403, "tenant_not_allowed"),
+            ("wrong", "x", 401, "invalid_api_key"),
+            ("proxy", "a" * 65, 400, None),
+            ("proxy", "not a name", 400, None),
+            ("proxy", "", 400, None),
+        ):
+            answer = await stack.client.post("/v1/completions", json=body, headers={**bearer(key), HEADER: name})
+            error = answer.json()["error"]
+            assert answer.status_code == status and (code is None or error["code"] == code), (key, name)
+            assert status == 401 or error["param"] == HEADER
+        assert not stack.peer.submitted
+    async with running_stack(nats_settings, specs) as stack:
+        answer = await stack.client.post("/v1/completions", json=body, headers={HEADER: "x"})
+        assert answer.status_code == 403, "without keys nobody is trusted"
+
+
+def test_without_keys_the_header_counts_where_the_setting_says_so() -> None:
+    policy = TenantPolicy(GatewaySettings(trust_tenant_header=True, tenant_header="X-Org"))
+    admission = Admission({}, {}, 8, policy)
+    assert admission.authenticate({"x-org": "acme"}).tenant == "@acme" and admission.authenticate({}).tenant == ""
+
+
+def test_tenants_of_a_proxy_have_its_limits_each_for_itself_and_are_not_remembered_without_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "MAX_PROXIED", 3)
+    admission = Admission({"proxy": Key(1, None, True, "*")}, {}, 100)
+    asked = {name: admission.authenticate({**bearer("proxy"), HEADER: name}) for name in ("a", "b")}
+    tickets = {name: admission.enter(key, 1, RequestClass.ONLINE) for name, key in asked.items()}
+    with pytest.raises(ApiError):
+        admission.enter(admission.authenticate({**bearer("proxy"), HEADER: "a"}), 1, RequestClass.ONLINE)
+    for number in range(20):
+        admission.authenticate({**bearer("proxy"), HEADER: f"n{number}"})
+    assert len(admission._of_proxies) == 3
+    assert admission.authenticate({**bearer("proxy"), HEADER: "a"}) is asked["a"], "it is in use"
+    tickets["a"].release()
+    assert admission.authenticate(bearer("proxy")).num_in_flight[RequestClass.ONLINE] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"api_keys": "k::::not a name"}, "64 letters"),
+        ({"tenant_weights": "acme=0"}, "TIDEWAY_TENANT_WEIGHTS"),
+        ({"tenant_weights": "acme"}, "TIDEWAY_TENANT_WEIGHTS"),
+        ({"tenant_weights": "a b=1"}, "TIDEWAY_TENANT_WEIGHTS"),
+    ],
+)
+def test_settings_of_tenants_that_are_wrong_are_told(settings: dict[str, str], part: str) -> None:
+    with pytest.raises(SettingsError, match=part):
+        read_keys(GatewaySettings(**settings))
+        TenantPolicy(GatewaySettings(**settings))

@@ -38,7 +38,7 @@ async def create_response(context: GatewayContext, request: Request) -> Response
 
 
 async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
-    key = exchange.key = context.admission.authenticate(request.headers.get("authorization"))
+    key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, _REQUEST, context.bodies)
     items = items_of(message)
     if message.previous_response_id is not None:
@@ -92,13 +92,13 @@ def _opened(message: ResponseRequest, exchange: Exchange, options: Options) -> R
 
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     stored = await context.responses.get(request.path_params["response_id"], tenant)
     return Response(stored.body, media_type="application/json")
 
 
 async def delete_response(context: GatewayContext, request: Request) -> Response:
-    tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    tenant = context.admission.authenticate(request.headers).tenant
     response_id = request.path_params["response_id"]
     await context.responses.delete(response_id, tenant)
     return json_response(DeletedResponse(response_id, "response", True))
