@@ -269,8 +269,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     late_model: str = ""
     late_tokens: Amount = 0
     late_starts_s: Seconds = 0.0
-    """The first prompt that waits and cannot meet its TTFT objective here: its model, its tokens, and the predicted time until
-    it is begun; 0: there is none."""
+    """The first prompt that waits and cannot meet its TTFT objective here: its model, its tokens, and the predicted time
+    until it is begun; 0: there is none."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -254,3 +254,14 @@ def test_a_prefix_that_all_have_is_looked_up_block_by_block_and_not_holder_by_ho
             assert held["i0"] == PAGE * 64
             times.append(time.process_time() - started_s)
     assert min(took_s[many]) < 20 * min(took_s[few]), "it was 1,024 times"
+
+
+def test_a_salt_hides_what_was_computed_with_another_as_engines_do() -> None:
+    node, index = make(), PrefixIndex()
+    sent = prompt(*range(20), prefix_salt="x", tenant="x")
+    assert node.engine.apply(Submit(sent), 0.0) is None
+    run(node, 2)
+    index.on_report(report("a", node.engine.memory.cache_news.take()), False)
+    assert index.held_tokens(sent, PAGE, 0.0) == {"a": 16}
+    for salt in ("", "y"):
+        assert index.held_tokens(prompt(*range(20), prefix_salt=salt), PAGE, 0.0) == {}
