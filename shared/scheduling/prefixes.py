@@ -106,8 +106,8 @@ class PrefixIndex:
         self._prompts: OrderedDict[tuple[str, int], _PromptKeys] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks that some instance has, or had until it was forgotten."""
-        return len(self._holders)
+        """Blocks that some instance has."""
+        return len(self._blocks)
 
     def on_report(self, report: LoadReport, has_gap: bool) -> None:
         """`has_gap`: reports before this one were missed, or it is the first."""

@@ -301,7 +301,7 @@ async def test_settings_that_cannot_be_used(nats_settings: BusSettings) -> None:
         with pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             await GatewayService(bus, settings, telemetry).start()
         await bus.close()
-        for keys in ("a:b", "a:0", ":5", "a:1:2:3", "a:1:2:low", "a:1:2:high:4"):
+        for keys in ("a:b", "a:0", ":5", "a:1:2:3", "a:1:2:low", "a:1:2:high:-4", "a:1:2:high:b:5"):
             bad = GatewaySettings(api_keys=keys)
             with pytest.raises(SettingsError, match="TIDEWAY_API_KEYS: expected key"):
                 GatewayService(bus, bad, start_telemetry("gateway", "x", bad))
