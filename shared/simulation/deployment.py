@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from shared.engine.load import GIVE_UP_S
 from shared.engine.memory.slab import blocks_per_merged
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
@@ -93,7 +94,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             steps_in_flight=self.steps_in_flight or (1 if on_cpu else 2), co_serving=self.co_serving,
             interruption=self.interruption, mix_phases=self.mix_phases,
             num_host_merged=num_merged if self.checkpoints else 0, ttft_s=self.ttft_ms / 1000, tpot_s=self.tpot_ms / 1000,
-            max_waiting=self.max_waiting, least_share=self.least_share,
+            max_waiting=self.max_waiting, least_share=self.least_share, give_up_s=GIVE_UP_S,
         )  # fmt: skip
         return Device(
             configuration=configuration, merged_bytes=merged_bytes, bandwidth_bytes_s=node.link_bytes_s,
