@@ -274,7 +274,7 @@ def test_a_miss_is_called_a_miss() -> None:
 
 @pytest.mark.slow
 def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["balance", "drain", "models", "offline"]
+    names = ["balance", "drain", "models"]
     assert main([*names, "--short", "--mixes", "S-S", "--requests", "10", "--output", str(tmp_path)]) == 0
     for name in names:
         (file,) = tmp_path.glob(f"rebalance-{name}-a10-short-*.json")
