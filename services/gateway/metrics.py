@@ -108,6 +108,12 @@ class GatewayMetrics:
             self.killed_text_processes.labels(reason)
         self.waiting_submissions = gauge("waiting_submissions", "Requests that wait for their turn to be submitted")
         self.key_reloads = counter("key_reloads", "Times that changed files of keys were read, or refused", "outcome")
+        self.key_claims = counter(
+            "key_claims", "Claims on limits of API keys, decided by what all gateways use (shared) or here alone", "by"
+        )
+        self.key_use_conflicts = counter(
+            "key_use_conflicts", "Writes of an API key's use that another gateway came before"
+        )
         self.admin_refusals = counter(
             "admin_refusals", "Tries to change something by the admin API without a key for it"
         )

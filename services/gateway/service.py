@@ -26,6 +26,7 @@ from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
+from services.gateway.key_uses import SharedKeyUses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.mirrors import Mirrors
 from services.gateway.placing import Placer
@@ -91,7 +92,10 @@ class GatewayService:
         timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
         tenants = TenantPolicy(settings)
-        admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight, tenants)
+        self._key_uses = SharedKeyUses(bus, gateway_id, metrics)
+        admission = Admission(
+            read_keys(settings), read_admin_keys(settings), settings.max_in_flight, tenants, self._key_uses
+        )
         self.context = GatewayContext(
             gateway_id=gateway_id,
             settings=settings,
@@ -137,6 +141,7 @@ class GatewayService:
         await context.files.start()
         await context.batches.start()
         await context.audit.start()
+        await self._key_uses.start()
         await self._batch_service.start()
         tls = self._tls
         config = uvicorn.Config(
@@ -186,6 +191,7 @@ class GatewayService:
                 connection.transport.abort()
             await self._serving
         await self._tasks.end_all()
+        await self._key_uses.stop()
         self._placer.stop()
         await self.context.timelines.stop()
         await self.context.loads.stop()
