@@ -5,10 +5,10 @@
     returns    calls that ended are written at once, tokens of output within `FLUSH_S`
     a gateway  that is not seen for the TTL of `GATEWAYS` has nothing in flight any more; the tokens it used count on
 
-So two gateways never let in more than a limit allows between them. What is decided together is written together, one write
-of a key at a time. A write takes `MAX_WAIT_S` at most, and a claim waits for two at most. Where NATS does not answer by then,
-this gateway decides by itself on what it can know (its own use, and that of others as last read, while they are alive), tells
-it when NATS answers, and asks it again after `RETRY_S`.
+So two gateways never let in more than a limit allows between them. What is decided together is written together, one
+write of a key at a time. A write takes `MAX_WAIT_S` at most, and a claim waits for two at most. Where NATS does not answer
+by then, this gateway decides by itself on what it can know (its own use, and that of others as last read, while they are
+alive), tells it when NATS answers, and asks it again after `RETRY_S`.
 """
 
 from __future__ import annotations
