@@ -219,6 +219,13 @@ class Key:
         return found
 
 
+def named_tenants(keys: Mapping[str, Key]) -> list[str]:
+    """Names of the tenants of keys, but for those that proxies name."""
+    return [
+        key.tenant_name or name_of(_digest(text).hex()) for text, key in keys.items() if key.tenant_name != ANY_TENANT
+    ]
+
+
 class Claim(ABC):
     """What a call asks of its key's limits: `take` raises `ApiError` 429, `give_back` undoes it."""
 

@@ -115,6 +115,7 @@ async def begin(
 ) -> tuple[Generation, dict[str, str]]:
     """Checks, tokenises and places what was asked; also the answer's headers."""
     settings, call = context.settings, exchange.call
+    call.tenant = key.tenant
     call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
     message.model = call.routed.model
     spec = context.catalog.spec(message.model)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 
-from services.gateway.admission import Admission, KeyFiles, TenantPolicy, read_admin_keys, read_keys
+from services.gateway.admission import Admission, KeyFiles, TenantPolicy, named_tenants, read_admin_keys, read_keys
 from services.gateway.app import make_app
 from services.gateway.audit import Audit
 from services.gateway.batch_service import BatchService
@@ -84,7 +84,8 @@ class GatewayService:
     def __init__(self, bus: Bus, settings: GatewaySettings, telemetry: Telemetry) -> None:
         """Raises `SettingsError`."""
         gateway_id = settings.gateway_id or default_id("gateway")
-        metrics = GatewayMetrics(telemetry.registry)
+        keys = read_keys(settings)
+        metrics = GatewayMetrics(telemetry.registry, named_tenants(keys))
         tokenizers = Tokenizers(TextPool(settings, metrics))
         catalog = Catalog(bus, tokenizers)
         loads, batches = ClusterLoads(bus, catalog), Batches(bus)
@@ -93,9 +94,7 @@ class GatewayService:
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
         tenants = TenantPolicy(settings)
         self._key_uses = SharedKeyUses(bus, gateway_id, metrics)
-        admission = Admission(
-            read_keys(settings), read_admin_keys(settings), settings.max_in_flight, tenants, self._key_uses
-        )
+        admission = Admission(keys, read_admin_keys(settings), settings.max_in_flight, tenants, self._key_uses)
         self.context = GatewayContext(
             gateway_id=gateway_id,
             settings=settings,

@@ -290,6 +290,13 @@ async def test_each_request_says_whose_it_is_and_whose_prefixes_it_finds(
         assert told[:4] == [("acme", 2.5, ""), ("acme", 2.5, ""), ("globex", 1.0, "globex"), ("acme", 2.5, "")]
         name, weight, salt = told[4]
         assert name.startswith("key-") and weight == 1.0 and salt == name
+        await stack.until_metrics(
+            'tideway_gateway_tenant_requests_total{outcome="ok",tenant="acme"} 3.0',
+            'tideway_gateway_tenant_requests_total{outcome="ok",tenant="globex"} 1.0',
+            'tideway_gateway_tenant_tokens_total{direction="input",tenant="acme"} 30.0',
+            'tideway_gateway_tenant_tokens_total{direction="output",tenant="acme"} 6.0',
+            'tideway_gateway_tenant_time_to_first_token_seconds_count{tenant="acme"} 3.0',
+        )
 
 
 async def test_who_is_no_trusted_proxy_names_no_tenant(nats_settings: BusSettings, checkpoint: Path) -> None:
