@@ -24,6 +24,7 @@ import msgspec
 from services.gateway.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from shared.messages.requests import Priority, RequestClass, TenantWeight
+from shared.messages.tenants import KeyUses
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
@@ -113,6 +114,11 @@ class TenantPolicy:
                     f"TIDEWAY_TENANT_WEIGHTS: {entry!r}: expected tenant=weight with a weight from 0.001 to 1000"
                 ) from None
         self._sharing = set(filter(None, map(str.strip, settings.shared_prefixes.split(","))))
+
+    @property
+    def weighted(self) -> set[str]:
+        """Tenants with a weight of their own."""
+        return set(self._weights)
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
@@ -273,6 +279,9 @@ class Uses(Protocol):
     def note(self, key: Key, *, soon: bool = False) -> None:
         """The key's use here has changed otherwise. `soon`: others may wait for what was given back."""
 
+    async def all(self) -> dict[str, KeyUses]:
+        """Of keys with limits that are in use, by `Key.use_id`. Raises `BusError`."""
+
 
 class LocalUses:
     """Keys whose limits hold in this process alone."""
@@ -282,6 +291,9 @@ class LocalUses:
 
     def note(self, key: Key, *, soon: bool = False) -> None:
         pass
+
+    async def all(self) -> dict[str, KeyUses]:
+        return {}
 
 
 class PromptCharge:
@@ -409,6 +421,20 @@ class Admission:
             found = Key()
             found.tenant = tenant
         return found
+
+    def limited_keys(self) -> dict[str, KeyUses]:
+        """Those that are configured with limits, by `Key.use_id`, as if nobody used them; those of proxies, who have the
+        limits for each of their tenants, are left out."""
+        return {
+            key.use_id: KeyUses(name_of(key.tenant), {}, key.max_in_flight, key.tokens_per_minute)
+            for key in self._keys.values()
+            if key.has_limits and key.tenant_name != ANY_TENANT
+        }
+
+    def tenant_names(self) -> set[str]:
+        """Tenants of keys, and those with a weight of their own."""
+        keys = (key for key in self._keys.values() if key.tenant_name != ANY_TENANT)
+        return {name_of(key.tenant) for key in keys} | self.tenants.weighted
 
     @property
     def is_open(self) -> bool:

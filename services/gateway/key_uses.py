@@ -17,6 +17,8 @@ import asyncio
 import logging
 import time
 
+from msgspec.structs import replace
+
 from services.gateway.admission import WINDOW_S, Claim, Key, name_of
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
@@ -158,10 +160,10 @@ class SharedKeyUses:
         if soon and self._bus.now() >= self._retry_at:
             self._wake(account)
 
-    async def all(self) -> list[KeyUses]:
-        """Of keys in use, as NATS has them; without what gateways had that are gone. Raises `BusError`."""
-        found = [entry.value for entry in (await self._uses.entries()).values()]
-        return [KeyUses(uses.tenant, self._alive_alone(uses)) for uses in found]
+    async def all(self) -> dict[str, KeyUses]:
+        """As of `Uses`: as NATS has them, without what gateways had that are gone."""
+        found = {use_id: entry.value for use_id, entry in (await self._uses.entries()).items()}
+        return {use_id: replace(uses, gateways=self._alive_alone(uses)) for use_id, uses in found.items()}
 
     def _account(self, key: Key) -> _Account:
         account = self._accounts.get(key.use_id)
@@ -249,7 +251,7 @@ class SharedKeyUses:
         account.written_at = now
         gateways = self._alive_alone(uses)
         gateways[self._gateway_id] = own
-        value = KeyUses(name_of(key.tenant), gateways)
+        value = KeyUses(name_of(key.tenant), gateways, key.max_in_flight, key.tokens_per_minute)
         if revision:
             return KvEntry(value, await self._uses.update(key.use_id, value, revision))
         return KvEntry(value, await self._uses.create(key.use_id, value))

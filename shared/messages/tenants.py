@@ -31,3 +31,13 @@ class KeyUses(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
     """As it is shown."""
     gateways: dict[str, KeyUse] = {}
+    max_in_flight: Amount | None = None
+    """Of each class; None: no limit. Likewise:"""
+    tokens_per_minute: Amount | None = None
+
+    def num_in_flight(self, request_class: RequestClass) -> int:
+        return sum(use.num_in_flight(request_class) for use in self.gateways.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_tokens for use in self.gateways.values() for _, num_tokens in use.tokens)
