@@ -39,6 +39,7 @@ from tideway.preflight import check_otlp, check_tensor_parallel, parse_adapters,
 from tideway.profile import profile
 from tideway.simulate import simulate
 from tideway.status import show_status
+from tideway.tenants import show_tenants
 from tideway.top import show_top
 from tideway.tree import UpOptions, down_timeout_s
 from tideway.up import Up
@@ -465,6 +466,18 @@ def _leave(number: int, _: object) -> NoReturn:
 
 
 app.add_typer(routes.app, name="route")
+
+
+@app.command()
+def tenants(
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Show who shares the service: weights, what each had and has, and what is used of the limits of keys."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        show_tenants(client, TableConsole(), as_json=as_json)
 
 
 @app.command()

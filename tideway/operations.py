@@ -23,6 +23,7 @@ from shared.messages.admin import (
     RouteState,
     RouteStates,
     ShownPlan,
+    TenantStates,
 )
 from shared.messages.cluster import InstancePlan, PlacementPlan
 from shared.messages.timeline import RequestTimelines, SloExplanation
@@ -158,6 +159,9 @@ class AdminClient:
 
     def scale_instances(self, num_instances: int) -> PlacementPlan:
         return self._call("POST", "/admin/scale", PlacementPlan, {"instances": num_instances})
+
+    def tenants(self) -> TenantStates:
+        return self._call("GET", "/admin/tenants", TenantStates)
 
     def routes(self) -> RouteStates:
         return self._call("GET", "/admin/routes", RouteStates)

@@ -121,7 +121,7 @@ async def _stored_plan(context: GatewayContext) -> PlacementPlan | None:
     return None if entry is None else entry.value
 
 
-async def _api_errors(work: Awaitable[T], **names: str) -> T:
+async def api_errors(work: Awaitable[T], **names: str) -> T:
     """`names`: of fields of the query, as the HTTP request calls them."""
     try:
         return await work
@@ -133,9 +133,9 @@ async def _api_errors(work: Awaitable[T], **names: str) -> T:
 async def _ask_placement(
     context: GatewayContext, endpoint: Endpoint[Q, PlacementPlan], query: Q, **names: str
 ) -> Response:
-    """Answers with the new plan. `names`: as of `_api_errors`."""
+    """Answers with the new plan. `names`: as of `api_errors`."""
     asking = context.bus.request(endpoint, query, timeout_s=PLACEMENT_TIMEOUT_S)
-    return json_response(await _api_errors(asking, **names))
+    return json_response(await api_errors(asking, **names))
 
 
 async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, ModelTraffic]:
@@ -154,7 +154,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     bounds = int(DEFAULT_INTERVAL_S), int(LEAST_INTERVAL_S), int(MAX_INTERVAL_S)
     interval_s = whole_number_of(request.query_params, "interval_s", *bounds)
-    plan, traffic = await asyncio.gather(_api_errors(_stored_plan(context)), _traffic(context, interval_s))
+    plan, traffic = await asyncio.gather(api_errors(_stored_plan(context)), _traffic(context, interval_s))
     num_queued = context.loads.num_queued()
     unplaced = {} if plan is None else plan.unplaced
     states = []
@@ -249,16 +249,16 @@ async def remove_model(context: GatewayContext, request: Request) -> Response:
 
 
 async def _add_adapter(context: GatewayContext, spec: AdapterSpec, *, replaces: bool = False, **names: str) -> None:
-    """`names`: as of `_api_errors`. Returns when this gateway takes requests for it."""
+    """`names`: as of `api_errors`. Returns when this gateway takes requests for it."""
     query = AddAdapter(spec, replaces)
     asking = context.bus.request(PLACEMENT_ADD_ADAPTER, query, timeout_s=PLACEMENT_TIMEOUT_S)
-    added = await _api_errors(asking, **names)
+    added = await api_errors(asking, **names)
     await context.catalog.adapters_show(lambda: context.catalog.adapter(spec.name) == added)
 
 
 async def _remove_adapter(context: GatewayContext, name: str) -> None:
     query = RemoveAdapter(name)
-    await _api_errors(context.bus.request(PLACEMENT_REMOVE_ADAPTER, query, timeout_s=PLACEMENT_TIMEOUT_S))
+    await api_errors(context.bus.request(PLACEMENT_REMOVE_ADAPTER, query, timeout_s=PLACEMENT_TIMEOUT_S))
     await context.catalog.adapters_show(lambda: context.catalog.adapter(name) is None)
 
 
@@ -345,7 +345,7 @@ async def change_plan(context: GatewayContext, request: Request) -> Response:
     groups = (Group(one.node_id, tuple(one.devices), tuple(one.models)) for one in message.groups or ())
     change = ChangePlan(message.action, tuple(groups))
     asking = context.bus.request(PLACEMENT_CHANGE_PLAN, change, timeout_s=PLACEMENT_TIMEOUT_S)
-    return json_response(await _api_errors(asking))
+    return json_response(await api_errors(asking))
 
 
 async def show_plan(context: GatewayContext, request: Request) -> Response:
@@ -358,7 +358,7 @@ async def show_plan(context: GatewayContext, request: Request) -> Response:
         with contextlib.suppress(BusError):
             state = await context.bus.request(PLACEMENT_REPLACEMENT, GetReplacement(), timeout_s=PLAN_TIMEOUT_S)
     except BusError:
-        plan = await _api_errors(_stored_plan(context))
+        plan = await api_errors(_stored_plan(context))
     if plan is None:
         raise ApiError(404, "There is no placement plan yet.", code="no_plan")
     return json_response(ShownPlan(**msgspec.structs.asdict(plan), replacement=state))
@@ -412,7 +412,7 @@ async def explain_slo(context: GatewayContext, request: Request) -> Response:
 async def show_console_state(context: GatewayContext, request: Request) -> Response:
     """What the console draws each second: instances with their KV pools, queues, requests that move, batches."""
     authenticate_operator(context, request)
-    return json_response(await _api_errors(context.console.state()))
+    return json_response(await api_errors(context.console.state()))
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool:
@@ -425,7 +425,7 @@ def _flag(query: Mapping[str, str], name: str) -> bool:
 async def list_audit(context: GatewayContext, request: Request) -> Response:
     """The last tries to change something by the admin API, of all gateways, the newest first."""
     authenticate_operator(context, request)
-    return json_response(AuditLog(await _api_errors(context.audit.actions())))
+    return json_response(AuditLog(await api_errors(context.audit.actions())))
 
 
 async def list_nodes(context: GatewayContext, request: Request) -> Response:
@@ -435,4 +435,4 @@ async def list_nodes(context: GatewayContext, request: Request) -> Response:
         nodes = await (await context.bus.key_value(NODES)).entries()
         return [msgspec.structs.asdict(entry.value) for entry in nodes.values()]
 
-    return json_response({"nodes": await _api_errors(entries())})
+    return json_response({"nodes": await api_errors(entries())})

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
 import logging
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from services.gateway.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from shared.messages.requests import Priority, RequestClass, TenantWeight
+from shared.messages.tenants import KeyUses
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
@@ -32,11 +35,13 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 class TokenWindow:
-    """Tokens of the last minute, counted in buckets of a second."""
+    """Tokens of the last minute, counted in buckets of a second: those used here, and by other gateways as far as known."""
 
     def __init__(self) -> None:
         self._buckets: deque[list[float]] = deque()
         self._total = 0
+        self._others: list[tuple[float, int]] = []
+        """By the second."""
 
     def add(self, num_tokens: int, now: float) -> None:
         self._expire(now)
@@ -47,14 +52,32 @@ class TokenWindow:
             self._buckets.append([second, num_tokens])
         self._total += num_tokens
 
+    def take_back(self, num_tokens: int, added_at: float) -> None:
+        """What `add` was told at that time. Nothing where it is out of the window."""
+        second = float(int(added_at))
+        for bucket in self._buckets:
+            if bucket[0] == second:
+                bucket[1] -= num_tokens
+                self._total -= num_tokens
+
+    def own(self, now: float) -> list[tuple[float, int]]:
+        """Tokens used here, by the second."""
+        self._expire(now)
+        return [(second, int(num_tokens)) for second, num_tokens in self._buckets if num_tokens]
+
+    def set_others(self, buckets: list[tuple[float, int]]) -> None:
+        """Tokens used elsewhere, by the second on this clock, in place of those known before."""
+        self._others = sorted(buckets)
+
     def total(self, now: float) -> int:
         self._expire(now)
-        return self._total
+        return self._total + sum(num_tokens for second, num_tokens in self._others if second > now - WINDOW_S)
 
     def seconds_until_below(self, limit: int, now: float) -> float:
         """How long until no more than `limit` tokens are left in the window, if none are added."""
         total, wait_s = self.total(now), 0.0
-        for second, num_tokens in self._buckets:
+        others = (bucket for bucket in self._others if bucket[0] > now - WINDOW_S)
+        for second, num_tokens in heapq.merge(self.own(now), others):
             if total <= limit:
                 break
             total -= int(num_tokens)
@@ -92,6 +115,11 @@ class TenantPolicy:
                 ) from None
         self._sharing = set(filter(None, map(str.strip, settings.shared_prefixes.split(","))))
 
+    @property
+    def weighted(self) -> set[str]:
+        """Tenants with a weight of their own."""
+        return set(self._weights)
+
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
@@ -128,13 +156,37 @@ class Key:
         """As it was configured: empty: the key's own; `ANY_TENANT`: as a header says."""
         self.tenant = ""
         """Whose files and batches this key sees; empty where no keys are configured."""
+        self.use_id = ""
+        """Under which gateways tell each other its use."""
         self.max_in_flight = max_in_flight
         self.tokens_per_minute = tokens_per_minute
         self.may_be_high = may_be_high
         """Whether its requests may ask for high priority."""
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
-        """Calls of each class; the limit is for each."""
+        """Calls of each class here; the limit is for each."""
+        self.num_in_flight_elsewhere = dict.fromkeys(RequestClass, 0)
+        """At other gateways, as far as known."""
         self.window = TokenWindow()
+
+    @property
+    def has_limits(self) -> bool:
+        return self.max_in_flight is not None or self.tokens_per_minute is not None
+
+    def is_used(self, now: float) -> bool:
+        """Whether it has anything in flight here, or had tokens in the last minute."""
+        return any(self.num_in_flight.values()) or bool(self.window.own(now))
+
+    def enter(self, request_class: RequestClass) -> None:
+        """A call is in flight from now on. Raises `ApiError` 429 where it would be one too many."""
+        num_in_flight = self.num_in_flight[request_class] + self.num_in_flight_elsewhere[request_class]
+        if self.max_in_flight is not None and num_in_flight >= self.max_in_flight:
+            raise _too_many(
+                f"The limit of this API key is {self.max_in_flight} requests in flight.", "rate_limit_exceeded", 1.0
+            )
+        self.num_in_flight[request_class] += 1
+
+    def leave(self, request_class: RequestClass) -> None:
+        self.num_in_flight[request_class] -= 1
 
     def charge_prompt(self, num_tokens: int, now: float) -> None:
         """Raises `ApiError` 429 where the tokens per minute are used up, or the prompt would exceed them."""
@@ -164,6 +216,7 @@ class Key:
         if self.max_in_flight is not None:
             found["x-ratelimit-limit-requests"] = str(self.max_in_flight)
             remaining = self.max_in_flight - self.num_in_flight[request_class]
+            remaining -= self.num_in_flight_elsewhere[request_class]
             found["x-ratelimit-remaining-requests"] = str(max(0, remaining))
         if (limit := self.tokens_per_minute) is not None:
             found["x-ratelimit-limit-tokens"] = str(limit)
@@ -172,31 +225,107 @@ class Key:
         return found
 
 
+def named_tenants(keys: Mapping[str, Key]) -> list[str]:
+    """Names of the tenants of keys, but for those that proxies name."""
+    return [
+        key.tenant_name or name_of(_digest(text).hex()) for text, key in keys.items() if key.tenant_name != ANY_TENANT
+    ]
+
+
+class Claim(ABC):
+    """What a call asks of its key's limits: `take` raises `ApiError` 429, `give_back` undoes it."""
+
+    @abstractmethod
+    def take(self, now: float) -> None: ...
+
+    @abstractmethod
+    def give_back(self) -> None: ...
+
+
+class InFlight(Claim):
+    """One call of a class."""
+
+    def __init__(self, key: Key, request_class: RequestClass) -> None:
+        self._key, self._class = key, request_class
+
+    def take(self, now: float) -> None:
+        self._key.enter(self._class)
+
+    def give_back(self) -> None:
+        self._key.leave(self._class)
+
+
+class PromptTokens(Claim):
+    """Tokens of a prompt."""
+
+    def __init__(self, key: Key, num_tokens: int) -> None:
+        self._key, self._num_tokens = key, num_tokens
+        self._taken_at = 0.0
+
+    def take(self, now: float) -> None:
+        self._key.charge_prompt(self._num_tokens, now)
+        self._taken_at = now
+
+    def give_back(self) -> None:
+        self._key.window.take_back(self._num_tokens, self._taken_at)
+
+
+class Uses(Protocol):
+    """Where the use of keys is counted (`LocalUses`, or key_uses.py over all gateways)."""
+
+    async def claim(self, key: Key, claim: Claim, now: float) -> None:
+        """Takes it. Raises `ApiError` 429 where the key's limits leave no room."""
+
+    def note(self, key: Key, *, soon: bool = False) -> None:
+        """The key's use here has changed otherwise. `soon`: others may wait for what was given back."""
+
+    async def all(self) -> dict[str, KeyUses]:
+        """Of keys with limits that are in use, by `Key.use_id`. Raises `BusError`."""
+
+
+class LocalUses:
+    """Keys whose limits hold in this process alone."""
+
+    async def claim(self, key: Key, claim: Claim, now: float) -> None:
+        claim.take(now)
+
+    def note(self, key: Key, *, soon: bool = False) -> None:
+        pass
+
+    async def all(self) -> dict[str, KeyUses]:
+        return {}
+
+
 class PromptCharge:
     """The prompt of one batch line, which counts once against the tokens per minute of its key, however often the line is
     tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         self._num_tokens = 0
         """0: not known before it was tokenised."""
         self._is_charged = False
 
-    def charge(self, key: Key, num_tokens: int, now: float) -> None:
-        """As `Key.charge_prompt`."""
+    async def charge(self, key: Key, num_tokens: int, now: float) -> None:
+        """As `Admission.charge_prompt`."""
         self._num_tokens = num_tokens
         if not self._is_charged:
-            key.charge_prompt(num_tokens, now)
+            await self._admission.charge_prompt(key, num_tokens, now)
             self._is_charged = True
 
-    def wait_s(self, key: Key, now: float) -> float:
+    async def wait_s(self, key: Key, now: float) -> float:
         """For how long it is of no use to try the line. 0: now; a prompt whose length is known is charged then."""
         limit, num_tokens = key.tokens_per_minute, max(1, self._num_tokens)
         if limit is None or self._is_charged or num_tokens > limit:
             return 0.0
         wait_s = key.window.seconds_until_below(limit - num_tokens, now)
-        if not wait_s and self._num_tokens:
-            self.charge(key, num_tokens, now)
-        return wait_s
+        if wait_s or not self._num_tokens:
+            return wait_s
+        try:
+            await self.charge(key, num_tokens, now)
+        except ApiError as error:  # other gateways used more than was known
+            return error.retry_after_s or 1.0
+        return 0.0
 
 
 class AdminRole(StrEnum):
@@ -233,7 +362,8 @@ class Ticket:
         """May be called twice."""
         if not self._released:
             self._released = True
-            self._key.num_in_flight[self._class] -= 1
+            self._key.leave(self._class)
+            self._admission.uses.note(self._key, soon=True)
             self._admission.num_in_flight[self._class] -= self._num_sequences
 
 
@@ -244,9 +374,11 @@ class Admission:
         admin_keys: dict[str, AdminKey],
         max_in_flight: int,
         tenants: TenantPolicy | None = None,
+        uses: Uses | None = None,
     ) -> None:
         """`max_in_flight`: sequences over all calls of a class, so that work that may wait turns nobody away who may
-        not."""
+        not. `uses`: where those of keys are counted; None: here."""
+        self.uses = uses or LocalUses()
         self.tenants = tenants or TenantPolicy()
         self._keys: dict[bytes, Key] = {}
         self._by_digest: dict[bytes, Key] = {}
@@ -272,6 +404,7 @@ class Admission:
             self._by_tenant[tenant] = key
             key.max_in_flight, key.tokens_per_minute = limits.max_in_flight, limits.tokens_per_minute
             key.may_be_high, key.tenant, key.tenant_name = limits.may_be_high, tenant, limits.tenant_name
+            key.use_id = digest.hex()[:32]
 
     def set_admin_keys(self, admin_keys: dict[str, AdminKey]) -> None:
         """In place of those there were."""
@@ -288,6 +421,20 @@ class Admission:
             found = Key()
             found.tenant = tenant
         return found
+
+    def limited_keys(self) -> dict[str, KeyUses]:
+        """Those that are configured with limits, by `Key.use_id`, as if nobody used them; those of proxies, who have the
+        limits for each of their tenants, are left out."""
+        return {
+            key.use_id: KeyUses(name_of(key.tenant), {}, key.max_in_flight, key.tokens_per_minute)
+            for key in self._keys.values()
+            if key.has_limits and key.tenant_name != ANY_TENANT
+        }
+
+    def tenant_names(self) -> set[str]:
+        """Tenants of keys, and those with a weight of their own."""
+        keys = (key for key in self._keys.values() if key.tenant_name != ANY_TENANT)
+        return {name_of(key.tenant) for key in keys} | self.tenants.weighted
 
     @property
     def is_open(self) -> bool:
@@ -319,6 +466,7 @@ class Admission:
         key = self._of_proxies.pop(name, None) or Key()
         key.max_in_flight, key.tokens_per_minute = proxy.max_in_flight, proxy.tokens_per_minute
         key.may_be_high, key.tenant = proxy.may_be_high, tenant
+        key.use_id = _digest(f"{proxy.use_id} {tenant}").hex()[:32]
         self._of_proxies[name] = key
         self._by_tenant.setdefault(tenant, key)
         if len(self._of_proxies) > MAX_PROXIED:
@@ -343,17 +491,18 @@ class Admission:
             raise _unauthorized("admin API key")
         return admin
 
-    def enter(
-        self, key: Key, num_sequences: int, request_class: RequestClass, priority: Priority = Priority.NORMAL
+    async def enter(
+        self,
+        key: Key,
+        num_sequences: int,
+        request_class: RequestClass,
+        priority: Priority = Priority.NORMAL,
+        now: float = 0.0,
     ) -> Ticket:
         """Raises `ApiError` 429, or 403 where the key is not for that priority."""
         if priority is Priority.HIGH and not key.may_be_high:
             raise ApiError(
                 403, "This API key may not ask for high priority.", param="priority", code="priority_not_allowed"
-            )
-        if key.max_in_flight is not None and key.num_in_flight[request_class] >= key.max_in_flight:
-            raise _too_many(
-                f"The limit of this API key is {key.max_in_flight} requests in flight.", "rate_limit_exceeded", 1.0
             )
         num_in_flight = self.num_in_flight[request_class]
         if num_in_flight + num_sequences > self.max_in_flight:
@@ -363,9 +512,23 @@ class Admission:
                 "overloaded",
                 1.0,
             )
-        key.num_in_flight[request_class] += 1
         self.num_in_flight[request_class] += num_sequences
+        try:
+            await self.uses.claim(key, InFlight(key, request_class), now)
+        except BaseException:
+            self.num_in_flight[request_class] -= num_sequences
+            raise
         return Ticket(self, key, num_sequences, request_class)
+
+    async def charge_prompt(self, key: Key, num_tokens: int, now: float) -> None:
+        """Raises `ApiError` 429 where the tokens per minute are used up, or the prompt would exceed them."""
+        if key.tokens_per_minute is not None:
+            await self.uses.claim(key, PromptTokens(key, num_tokens), now)
+
+    def charge_output(self, key: Key, num_tokens: int, now: float) -> None:
+        if key.tokens_per_minute is not None:
+            key.charge_output(num_tokens, now)
+            self.uses.note(key)
 
 
 def _digest(key: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable
@@ -114,6 +115,7 @@ async def begin(
 ) -> tuple[Generation, dict[str, str]]:
     """Checks, tokenises and places what was asked; also the answer's headers."""
     settings, call = context.settings, exchange.call
+    call.tenant = key.tenant
     call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
     message.model = call.routed.model
     spec = context.catalog.spec(message.model)
@@ -123,7 +125,9 @@ async def begin(
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
-    exchange.ticket = context.admission.enter(key, num_sequences, options.request_class, options.priority)
+    exchange.ticket = await context.admission.enter(
+        key, num_sequences, options.request_class, options.priority, context.bus.now()
+    )
     exchange.watch_client()
 
     try:
@@ -136,10 +140,12 @@ async def begin(
     except TimeoutError:
         message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
-    key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
+    num_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    await exchange.unless_gone(context.admission.charge_prompt(key, num_tokens, context.bus.now()))
 
     context.timelines.name(call.call_id, request.state.request_id)
-    generation = call.plan(message, options, prompts, tokenizer, key.tenant, key.charge_output)
+    on_output = functools.partial(context.admission.charge_output, key)
+    generation = call.plan(message, options, prompts, tokenizer, key.tenant, on_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
     context.mirrors.send(call, message, options)

@@ -17,7 +17,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import admin_routes, batch_routes, file_routes, other_routes, pooling_routes, route_admin
+from services.gateway import (
+    admin_routes,
+    batch_routes,
+    file_routes,
+    other_routes,
+    pooling_routes,
+    route_admin,
+    tenant_admin,
+)
 from services.gateway.admission import RATE_LIMIT_HEADERS
 from services.gateway.answering import answer_chat, answer_completion
 from services.gateway.bodies import EarlyAnswer
@@ -59,7 +67,15 @@ from services.gateway.schemas import (
     UnloadAdapterRequest,
 )
 from shared.bus.interface import BusError
-from shared.messages.admin import InstanceStates, ModelStates, ReplacementState, RouteState, RouteStates, ShownPlan
+from shared.messages.admin import (
+    InstanceStates,
+    ModelStates,
+    ReplacementState,
+    RouteState,
+    RouteStates,
+    ShownPlan,
+    TenantStates,
+)
 from shared.messages.cluster import PlacementPlan
 from shared.messages.console import ConsoleState
 from shared.messages.timeline import (
@@ -172,6 +188,7 @@ ROUTES = (
     Route("GET", "/admin/routes", route_admin.list_routes, None, RouteStates, ADMIN_ERRORS),
     Route("POST", "/admin/routes", route_admin.set_route, SetRouteRequest, RouteState, (400, 413, 415, *ADMIN_ERRORS)),
     Route("DELETE", "/admin/routes/{name:path}", route_admin.delete_route, None, dict, (404, *ADMIN_ERRORS)),
+    Route("GET", "/admin/tenants", tenant_admin.list_tenants, None, TenantStates, ADMIN_ERRORS),
     Route("GET", "/admin/instances", admin_routes.list_instances, None, InstanceStates, ADMIN_ERRORS),
     Route("POST", "/admin/instances/{instance_id}/drain", admin_routes.drain_instance, *_PLANNED),
     Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),

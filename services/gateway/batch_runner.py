@@ -316,9 +316,9 @@ class BatchRun:
         )
 
     async def _answer(self, line: InputLine, account: Account) -> None:
-        custom_id, attempts, charge = custom_id_of(line.raw), Attempts(), PromptCharge()
+        custom_id, attempts, charge = custom_id_of(line.raw), Attempts(), PromptCharge(self._context.admission)
         while True:
-            while (wait_s := charge.wait_s(self._key(), self._context.bus.now())) > 0:
+            while (wait_s := await charge.wait_s(self._key(), self._context.bus.now())) > 0:
                 await asyncio.sleep(wait_s)
             ticket = await take(account, self._book.plan.tokens[line.index])
             limit = None

@@ -17,7 +17,7 @@ from services.gateway.catalog import Catalog
 from shared.bus.interface import Bus, BusError, Subscription
 from shared.messages.admin import InstanceLoad, InstanceModel, InstanceState
 from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
-from shared.messages.cluster import InstanceInfo, LoadReport, ModelLoad, StatisticsReport
+from shared.messages.cluster import InstanceInfo, LoadReport, ModelLoad, StatisticsReport, TenantStatistics
 from shared.tasks import set_within
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,12 @@ class ClusterLoads:
             model.model: (model.num_queued - model.num_offline_queued, model.num_offline_queued)
             for model in self._statistics[0].models
         }
+
+    def tenants(self) -> Mapping[str, TenantStatistics] | None:
+        """Who has requests, or had some in the last minute; None: no scheduler says so."""
+        if self.num_queued() is None or self._statistics is None:
+            return None
+        return {one.tenant: one for one in self._statistics[0].tenants}
 
     def _present(self) -> set[tuple[str, str]]:
         """Ids and incarnations."""

@@ -78,7 +78,7 @@ class Call:
         self.context = context
         self._is_mirror = is_mirror
         self.tenant = ""
-        """Id of whom it is for, once it is planned."""
+        """Id of whom it is for, once it is known."""
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.arrived_at = context.bus.now()
@@ -194,6 +194,7 @@ class Call:
         model, route, role = self.routed
         if route is not None:
             metrics.route_requests.labels(route.name, model, role, outcome).inc()
+        self._count_tenant(outcome)
         if self.generation is not None and self.metrics is not None:
             now = self.context.bus.now()
             self.generation.close()
@@ -207,6 +208,15 @@ class Call:
             if status >= 500:
                 self.span.set_status(StatusCode.ERROR, str(error))
         self.span.end()
+
+    def _count_tenant(self, outcome: str) -> None:
+        if self._is_mirror:
+            return
+        of_tenant = self.context.metrics.of_tenant(name_of(self.tenant))
+        of_tenant.count(outcome)
+        if (generation := self.generation) is not None:
+            ttft_s = None if generation.first_token_at is None else generation.first_token_at - generation.arrived_at
+            of_tenant.measure(generation.num_prompt_tokens, generation.num_output_tokens, ttft_s)
 
     def _name_events(self) -> None:
         """On the span: what the gateway knows of the call's sequences."""

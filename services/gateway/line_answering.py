@@ -95,13 +95,13 @@ async def answer_line(
     error: BaseException | None = None
 
     def count_output(num_tokens: int, now: float) -> None:
-        key.charge_output(num_tokens, now)
+        context.admission.charge_output(key, num_tokens, now)
         on_output(num_tokens, now)
 
     try:
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             prompts, tokenizer = await prompts_in_time(context, spec, message, options)
-            charge.charge(key, sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
+            await charge.charge(key, sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
             generation = call.plan(message, options, prompts, tokenizer, key.tenant, count_output)
             await generation.start()
             on_submitted()

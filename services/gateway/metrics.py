@@ -1,15 +1,17 @@
 """Prometheus metrics of the gateway. Labels are bounded: `model` is a served model's name, `class` online, offline
-or mirror, `outcome` one of `OUTCOMES`. Durations are seconds from the arrival of the HTTP request unless said otherwise."""
+or mirror, `outcome` one of `OUTCOMES`, `tenant` as tenant_labels.py says. Durations are seconds from the arrival of the
+HTTP request unless said otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
 from shared.messages.requests import RequestClass
+from shared.policies.tenant_labels import TenantLabels
 
 OUTCOMES = ("ok", "invalid", "refused", "overloaded", "deadline", "disconnected", "failed")
 """invalid: 4xx for what was asked; refused: 401, 403; overloaded: 429; failed: 5xx or an error in the stream."""
@@ -21,6 +23,7 @@ CONNECTION_REFUSALS = (
 TEXT_ENDS = ("time", "memory", "cancelled", "failed")
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 30.0, 60.0, 120.0, 600.0)
+TENANT_BUCKETS = (0.02, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 # OpenTelemetry's GenAI conventions advise these for the gen_ai.server.* histograms.
 GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**k for k in range(14))
@@ -46,8 +49,30 @@ class CallMetrics:
     gen_ai_per_token: Histogram
 
 
+@dataclass(frozen=True)
+class TenantMetrics:
+    """What is counted of a tenant at the end of each of its requests."""
+
+    label: str
+    requests: Counter
+    tokens: Counter
+    first_token: Histogram
+
+    def count(self, outcome: str) -> None:
+        self.requests.labels(self.label, outcome).inc()
+
+    def measure(self, num_prompt: int, num_output: int, ttft_s: float | None) -> None:
+        """`ttft_s` None: no token came."""
+        self.tokens.labels(self.label, "input").inc(num_prompt)
+        self.tokens.labels(self.label, "output").inc(num_output)
+        if ttft_s is not None:
+            self.first_token.labels(self.label).observe(ttft_s)
+
+
 class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, tenants: Iterable[str] = ()) -> None:
+        """`tenants`: those that have labels of their own in any case."""
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter("tideway_gateway_" + name, text, labels, registry=registry)
 
@@ -108,9 +133,26 @@ class GatewayMetrics:
             self.killed_text_processes.labels(reason)
         self.waiting_submissions = gauge("waiting_submissions", "Requests that wait for their turn to be submitted")
         self.key_reloads = counter("key_reloads", "Times that changed files of keys were read, or refused", "outcome")
+        self.key_claims = counter(
+            "key_claims", "Claims on limits of API keys, decided by what all gateways use (shared) or here alone", "by"
+        )
+        self.key_use_conflicts = counter(
+            "key_use_conflicts", "Writes of an API key's use that another gateway came before"
+        )
         self.admin_refusals = counter(
             "admin_refusals", "Tries to change something by the admin API without a key for it"
         )
+        self._tenant_labels = TenantLabels(tenants)
+        self._tenant_requests = counter(
+            "tenant_requests", "Generation requests ended, by tenant and outcome", "tenant", "outcome"
+        )
+        self._tenant_tokens = counter(
+            "tenant_tokens", "Tokens of prompts and answers, by tenant", "tenant", "direction"
+        )
+        self._tenant_first_token = Histogram(
+            "tideway_gateway_tenant_time_to_first_token_seconds", "Arrival to first token, by tenant", ("tenant",),
+            buckets=TENANT_BUCKETS, registry=registry,
+        )  # fmt: skip
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
         self._output_tokens = counter("output_tokens", "Tokens delivered", *both)
         self._first_token = of_model("time_to_first_token_seconds", "Arrival to first token")
@@ -126,6 +168,11 @@ class GatewayMetrics:
         self._calls: dict[tuple[str, str, str], CallMetrics] = {}
         for request_class in RequestClass:
             self.in_flight.labels(request_class.value)
+
+    def of_tenant(self, tenant: str) -> TenantMetrics:
+        """`tenant`: as it is shown."""
+        label = self._tenant_labels.of(tenant)
+        return TenantMetrics(label, self._tenant_requests, self._tenant_tokens, self._tenant_first_token)
 
     def as_vllm(self) -> Iterator[tuple[str, Metric]]:
         """Families of vLLM's metrics that mean the same, by the names there."""

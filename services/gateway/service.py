@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 
-from services.gateway.admission import Admission, KeyFiles, TenantPolicy, read_admin_keys, read_keys
+from services.gateway.admission import Admission, KeyFiles, TenantPolicy, named_tenants, read_admin_keys, read_keys
 from services.gateway.app import make_app
 from services.gateway.audit import Audit
 from services.gateway.batch_service import BatchService
@@ -26,6 +26,7 @@ from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
+from services.gateway.key_uses import SharedKeyUses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.mirrors import Mirrors
 from services.gateway.placing import Placer
@@ -83,7 +84,8 @@ class GatewayService:
     def __init__(self, bus: Bus, settings: GatewaySettings, telemetry: Telemetry) -> None:
         """Raises `SettingsError`."""
         gateway_id = settings.gateway_id or default_id("gateway")
-        metrics = GatewayMetrics(telemetry.registry)
+        keys = read_keys(settings)
+        metrics = GatewayMetrics(telemetry.registry, named_tenants(keys))
         tokenizers = Tokenizers(TextPool(settings, metrics))
         catalog = Catalog(bus, tokenizers)
         loads, batches = ClusterLoads(bus, catalog), Batches(bus)
@@ -91,7 +93,8 @@ class GatewayService:
         timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
         tenants = TenantPolicy(settings)
-        admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight, tenants)
+        self._key_uses = SharedKeyUses(bus, gateway_id, metrics)
+        admission = Admission(keys, read_admin_keys(settings), settings.max_in_flight, tenants, self._key_uses)
         self.context = GatewayContext(
             gateway_id=gateway_id,
             settings=settings,
@@ -137,6 +140,7 @@ class GatewayService:
         await context.files.start()
         await context.batches.start()
         await context.audit.start()
+        await self._key_uses.start()
         await self._batch_service.start()
         tls = self._tls
         config = uvicorn.Config(
@@ -186,6 +190,7 @@ class GatewayService:
                 connection.transport.abort()
             await self._serving
         await self._tasks.end_all()
+        await self._key_uses.stop()
         self._placer.stop()
         await self.context.timelines.stop()
         await self.context.loads.stop()

@@ -382,14 +382,15 @@ class ActiveScheduler:
                     logger.exception("%s failed this time", work.__name__)
             last_s = now
 
-    def _tell_statistics(self, _now: float, period_s: float) -> None:
+    def _tell_statistics(self, now: float, period_s: float) -> None:
         num_queued: Counter[str] = Counter()
         num_offline: Counter[str] = Counter()
         for lane, length in self._core.queue.lengths().items():
             num_queued[lane.model] += length
             num_offline[lane.model] += 0 if lane.is_online else length
         models = self._core.statistics.take(period_s, num_queued, num_offline)
-        self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
+        tenants = self._core.queue.tenants.statistics(now)
+        self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models, tenants))
         if changed := self._apply(TakeExecutionStatistics()):
             report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
             self._bus.publish(EXECUTION_STATISTICS, report)

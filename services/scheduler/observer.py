@@ -11,12 +11,14 @@ from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.messages.batches import GrantReply
-from shared.messages.cluster import InstanceInfo
+from shared.messages.cluster import InstanceInfo, TenantStatistics
 from shared.messages.migration import AbortReason, MigrationReason
 from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
+from shared.policies.tenant_labels import TenantLabels
 from shared.scheduling.actions import Dispatch, InstanceLost, LeftQueue, MigrationEnded, Paired
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.queue import Lane
+from shared.scheduling.tenants import merged
 from shared.telemetry import Telemetry, context_of
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,14 @@ class Observer:
         self._pairs = gauge("pairs", "Instances that are to give requests away now, by why", "reason")
         self._migrations = counter("moves", "Migrations that ended, by how and by why they failed", "outcome", "reason")
         self._backoffs = gauge("move_backoffs", "Instances left out of pairings for a while after failed migrations")
+        self._tenant_labels = TenantLabels()
+        self._tenant_queue_length = gauge("tenant_queue_length", "Requests in the global queue, by tenant", "tenant")
+        self._tenant_placed = gauge("tenant_placed_requests", "Requests on instances, or on their way there", "tenant")
+        self._tenant_lag = gauge(
+            "tenant_lag_seconds",
+            "Weighted service of a tenant's online requests beyond that of the tenant with least (virtual token counters)",
+            "tenant",
+        )
         self._assigned = gauge("tracked_requests", "Requests queued, being dispatched or on instances")
         # What is counted later begins at 0, so that rates are known from the first event on.
         self._migrations.labels("moved", "")
@@ -174,9 +184,22 @@ class Observer:
         for reason in MigrationReason:
             self._pairs.labels(reason).set(reasons[reason])
         self._backoffs.set(core.rescheduler.policy.num_backing_off(now))
+        self._sample_tenants(core.queue.tenants.statistics(now))
         self._ledger.set(len(core.dispatcher.ledger))
         self._known_blocks.set(core.dispatcher.num_known_blocks)
         self._assigned.set(len(core.requests))
+
+    def _sample_tenants(self, tenants: Iterable[TenantStatistics]) -> None:
+        by_label: dict[str, list[TenantStatistics]] = {}
+        for one in tenants:
+            by_label.setdefault(self._tenant_labels.of(one.tenant), []).append(one)
+        for gauge in (self._tenant_queue_length, self._tenant_placed, self._tenant_lag):
+            gauge.clear()
+        for label, some in by_label.items():
+            together = merged(some)
+            self._tenant_queue_length.labels(label).set(together.num_queued)
+            self._tenant_placed.labels(label).set(together.num_placed)
+            self._tenant_lag.labels(label).set(together.lag_s)
 
 
 def _attributes(request: GenerationRequest) -> dict[str, str]:
@@ -185,4 +208,5 @@ def _attributes(request: GenerationRequest) -> dict[str, str]:
         "tideway.request_id": request.request_id,
         "tideway.request_class": request.request_class.value,
         "tideway.priority": request.priority.value,
+        "tideway.tenant": request.tenant,
     }

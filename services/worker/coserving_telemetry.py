@@ -21,7 +21,7 @@ BUDGET_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 class CoServingTelemetry:
     def __init__(self, instance_id: str, registry: CollectorRegistry) -> None:
         self._engine = instance_id
-        self._seen: dict[tuple[str, ...], int] = {}
+        self._seen: dict[tuple[str, ...], float] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"tideway_instance_{name}", text, ("engine", *labels), registry=registry)
@@ -43,6 +43,12 @@ class CoServingTelemetry:
         self._recomputed = counter("recomputed_tokens", "Computed again, by what of them was lost", "part")
         self._computed = counter(
             "computed_tokens", "Prompt and output tokens computed; offline ones are harvest", "class"
+        )
+        self._tenant_tokens = counter(
+            "tenant_tokens", "Tokens computed, by tenant and phase (prefill, decode)", "tenant", "phase"
+        )
+        self._tenant_service = counter(
+            "tenant_service_seconds", "Time of steps divided over the tenants in them, by which they share", "tenant"
         )
         self._unserved = counter(
             "unserved_requests", "Offline requests given up because online work left them no turn", "model_name"
@@ -141,9 +147,13 @@ class CoServingTelemetry:
         self._advance(self._recomputed, ("discarded_step",), counters.discarded_tokens)
         self._advance(self._computed, (str(RequestClass.ONLINE),), counters.online_tokens)
         self._advance(self._computed, (str(RequestClass.OFFLINE),), counters.harvested_tokens)
+        for label_and_phase, count in list(counters.tenant_tokens.items()):
+            self._advance(self._tenant_tokens, label_and_phase, count)
+        for label, service_s in list(counters.tenant_service_s.items()):
+            self._advance(self._tenant_service, (label,), service_s)
         self._host_use.labels(self._engine).set(host_used_share)
 
-    def _advance(self, counter: Counter, labels: tuple[str, ...], count: int, unit: int = 1) -> None:
+    def _advance(self, counter: Counter, labels: tuple[str, ...], count: float, unit: int = 1) -> None:
         key = (counter._name, *labels)
         counter.labels(self._engine, *labels).inc(max(0, count - self._seen.get(key, 0)) * unit)
         self._seen[key] = count

@@ -88,6 +88,7 @@ class InstanceSpans:
             "tideway.request_id": request.request_id,
             "tideway.epoch": request.epoch,
             "tideway.request_class": str(request.request_class),
+            "tideway.tenant": request.tenant,
             "gen_ai.request.model": request.public_model,
             **({} if request.adapter is None else {"tideway.base_model": request.model}),
         }

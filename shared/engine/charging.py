@@ -122,6 +122,8 @@ class Charging:
             sequence.service_s += service_s
             tenants = self._memory.tenants(sequence)
             tenants.charge(sequence.tenant, service_s)
+            is_prefill = start < sequence.num_prompt
+            self._memory.counters.serve(sequence.tenant, service_s, count, is_prefill=is_prefill)
             if sequence.promised_s:
                 kept_s = 0.0 if sequence.is_in_decode else max(0.0, sequence.promised_s - service_s)
                 tenants.promise(sequence.tenant, kept_s - sequence.promised_s)

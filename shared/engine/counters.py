@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+
+from shared.policies.tenant_labels import TenantLabels
 
 
 class EngineCounters:
@@ -40,6 +42,17 @@ class EngineCounters:
         """Of each model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
         self.drafted_tokens: Counter[str] = Counter()
         self.accepted_tokens: Counter[str] = Counter()
+        self._tenant_labels = TenantLabels()
+        self.tenant_service_s: defaultdict[str, float] = defaultdict(float)
+        """By a tenant's label; a step's time is divided over those in it."""
+        self.tenant_tokens: Counter[tuple[str, str]] = Counter()
+        """Computed, by a tenant's label and phase (prefill, decode)."""
+
+    def serve(self, tenant: str, service_s: float, num_tokens: int, *, is_prefill: bool) -> None:
+        """Counts for the tenant."""
+        label = self._tenant_labels.of(tenant)
+        self.tenant_service_s[label] += service_s
+        self.tenant_tokens[label, "prefill" if is_prefill else "decode"] += num_tokens
 
     @property
     def num_preemptions(self) -> int:

@@ -310,6 +310,43 @@ class InstanceStates(msgspec.Struct):
     """Those that the plan leaves out until that is undone, here or gone; None: the plan cannot be read now."""
 
 
+class KeyState(msgspec.Struct, kw_only=True):
+    """An API key with limits, and what all gateways use of them."""
+
+    key: str
+    """The beginning of its digest."""
+    max_in_flight: int | None
+    """Of each class; null: no limit."""
+    num_online: int
+    num_offline: int
+    """Calls in flight."""
+    tokens_per_minute: int | None
+    num_tokens: int
+    """Used in the last minute."""
+
+
+class TenantState(msgspec.Struct, kw_only=True):
+    """A tenant, and what it has of the cluster. Null: no scheduler says it."""
+
+    tenant: str
+    weight: float
+    num_running: int | None
+    """Requests on instances, or on their way there."""
+    num_waiting: int | None
+    """Requests in the scheduler's queue."""
+    service_s: float | None
+    """Time of steps of its requests that ended in the last minute."""
+    share: float | None
+    """Of that of all tenants."""
+    lag_s: float | None
+    """Weighted service of its online requests beyond that of the tenant with least."""
+    keys: list[KeyState]
+
+
+class TenantStates(msgspec.Struct):
+    tenants: list[TenantState]
+
+
 class RouteState(msgspec.Struct, kw_only=True):
     """A public name and the models that answer for it."""
 

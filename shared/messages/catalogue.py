@@ -64,6 +64,7 @@ from shared.messages.requests import (
 )
 from shared.messages.responses import StoredResponse
 from shared.messages.routes import Route
+from shared.messages.tenants import GatewayAlive, KeyUses
 from shared.messages.timeline import AskGateways, RequestEvents, ToldByGateway
 from shared.messages.traffic import GetTraffic, RequestRows, StoredTraffic, TrafficReply
 
@@ -264,6 +265,15 @@ ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
 """key: `bucket_key(route's name)`; writer: gateway"""
 AUDIT = _gateways_own("tideway_audit", AdminAction)
 """key: time in nanoseconds, gateway id; the last thousand tries to change something by the admin API"""
+
+GATEWAYS = Bucket(
+    "tideway_gateways", GatewayAlive, ttl_s=3.0, declared_by=GATEWAY, writers={GATEWAY: ">"}, read_by=GATEWAY
+)
+"""key: gateway id; writer: the gateway"""
+KEY_USES = Bucket(
+    "tideway_key_uses", KeyUses, ttl_s=180.0, declared_by=GATEWAY, writers={GATEWAY: ">"}, read_by=GATEWAY
+)
+"""key: the beginning of the digest of an API key with limits; writers: gateways, by compare-and-set"""
 
 COST_MODELS = Bucket(
     "tideway_cost_models",

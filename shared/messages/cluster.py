@@ -463,9 +463,25 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_offline_queued: Amount = 0
 
 
+class TenantStatistics(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a tenant has of the cluster, as the scheduler knows it."""
+
+    tenant: str
+    num_queued: Amount = 0
+    """Requests that no instance has."""
+    num_placed: Amount = 0
+    """Requests on instances, or on their way there."""
+    service_s: Seconds = 0.0
+    """Time of steps that its requests had that ended in the last minute."""
+    lag_s: Seconds = 0.0
+    """Of its online requests: weighted service beyond that of the tenant with least."""
+
+
 class StatisticsReport(msgspec.Struct, frozen=True):
     scheduler_id: str
     models: list[ModelStatistics]
+    tenants: list[TenantStatistics] = []
+    """Those with the most requests, and the sum of the others as `other`; who has none and had none lately is left out."""
 
 
 class LeaseHolder(msgspec.Struct, frozen=True, array_like=True):

@@ -112,6 +112,16 @@ class TenantShares:
         """Weighted service counted so far; only of those that are here."""
         return self._here[tenant].served_s
 
+    def num_here(self, tenant: str) -> int:
+        """Its requests."""
+        counter = self._here.get(tenant)
+        return 0 if counter is None else counter.num_here
+
+    def lag_s(self, tenant: str) -> float:
+        """Weighted service that it had more than the one with least of those that are here."""
+        counter = self._here.get(tenant)
+        return 0.0 if counter is None else counter.served_s - self._least_served_s()
+
     def share(self, tenant: str) -> float:
         """Its part of what there is, by weight among those that are here."""
         return self._here[tenant].weight / self._weight()

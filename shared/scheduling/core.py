@@ -152,7 +152,7 @@ class SchedulerCore:
             if not stats.is_given_up and (tracked is None or tracked.instance_id == report.instance_id):
                 self.life.recorder.ended(request_id, stats, now)
                 if tracked is not None:
-                    self.queue.tenants.charge(tracked, stats.service_s)
+                    self.queue.tenants.charge(tracked, stats.service_s, now)
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:
         if not is_known:

@@ -7,8 +7,11 @@ its end.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 
+from shared.messages.cluster import TenantStatistics
+from shared.policies.tenant_labels import OTHER
 from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
 from shared.scheduling.requests import TrackedRequest
 
@@ -16,6 +19,10 @@ UNKNOWN_S = 0.1
 """Service of a request of a model of which none has ended."""
 LEARNING = 0.1
 """What one request changes of the mean of its model."""
+WINDOW_S = 60.0
+"""Of the service that is told."""
+MAX_TOLD = 256
+"""Tenants."""
 
 
 class QueueTenants:
@@ -27,6 +34,8 @@ class QueueTenants:
         self._mean_s: dict[str, float] = {}
         """Service of each model's requests."""
         self._num_placed = (Counter[str](), Counter[str]())
+        self._lately: deque[tuple[float, dict[str, float]]] = deque()
+        """Service of requests that ended, by the second and tenant."""
 
     def enter(self, tracked: TrackedRequest) -> None:
         """It came. Nothing for one that is counted."""
@@ -59,11 +68,44 @@ class QueueTenants:
         if not placed[tracked.tenant]:
             del placed[tracked.tenant]
 
-    def charge(self, tracked: TrackedRequest, service_s: float) -> None:
+    def charge(self, tracked: TrackedRequest, service_s: float, now: float) -> None:
         """What it took, told at its end."""
         mean_s = self._mean_s.get(tracked.model, service_s)
         self._mean_s[tracked.model] = mean_s + LEARNING * (service_s - mean_s)
         self.of(tracked).charge(tracked.tenant, service_s)
+        if not self._lately or self._lately[-1][0] != now // 1:
+            self._lately.append((now // 1, {}))
+            self._expire(now)
+        in_second = self._lately[-1][1]
+        in_second[tracked.tenant] = in_second.get(tracked.tenant, 0.0) + service_s
+
+    def _expire(self, now: float) -> None:
+        while self._lately and self._lately[0][0] <= now - WINDOW_S:
+            self._lately.popleft()
+
+    def statistics(self, now: float) -> list[TenantStatistics]:
+        """Of tenants with requests, or with any that ended in the last minute; those with the most first."""
+        self._expire(now)
+        service_s: defaultdict[str, float] = defaultdict(float)
+        for _, in_second in self._lately:
+            for tenant, seconds in in_second.items():
+                service_s[tenant] += seconds
+        offline, online = self._shares
+        found = []
+        for tenant in {*offline, *online, *service_s}:
+            num_placed = sum(placed[tenant] for placed in self._num_placed)
+            num_here = offline.num_here(tenant) + online.num_here(tenant)
+            found.append(
+                TenantStatistics(
+                    tenant=tenant,
+                    num_queued=num_here - num_placed,
+                    num_placed=num_placed,
+                    service_s=service_s.get(tenant, 0.0),
+                    lag_s=online.lag_s(tenant),
+                )
+            )
+        found.sort(key=lambda one: (-one.num_queued - one.num_placed, -one.service_s, one.tenant))
+        return found if len(found) <= MAX_TOLD else [*found[: MAX_TOLD - 1], merged(found[MAX_TOLD - 1 :])]
 
     def of(self, tracked: TrackedRequest) -> TenantShares:
         """Those of its class."""
@@ -80,3 +122,15 @@ class QueueTenants:
             return False
         placed = self._num_placed[True]
         return placed[tracked.tenant] < BEHIND_SHARE * shares.share(tracked.tenant) * placed.total()
+
+
+def merged(some: Iterable[TenantStatistics]) -> TenantStatistics:
+    """Several tenants as one."""
+    some = list(some)
+    return TenantStatistics(
+        tenant=OTHER,
+        num_queued=sum(one.num_queued for one in some),
+        num_placed=sum(one.num_placed for one in some),
+        service_s=sum(one.service_s for one in some),
+        lag_s=max((one.lag_s for one in some), default=0.0),
+    )

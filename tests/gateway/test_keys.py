@@ -212,20 +212,22 @@ async def test_a_batch_line_counts_once_and_waits_untokenised(
         await client.batches.cancel(batch.id)
 
 
-def test_the_charge_of_a_prompt_over_several_tries() -> None:
-    key, charge, other = Key(tokens_per_minute=100), PromptCharge(), PromptCharge()
-    charge.charge(key, 60, 0.0)
-    charge.charge(key, 60, 1.0)
-    assert key.window.total(1.0) == 60 and charge.wait_s(key, 1.0) == 0
-    assert other.wait_s(key, 1.0) == 0, "how long it is is not known"
+async def test_the_charge_of_a_prompt_over_several_tries() -> None:
+    key = Key(tokens_per_minute=100)
+    admission = Admission({"k": key}, {}, max_in_flight=10)
+    charge, other = PromptCharge(admission), PromptCharge(admission)
+    await charge.charge(key, 60, 0.0)
+    await charge.charge(key, 60, 1.0)
+    assert key.window.total(1.0) == 60 and await charge.wait_s(key, 1.0) == 0
+    assert await other.wait_s(key, 1.0) == 0, "how long it is is not known"
     with pytest.raises(ApiError):
-        other.charge(key, 60, 1.0)
-    assert other.wait_s(key, 2.0) == 58.0
-    assert other.wait_s(key, 60.0) == 0 and key.window.total(60.0) == 60
-    other.charge(key, 60, 61.0)
+        await other.charge(key, 60, 1.0)
+    assert await other.wait_s(key, 2.0) == 58.0
+    assert await other.wait_s(key, 60.0) == 0 and key.window.total(60.0) == 60
+    await other.charge(key, 60, 61.0)
     assert key.window.total(61.0) == 60
     key.charge_output(40, 61.0)
-    assert PromptCharge().wait_s(key, 61.0) > 0, "nothing is left for one of any length"
+    assert await PromptCharge(admission).wait_s(key, 61.0) > 0, "nothing is left for one of any length"
 
 
 def test_a_key_that_is_taken_away_leaves_its_batches_their_limits() -> None:
@@ -288,6 +290,13 @@ async def test_each_request_says_whose_it_is_and_whose_prefixes_it_finds(
         assert told[:4] == [("acme", 2.5, ""), ("acme", 2.5, ""), ("globex", 1.0, "globex"), ("acme", 2.5, "")]
         name, weight, salt = told[4]
         assert name.startswith("key-") and weight == 1.0 and salt == name
+        await stack.until_metrics(
+            'tideway_gateway_tenant_requests_total{outcome="ok",tenant="acme"} 3.0',
+            'tideway_gateway_tenant_requests_total{outcome="ok",tenant="globex"} 1.0',
+            'tideway_gateway_tenant_tokens_total{direction="input",tenant="acme"} 30.0',
+            'tideway_gateway_tenant_tokens_total{direction="output",tenant="acme"} 6.0',
+            'tideway_gateway_tenant_time_to_first_token_seconds_count{tenant="acme"} 3.0',
+        )
 
 
 async def test_who_is_no_trusted_proxy_names_no_tenant(nats_settings: BusSettings, checkpoint: Path) -> None:
@@ -319,15 +328,15 @@ def test_without_keys_the_header_counts_where_the_setting_says_so() -> None:
     assert admission.authenticate({"x-org": "acme"}).tenant == "@acme" and admission.authenticate({}).tenant == ""
 
 
-def test_tenants_of_a_proxy_have_its_limits_each_for_itself_and_are_not_remembered_without_bound(
+async def test_tenants_of_a_proxy_have_its_limits_each_for_itself_and_are_not_remembered_without_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission_module, "MAX_PROXIED", 3)
     admission = Admission({"proxy": Key(1, None, True, "*")}, {}, 100)
     asked = {name: admission.authenticate({**bearer("proxy"), HEADER: name}) for name in ("a", "b")}
-    tickets = {name: admission.enter(key, 1, RequestClass.ONLINE) for name, key in asked.items()}
+    tickets = {name: await admission.enter(key, 1, RequestClass.ONLINE) for name, key in asked.items()}
     with pytest.raises(ApiError):
-        admission.enter(admission.authenticate({**bearer("proxy"), HEADER: "a"}), 1, RequestClass.ONLINE)
+        await admission.enter(admission.authenticate({**bearer("proxy"), HEADER: "a"}), 1, RequestClass.ONLINE)
     for number in range(20):
         admission.authenticate({**bearer("proxy"), HEADER: f"n{number}"})
     assert len(admission._of_proxies) == 3

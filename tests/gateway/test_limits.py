@@ -38,10 +38,10 @@ def test_a_window_counts_the_last_minute(steps: list[tuple[float, int]], limit: 
 ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 
 
-def test_tokens_per_minute() -> None:
+async def test_tokens_per_minute() -> None:
     key = Key(tokens_per_minute=100)
     admission = Admission({"k": key}, {}, max_in_flight=10)
-    admission.enter(key, 1, ONLINE)
+    await admission.enter(key, 1, ONLINE)
     key.charge_prompt(60, 1000.0)
     key.charge_output(30, 1010.0)
     with pytest.raises(ApiError) as raised:
@@ -53,15 +53,15 @@ def test_tokens_per_minute() -> None:
         key.charge_prompt(101, 5000.0)
 
 
-def test_what_is_in_flight_is_given_back_once() -> None:
+async def test_what_is_in_flight_is_given_back_once() -> None:
     key = Key(max_in_flight=2)
     admission = Admission({"k": key}, {}, max_in_flight=5)
-    tickets = [admission.enter(key, 2, ONLINE), admission.enter(key, 2, ONLINE)]
+    tickets = [await admission.enter(key, 2, ONLINE), await admission.enter(key, 2, ONLINE)]
     with pytest.raises(ApiError, match="2 requests in flight"):
-        admission.enter(key, 1, ONLINE)
+        await admission.enter(key, 1, ONLINE)
     with pytest.raises(ApiError, match="4 online sequences in flight"):
-        admission.enter(Key(), 2, ONLINE)
-    tickets.append(admission.enter(key, 5, OFFLINE))
+        await admission.enter(Key(), 2, ONLINE)
+    tickets.append(await admission.enter(key, 5, OFFLINE))
     for ticket in (*tickets, *tickets):
         ticket.release()
     for request_class in (ONLINE, OFFLINE):
@@ -85,13 +85,13 @@ def test_keys_from_settings(tmp_path) -> None:
     assert (keys["a"].max_in_flight, keys["b"].tokens_per_minute) == (None, 2)
 
 
-def test_a_key_that_is_not_for_high_priority() -> None:
+async def test_a_key_that_is_not_for_high_priority() -> None:
     key = Key(may_be_high=False)
     admission = Admission({"k": key}, {}, max_in_flight=10)
     with pytest.raises(ApiError, match="high priority") as raised:
-        admission.enter(key, 1, ONLINE, Priority.HIGH)
+        await admission.enter(key, 1, ONLINE, Priority.HIGH)
     assert (raised.value.status, raised.value.code) == (403, "priority_not_allowed")
-    admission.enter(key, 1, ONLINE, Priority.NORMAL).release()
+    (await admission.enter(key, 1, ONLINE, Priority.NORMAL)).release()
     assert admission.num_in_flight[ONLINE] == 0
 
 

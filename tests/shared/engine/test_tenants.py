@@ -167,3 +167,18 @@ def test_cached_prefixes_are_found_by_requests_of_the_same_salt_alone() -> None:
         (ended,) = [effect for effect in node.engine.effects() if isinstance(effect, Ended)]
         cached[name] = ended.num_cached_tokens
     assert cached == {"first": 0, "other": 0, "none": 0, "same": 16, "also none": 16}
+
+
+def test_what_each_tenant_had_is_counted_by_phase() -> None:
+    world = World()
+    world.submit("a-0", 300, 11, 0.0)
+    world.submit("b-0", 500, 21, 0.0)
+    world.run(10.0)
+    counters, service_s = world.engine.counters, world.service_s()
+    assert counters.tenant_tokens == {
+        ("a", "prefill"): 300,
+        ("a", "decode"): 10,
+        ("b", "prefill"): 500,
+        ("b", "decode"): 20,
+    }
+    assert counters.tenant_service_s == pytest.approx(dict(service_s))
