@@ -13,7 +13,7 @@ Rules every implementation keeps:
 - The current trace context travels in headers of `request` (and of `publish` with `traced=True`); a served handler runs
   inside it.
 - After a lost connection the bus reconnects by itself for ever, subscribes and declares everything again, and then, or
-  after a second, calls the `on_reconnect` callbacks. Publishing while disconnected is dropped or buffered, never an
+  after most of a second, calls the `on_reconnect` callbacks. Publishing while disconnected is dropped or buffered, never an
   exception.
 """
 

@@ -53,7 +53,7 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 1
+PING_INTERVAL_S = 0.8
 MAX_OUTSTANDING_PINGS = 2
 """A server of a cluster that hangs is left for another one after three intervals."""
 CONNECT_TIMEOUT_S = 2
@@ -63,7 +63,7 @@ CLOSE_TIMEOUT_S = 3.0
 COMPLAINT_INTERVAL_S = 10.0
 """Between two lines about the same missing server."""
 RESTORE_RETRY_S = 0.2
-RESTORE_WITHIN_S = 1.0
+RESTORE_WITHIN_S = 0.7
 """After a reconnect; a stream that cannot be had by then, as it has no leader, keeps nobody from what needs none."""
 
 
@@ -163,7 +163,7 @@ class NatsBus(Bus):
             # Drawn once a process, so that a cluster does not come back in one instant.
             reconnect_time_wait=random.uniform(0.2, 0.5),  # type: ignore[arg-type]
             connect_timeout=CONNECT_TIMEOUT_S,
-            ping_interval=PING_INTERVAL_S,
+            ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
         )
         self._service.start()
