@@ -282,6 +282,11 @@ class NatsBus(Bus):
             if error.code != ErrorCode.UNAVAILABLE:
                 raise
 
+    @property
+    def streams(self) -> Streams:
+        """For the operator's command, which moves them."""
+        return self._streams
+
     async def stream_uses(self) -> dict[str, StreamUse]:
         return await self._streams.uses()
 

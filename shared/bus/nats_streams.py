@@ -208,7 +208,7 @@ class Streams:
             except nats.js.errors.NotFoundError:
                 if is_believed:
                     raise
-            problem, _ = await self.health(name)
+            problem = (await self.health(name)).problem
             is_believed = not problem
             if problem and time.monotonic() >= give_up_s:
                 raise silent(f"stream {name} {problem}")
@@ -219,12 +219,12 @@ class Streams:
         """Of a write that the stream does not answer since `waited_s`."""
         asked_s = time.monotonic()
         try:
-            problem, writable_for_s = await self.health(name)
+            health = await self.health(name)
         except BusError as error:
             return error.info
-        if problem:
-            return silent(f"stream {name} {problem}").info
-        if writable_for_s < waited_s or time.monotonic() - asked_s > LATE_ANSWER_S:
+        if health.problem:
+            return silent(f"stream {name} {health.problem}").info
+        if health.writable_for_s < waited_s or time.monotonic() - asked_s > LATE_ANSWER_S:
             return silent(f"stream {name} did not answer in time").info
         message = f"stream {name} does not store it, though it answers; the disk of NATS may be full"
         return ErrorInfo(ErrorCode.STORAGE_FULL, message)
@@ -347,6 +347,24 @@ class Streams:
         except nats.js.errors.APIError as error:
             logger.warning("stream %s keeps room for %s bytes: %s", name, present.max_bytes, error.description)
         return True
+
+    async def own_names(self) -> list[str]:
+        """Of Tideway's streams, those that this user may change."""
+        with bus_errors("look at the streams"):
+            names = {str(info.config.name) for info in await self.context.streams_info()}
+        return sorted(
+            name for name in names if (name.startswith(_OWN_STREAMS) if self._own is None else name in self._own)
+        )
+
+    async def set_replicas(self, name: str, num_replicas: int) -> int:
+        """Gives a stream so many copies, which it makes or drops from now on; `health` tells when it has them. Returns how
+        many it had. Raises `BusError`."""
+        with bus_errors(f"change stream {name}"):
+            config = (await self.context.stream_info(name)).config
+            had = config.num_replicas or 1
+            if had != num_replicas:
+                await self.context.update_stream(config.evolve(num_replicas=num_replicas))
+        return had
 
     async def room(self, name: str) -> Room:
         with bus_errors(f"look at stream {name}"):

@@ -234,9 +234,9 @@ class NatsWatch(Generic[M]):
         write."""
         name, asked_s = str(self._config.name), self._now()
         if ttl_s := self._config.max_age:
-            problem, writable_for_s = await self._streams.health(name)
-            if problem or writable_for_s < ttl_s + ELECTION_GRACE_S:
-                raise silent(f"stream {name} {problem or 'has a new leader'}")
+            health = await self._streams.health(name)
+            if health.problem or health.writable_for_s < ttl_s + ELECTION_GRACE_S:
+                raise silent(f"stream {name} {health.problem or 'has a new leader'}")
         stored = {key for key in keys if await self._is_stored(key)}
         now = self._now()
         if self._is_silent or now - asked_s > self._heartbeat_s or now - self._heard_since_s < (ttl_s or 0):

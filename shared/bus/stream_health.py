@@ -21,6 +21,9 @@ class StreamHealth(NamedTuple):
     writable_for_s: float
     """For how long the present leader has led, on the server's clock; 0 where there is a problem, infinite for a server on
     its own."""
+    num_copies: int = 1
+    num_current: int = 1
+    """Of them, those that have all that is stored."""
 
 
 def health_of(info: dict[str, Any]) -> StreamHealth:
@@ -33,12 +36,15 @@ def health_of(info: dict[str, Any]) -> StreamHealth:
     peers = cluster.get("replicas") or []
     num_copies, num_there = 1 + len(peers), 1 + sum(map(_is_there, peers))
     if 2 * num_there <= num_copies:
-        return StreamHealth(f"has {num_there} of its {num_copies} copies, too few to store anything", 0.0)
+        return StreamHealth(
+            f"has {num_there} of its {num_copies} copies, too few to store anything", 0.0, num_copies, 0
+        )
+    num_current = 1 + sum(bool(peer.get("current")) for peer in peers)
     since, now = cluster.get("leader_since"), info.get("ts")
     if not since or not now:  # servers before 2.12 do not tell
-        return StreamHealth("", math.inf)
+        return StreamHealth("", math.inf, num_copies, num_current)
     led_s = (datetime.fromisoformat(now) - datetime.fromisoformat(since)).total_seconds()
-    return StreamHealth("", max(0.0, led_s))
+    return StreamHealth("", max(0.0, led_s), num_copies, num_current)
 
 
 def _is_there(peer: dict[str, Any]) -> bool:
