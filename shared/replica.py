@@ -46,7 +46,7 @@ async def serve(name: str, make: Make[S], settings: S, stop: asyncio.Event) -> N
     try:
         # One that stands by is healthy, too.
         telemetry.ask(lambda: [] if bus.is_connected else ["not connected to NATS"])
-        await service.start()
+        await unless_stopped(service.start(), stop)
         # Modules and what was put together stays for good: no collection is to stand still over it.
         gc.collect()
         gc.freeze()

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import datetime
 from typing import Any, TypeVar
 
+from shared.bus.interface import BusError
 from shared.checkpoint import CheckpointError
 from shared.settings import BusSettings, SettingsError, load
 from shared.watchdog import Watchdog
@@ -117,8 +118,8 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]], settings: BusS
     """Runs `main(stop)` until it returns, then exits the process, which may have as many descriptors as the hard limit says.
 
     SIGINT and SIGTERM set `stop`; a second one ends the process at once. `OPERATOR_ERRORS` are printed as
-    one sentence (exit code 2), any other exception with its stack trace (exit code 1). A loop that stands still for
-    `watchdog_s` ends the process with all stacks (exit code 3).
+    one sentence (exit code 2), so is what the bus refused (exit code 1), any other exception with its stack trace (exit code
+    1). A loop that stands still for `watchdog_s` ends the process with all stacks (exit code 3).
     """
     service = type(settings).__name__.removesuffix("Settings").lower()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -130,6 +131,9 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]], settings: BusS
     except OPERATOR_ERRORS as error:
         _complain(error)
         sys.exit(OPERATOR_ERROR_EXIT_CODE)
+    except BusError as error:
+        logger.error("%s cannot go on: %s", service, error.info.message)
+        sys.exit(1)
     except Exception:
         logger.exception("%s failed", service)
         sys.exit(1)

@@ -36,6 +36,11 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Common to all services."""
 
     nats_url: str = "nats://127.0.0.1:4222"
+    """Of several servers of one cluster: with commas between."""
+    nats_replicas: Literal[1, 3, 5] = 1
+    """Copies of each stream that is made, on as many servers of the cluster."""
+    nats_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    """How long a service that starts waits for what it needs of JetStream, before it ends."""
     nats_user: str = ""
     nats_password: str = ""
     nats_tls_ca: str = ""

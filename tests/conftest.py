@@ -165,6 +165,10 @@ class NatsServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def start(self) -> None:
         assert self._process is None
         file = self.folder / "nats.conf"
@@ -190,6 +194,13 @@ class NatsServer:
         """kill -9."""
         if self._process is not None:
             self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def terminate(self) -> None:
+        """As an operator stops it."""
+        if self._process is not None:
+            self._process.terminate()
             self._process.wait()
             self._process = None
 

@@ -179,6 +179,7 @@ class MemoryBus(Bus):
         self.watches: set[MemoryWatch[Any]] = set()
         self.hub = hub
         self._is_connected = hub.is_up
+        self._away_since_s = 0.0
         self._metrics = bus_metrics(registry)
         self._metrics.connected.set(self._is_connected)
         self._servers: set[EndpointServer] = set()
@@ -192,6 +193,14 @@ class MemoryBus(Bus):
     @property
     def is_connected(self) -> bool:
         return self._is_connected
+
+    @property
+    def away_s(self) -> float:
+        return 0.0 if self._is_connected else self.now() - self._away_since_s
+
+    @property
+    def problems(self) -> list[str]:
+        return [] if self._is_connected else ["not connected"]
 
     @property
     def storage_problem(self) -> str:
@@ -208,6 +217,7 @@ class MemoryBus(Bus):
         if not self._is_connected:
             return
         self._is_connected = False
+        self._away_since_s = self.now()
         self.session += 1
         self._metrics.connected.set(0)
         for watch in self.watches:

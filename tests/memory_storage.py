@@ -156,6 +156,7 @@ class MemoryWatch(Generic[M]):
         self._view = view
         self._decode = decoder(bucket.type).decode
         self._tasks: set[asyncio.Task[None]] = set()
+        self.problem = ""
 
     async def open(self) -> None:
         present = await self._bus.call(self._begin)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from shared.bus.interface import Bus, BusError, KeyValue, Watch
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import (
@@ -111,6 +113,7 @@ class ClusterView:
     @classmethod
     async def connect(cls, settings: BusSettings, timeout_s: float) -> ClusterView:
         """Raises `OperatorError`."""
+        settings = msgspec.structs.replace(settings, nats_wait_s=0.0)
         try:
             bus = await asyncio.wait_for(NatsBus.connect(settings, "operator", "command"), timeout_s)
         except TimeoutError:

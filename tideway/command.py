@@ -32,6 +32,7 @@ from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.models import show_models
 from tideway.nats_config import nats_config
+from tideway.nats_replicas import nats_replicas
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 from tideway.plan_file import read_groups, write_plan
@@ -511,6 +512,7 @@ app.command()(bench)
 app.command()(profile)
 app.command()(simulate)
 app.command()(nats_config)
+app.command()(nats_replicas)
 app.command()(backup)
 app.command()(restore)
 

@@ -64,6 +64,10 @@ FIRST_ASSEMBLY_BACKOFF_S, MAX_ASSEMBLY_BACKOFF_S = 0.5, 30.0
 LINES_BETWEEN_TURNS = 200
 """Of validation, which leaves the event loop to others in between."""
 
+_NOT_OF_THE_LINE = frozenset(
+    {ErrorCode.INTERNAL, ErrorCode.UNKNOWN_MODEL, ErrorCode.MODEL_FAILED, ErrorCode.STORAGE_FULL, ErrorCode.UNAVAILABLE}
+)
+"""Reasons that may be false while the bus is not whole: they do not count then."""
 _CODE_OF_STATUS = {408: ErrorCode.DEADLINE, 429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
 _EXPIRED = LineFailure("batch_expired", "This line could not be run before the batch's completion window was over.")
 _CANCELLED = LineFailure("batch_cancelled", "This line was not finished before the batch was cancelled.")
@@ -153,7 +157,11 @@ class BatchRun:
             return LinePlan.of_lost_input(self._record)
 
     async def _validate(self) -> LinePlan | None:
-        checker = await self._check(self._known_model_of)
+        while True:
+            await self._until_models_are_seen()
+            checker = await self._check(self._known_model_of)
+            if not (checker.problems and self._context.catalog.problem):
+                break
         plan = checker.finish()
         if checker.problems and not self._is_cancelled.is_set():
             await self._change(lambda r: failed(r, checker.problems, time.time()))
@@ -166,12 +174,21 @@ class BatchRun:
         await self._change(lambda r: conclude(r, BatchFiles(), time.time()))
         return None
 
+    async def _until_models_are_seen(self) -> None:
+        """Or the batch is cancelled or its window over: a line's model may be there, though it is not known here."""
+        catalog, is_told = self._context.catalog, False
+        while (why := catalog.problem) and not self._is_cancelled.is_set() and time.time() < self._record.deadline_s:
+            if not is_told:
+                logger.warning("%s waits: %s", self._record.batch_id, why)
+            is_told = True
+            await set_within(self._is_cancelled, ROOM_INTERVAL_S)
+
     def _model_of(self, body: Body, custom_id: str) -> str:
         return self._context.routes.resolve(body.model, self._record.tenant, body.user, custom_id).model
 
     def _known_model_of(self, body: Body, custom_id: str) -> str | None:
         model = self._model_of(body, custom_id)
-        return model if self._context.catalog.has(model) else None
+        return None if self._context.catalog.is_gone(model) else model
 
     async def _check(self, model_of: Callable[[Body, str], str | None]) -> LineChecker:
         """Reads the lines, to their end unless the batch is hopeless or was cancelled before it was begun."""
@@ -287,7 +304,7 @@ class BatchRun:
         """The open lines of one model, a bounded number at once."""
         book, name = self._book, self._book.plan.models[model]
         account = self._grants.open(self._record.batch_id, name, lambda wanted: self._demand(model, wanted))
-        account.set_free(not self._context.catalog.has(name))
+        account.set_free(self._context.catalog.is_gone(name))
         self._accounts[name] = account
         slots = asyncio.Semaphore(self._context.settings.batch_lines_in_flight)
         try:
@@ -337,6 +354,8 @@ class BatchRun:
                 code = ErrorCode.INTERNAL
             finally:
                 ticket.settle()
+            if code in _NOT_OF_THE_LINE and self._context.bus.problems:
+                code, limit = ErrorCode.UNAVAILABLE, None
             backoff_s = attempts.backoff_s(code, random.random(), limit)
             if backoff_s is None:
                 result = refused_line(custom_id, failure)
@@ -396,7 +415,7 @@ class BatchRun:
             try:
                 self._pace.sample(self._book, time.time())
                 for model, account in self._accounts.items():
-                    account.set_free(not self._context.catalog.has(model))
+                    account.set_free(self._context.catalog.is_gone(model))
                 record = await self._context.batches.change(self._record.batch_id, self._with_progress)
                 if record is not None:
                     self._record = record

@@ -94,6 +94,21 @@ class Catalog:
         return bucket_key(self.base(model)) in self._models
 
     @property
+    def problem(self) -> str:
+        """Why there may be other models and adapters than are known here; empty: there are none."""
+        watches = (self._model_watch, self._adapter_watch)
+        return next((watch.problem for watch in watches if watch is not None and watch.problem), "")
+
+    def check_seen(self, what: str) -> None:
+        """Raises `ServiceError`, with `what` that means for the client, while models and adapters cannot be seen."""
+        if problem := self.problem:
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, f"{what}: {problem}.", "model")
+
+    def is_gone(self, model: str) -> bool:
+        """Whether it is known that there is no model or adapter of this name."""
+        return not self.has(model) and not self.problem
+
+    @property
     def adapters(self) -> list[AdapterSpec]:
         """LoRA adapters: to clients models of their own."""
         return [] if self._adapter_watch is None else list(self._adapter_watch.entries.values())
@@ -127,13 +142,14 @@ class Catalog:
         return self._models[bucket_key(model)][1]
 
     def spec(self, model: str | None) -> ModelSpec:
-        """The model of this name, or the base model of the adapter. Raises `ApiError` 404. None stands for the only model,
-        where there is one only."""
+        """The model of this name, or the base model of the adapter. Raises `ApiError` 404, and `ServiceError` while it
+        cannot be seen which there are. None stands for the only model, where there is one only."""
         if model is None and len(self._models) == 1:
             return self.models[0]
         if model is None:
             raise ApiError(400, "'model' is required where a server has several.", param="model", code="missing_field")
         if (found := self._models.get(bucket_key(self.base(model)))) is None:
+            self.check_seen(f"Whether the model '{model[:200]}' exists is not known now")
             known = ", ".join(f"'{name}'" for name in self.names) or "none yet"
             raise ApiError(
                 404,

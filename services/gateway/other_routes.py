@@ -31,6 +31,9 @@ from shared.messages.requests import ClearPrefixCache
 from shared.messages.routes import Route
 from shared.telemetry import METRICS_TYPE, metrics_text
 
+READY_WITHOUT_NATS_S = 60.0
+"""As long as streams wait for it."""
+
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -127,10 +130,11 @@ async def health(context: GatewayContext, request: Request) -> Response:
 
 
 async def ready(context: GatewayContext, request: Request) -> Response:
-    is_there = context.bus.is_connected and not context.connections.is_leaving
+    """Without NATS it stays ready for a while: every gateway is without it, and each says so better than a load balancer
+    that has none left."""
+    is_there = context.bus.away_s < READY_WITHOUT_NATS_S and not context.connections.is_leaving
     models = context.catalog.ready_models() if is_there else []
-    problems = [problem] if (problem := context.bus.storage_problem) else []
-    return json_response(ReadyReply(bool(models), models, problems), 200 if models else 503)
+    return json_response(ReadyReply(bool(models), models, context.bus.problems), 200 if models else 503)
 
 
 async def show_version(context: GatewayContext, request: Request) -> Response:

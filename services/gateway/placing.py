@@ -165,8 +165,17 @@ class Placer:
             if now >= stream.deadline:
                 raise _too_late()
             if now >= give_up or not stream.is_open:
-                raise refusal
+                raise self._nobody(refusal)
             await asyncio.sleep(min(RETRY_INTERVAL_S, stream.deadline - now))
+
+    def _nobody(self, refusal: ServiceError) -> ServiceError:
+        """What a client is told that may still wait: not that its time is over, where a peer's or the bus's answer is
+        late."""
+        problems = ". ".join(self._bus.problems)
+        if refusal.code is not ErrorCode.DEADLINE and not problems:
+            return refusal
+        message = f"Nobody takes the request now: {problems or refusal.info.message}."
+        return ServiceError.of(ErrorCode.UNAVAILABLE, message, retry_after_s=PATIENCE_S)
 
     @contextlib.asynccontextmanager
     async def _turn(self, stream: Placeable) -> AsyncIterator[None]:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 REPLAY_TIMEOUT_S = 2.0
 MAX_REPLAY_POSITIONS = 64
-NATS_LOSS_LIMIT_S = 15.0
+NATS_LOSS_LIMIT_S = 60.0
 """How long open streams survive without a connection to NATS."""
 ANNOUNCE_JITTER_S = 0.2
 FAREWELL_S = 0.25
@@ -149,7 +149,7 @@ class Recovery:
             if stream.state.finish_reason is not None:
                 self._table.end(stream)
             return
-        if not self._catalog.has(stream.model):
+        if self._catalog.is_gone(stream.model):
             self._table.fail(stream, ErrorCode.UNKNOWN_MODEL, f"The model '{stream.model}' was removed.")
             return
         num_tokens = len(stream.state.tokens)

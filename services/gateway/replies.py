@@ -174,7 +174,7 @@ class ReadyReply(msgspec.Struct):
     models: list[str]
     """Models that can be served now."""
     problems: list[str]
-    """What does not work meanwhile: files and batches, where NATS cannot store."""
+    """What does not work meanwhile, as sentences: NATS is away or hangs, a stream of it has no leader, its disk is full."""
 
 
 class VersionReply(msgspec.Struct):

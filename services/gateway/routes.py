@@ -65,6 +65,7 @@ class Routes:
         models = [arm.model for arm in route.arms] + [mirror.model for mirror in route.mirrors] + [*route.fallbacks]
         for model in models:
             if not self._catalog.has(model):
+                self._catalog.check_seen(f"Whether the model '{model[:200]}' exists is not known now")
                 known = ", ".join(map(repr, self._catalog.names)) or "none"
                 message = f"There is no model '{model[:200]}'; a route leads to models, and those there are: {known}."
                 raise ApiError(400, message, param="model", code="model_not_found")

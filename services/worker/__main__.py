@@ -37,7 +37,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
         bus, settings, telemetry, machine, drain_grace_s=of_instances.drain_grace_s, step_tokens=step_tokens
     )
     telemetry.ask(agent.problems, agent.unready)
-    await agent.start()
+    await unless_stopped(agent.start(), stop)
     await stop.wait()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, agent.hurry)

@@ -79,7 +79,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         provide_cost_models if wants_cost_models else None,
         lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
     )
-    await service.start()
+    await unless_stopped(service.start(), stop)
     gc.collect()
     gc.freeze()
     await first_of(stop.wait(), service.drained.wait(), service.failed.wait())

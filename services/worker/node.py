@@ -143,16 +143,18 @@ class NodeAgent:
         self._unready = ["there is no placement plan yet"]
         self._tasks = TaskSet()
         self._watches: list[Watch[Any]] = []
+        self._registry: Watch[InstanceInfo] | None = None
         self._subscriptions: list[Subscription] = []
         self._registration: asyncio.Task[None] | None = None
-        self._nodes: KeyValue[NodeInfo]
+        self._nodes: KeyValue[NodeInfo] | None = None
 
     # ----------------------------------------------------------------------------------------- start and stop
 
     async def start(self) -> None:
         """Registers, and begins with the plan there is; returns without waiting for instances."""
         self._nodes = await self._bus.key_value(NODES)
-        self._watches.append(await (await self._bus.key_value(INSTANCES)).watch(self._on_registry))
+        self._registry = await (await self._bus.key_value(INSTANCES)).watch(self._on_registry)
+        self._watches.append(self._registry)
         self._watches.append(await (await self._bus.key_value(PLANS)).watch(self._on_plan))
         self._subscriptions.append(await self._bus.serve(NODE_SCALE.at(node_id=self.node_id), self._on_scale))
         self._bus.on_reconnect(self._info_changed.set)
@@ -179,7 +181,8 @@ class NodeAgent:
         await self._processes.stop(self._drain_grace_s)
         await self._tasks.end_all()
         try:
-            await self._nodes.delete(self.node_id)
+            if self._nodes is not None:
+                await self._nodes.delete(self.node_id)
         except BusError as error:
             logger.info("the node's registry entry is left to expire: %s", error)
         for watch in self._watches:
@@ -285,7 +288,8 @@ class NodeAgent:
             await set_within(self._wake, TICK_S)
             self._wake.clear()
             try:
-                for action in self._state.step(self._bus.now(), is_connected=self._bus.is_connected):
+                hears = self._bus.is_connected and self._registry is not None and not self._registry.problem
+                for action in self._state.step(self._bus.now(), is_connected=hears):
                     self._begin(action)
                 self._show_state()
             except Exception:
@@ -368,6 +372,7 @@ class NodeAgent:
 
     async def _keep_registered(self) -> None:
         is_registered = True
+        assert self._nodes is not None
         while True:
             self._info_changed.clear()
             try:

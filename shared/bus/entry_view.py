@@ -1,14 +1,17 @@
 """The live view that a watch keeps of a bucket: which entries count as present, whatever the transport.
 
 Three clocks end an entry: its TTL since it was last written (JetStream reports no expiry), a deletion, and, after a
-reconnect or a gap, the grace period within which it must be seen again. Time stands still while the view is paused.
+reconnect or a gap, the grace period within which it must be seen again. Time stands still while the view is paused. That an
+entry's time is over tells nothing while nobody could write it or nothing came through: a transport on which that may be so
+looks first (`on_due`), and says which are gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Set
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
@@ -23,17 +26,25 @@ class EntryView(Generic[M]):
     """`now` must run at the pace of the event loop's timers."""
 
     def __init__(
-        self, ttl_s: float | None, now: Callable[[], float], on_change: Callable[[str, M | None], None] | None
+        self,
+        ttl_s: float | None,
+        now: Callable[[], float],
+        on_change: Callable[[str, M | None], None] | None,
     ) -> None:
         self.entries: dict[str, M] = {}
         self._ttl_s = ttl_s
         self._grace_s = ttl_s if ttl_s is not None else DEFAULT_GRACE_S
         self._now = now
         self._on_change = on_change
+        self.on_due: Callable[[list[str]], None] | None = None
+        """The time of these entries is over: it calls `expire` with them, now or later, or `postpone`. Without it they are
+        gone."""
         self.revisions: dict[str, int] = {}
         self._ends_at: dict[str, float] = {}
         """Monotonic seconds; keys without an entry here stay until deleted."""
         self._is_paused = False
+        self._is_asking = False
+        """`on_due` was called, and nothing has come of it."""
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, key: str, value: M, revision: int) -> None:
@@ -58,24 +69,34 @@ class EntryView(Generic[M]):
 
     def pause(self) -> None:
         """Writes can no longer be seen: nothing expires."""
-        self._is_paused = True
+        self._is_paused, self._is_asking = True, False
         self._disarm()
 
-    def resume(self) -> None:
-        """All entries will be reported anew: what is not there within the grace period is gone."""
-        self._is_paused = False
+    def resume(self, seen: Set[str] = frozenset()) -> None:
+        """What was not seen again within the grace period is gone. `seen`: what the transport has reported anew already,
+        with which a view without TTL has nothing to wait for."""
+        self._is_paused = self._is_asking = False
         ends_at = self._now() + self._grace_s
-        self._ends_at = dict.fromkeys(self.entries, ends_at)
+        is_awaited = self.entries.keys() if self._ttl_s is not None else self.entries.keys() - seen
+        self._ends_at = dict.fromkeys(is_awaited, ends_at)
         self._arm()
 
-    def expire(self) -> None:
-        """Removes what has come to its end."""
-        now = self._now()
-        for key in [key for key, ends_at in self._ends_at.items() if ends_at <= now]:
-            self.remove(key)
+    def expire(self, keys: Iterable[str]) -> None:
+        """Removes those of them that were not written meanwhile."""
+        now, self._is_asking = self._now(), False
+        for key in keys:
+            if self._ends_at.get(key, math.inf) <= now:
+                self.remove(key)
+        self._arm()
+
+    def postpone(self, keys: Iterable[str], seconds: float) -> None:
+        """Of those of them that were not written meanwhile nothing is known for so long."""
+        now, self._is_asking = self._now(), False
+        self._ends_at |= {key: now + seconds for key in keys if self._ends_at.get(key, math.inf) <= now}
+        self._arm()
 
     def _arm(self) -> None:
-        if self._timer is None and self._ends_at and not self._is_paused:
+        if self._timer is None and self._ends_at and not self._is_paused and not self._is_asking:
             delay_s = max(0.0, min(self._ends_at.values()) - self._now())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
@@ -86,8 +107,13 @@ class EntryView(Generic[M]):
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.expire()
-        self._arm()
+        now = self._now()
+        due = [key for key, ends_at in self._ends_at.items() if ends_at <= now]
+        if due and self.on_due is not None:
+            self._is_asking = True
+            self.on_due(due)
+        else:
+            self.expire(due)
 
     def _tell(self, key: str, value: M | None) -> None:
         if self._on_change is not None:

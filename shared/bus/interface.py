@@ -12,8 +12,9 @@ Rules every implementation keeps:
   raises is logged and the next message is still delivered.
 - The current trace context travels in headers of `request` (and of `publish` with `traced=True`); a served handler runs
   inside it.
-- After a lost connection the bus reconnects by itself for ever, subscribes and declares everything again, and then
-  calls the `on_reconnect` callbacks. Publishing while disconnected is dropped or buffered, never an exception.
+- After a lost connection the bus reconnects by itself for ever, subscribes and declares everything again, and then, or
+  after most of a second, calls the `on_reconnect` callbacks. Publishing while disconnected is dropped or buffered, never an
+  exception.
 """
 
 from __future__ import annotations
@@ -100,9 +101,15 @@ class StreamUse(NamedTuple):
 class Watch(Protocol[M]):
     """A live view of a bucket. Entries of a bucket with a TTL leave it when they were not written for the TTL, measured on
     this side's monotonic clock and paused while disconnected. After a reconnect a key is held for one grace period
-    (the TTL, or 3 s) to appear again before it counts as deleted."""
+    (the TTL, or 3 s) to appear again before it counts as deleted. None leaves it while the bucket cannot be seen, or could
+    not be written."""
 
     entries: dict[str, M]
+
+    @property
+    def problem(self) -> str:
+        """Why the entries may not be what the bucket has now, as a sentence: what is not among them may be there all the
+        same. Empty: they are."""
 
     async def stop(self) -> None: ...
 
@@ -203,6 +210,16 @@ class Bus(ABC):
 
     @property
     @abstractmethod
+    def away_s(self) -> float:
+        """For how long it has not been connected; 0 while it is."""
+
+    @property
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """Sentences: why what is stored, watched or sent may not be so now. Empty: all is well, so far as is known."""
+
+    @property
+    @abstractmethod
     def storage_problem(self) -> str:
         """A sentence while what is to be stored on disk cannot be, as far as writes from here have shown; else empty."""
 
@@ -239,8 +256,8 @@ class Bus(ABC):
 
     @abstractmethod
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
-        """Declares the bucket if it does not exist. `max_bytes`: all its entries together; None: some ten MiB. A
-        full bucket answers OVERLOADED."""
+        """Declares the bucket if it does not exist; the first time it waits for one that cannot be had yet. `max_bytes`: all
+        its entries together; None: some ten MiB. A full bucket answers OVERLOADED."""
 
     @abstractmethod
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore: ...

@@ -53,8 +53,9 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 5
+PING_INTERVAL_S = 0.8
 MAX_OUTSTANDING_PINGS = 2
+"""A server of a cluster that hangs is left for another one after three intervals."""
 CONNECT_TIMEOUT_S = 2
 FLUSH_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
@@ -62,6 +63,8 @@ CLOSE_TIMEOUT_S = 3.0
 COMPLAINT_INTERVAL_S = 10.0
 """Between two lines about the same missing server."""
 RESTORE_RETRY_S = 0.2
+RESTORE_WITHIN_S = 0.7
+"""After a reconnect; a stream that cannot be had by then, as it has no leader, keeps nobody from what needs none."""
 
 
 _FROM_JETSTREAM = b"\r\nNats-Stream:"
@@ -114,7 +117,12 @@ class NatsBus(Bus):
         self._metrics = metrics
         self._client = DirectClient(self._on_disconnect)
         role = role_of(settings.nats_user)
-        self._streams = Streams(self._client, None if role is None else declared_streams(role))
+        self._streams = Streams(
+            self._client,
+            None if role is None else declared_streams(role),
+            num_replicas=settings.nats_replicas,
+            wait_s=settings.nats_wait_s,
+        )
         self._watches: set[NatsWatch[Any]] = set()
         self._service = MicroService(self._client, f"tideway-{service}", service_id)
         self._servers: dict[int, EndpointServer] = {}
@@ -123,6 +131,7 @@ class NatsBus(Bus):
         self._restoring: asyncio.Task[None] | None = None
         self._last_complaint_s = -COMPLAINT_INTERVAL_S
         self._is_ready = False
+        self._away_since_s = time.monotonic()
         self._is_closing = False
 
     @classmethod
@@ -154,7 +163,7 @@ class NatsBus(Bus):
             # Drawn once a process, so that a cluster does not come back in one instant.
             reconnect_time_wait=random.uniform(0.2, 0.5),  # type: ignore[arg-type]
             connect_timeout=CONNECT_TIMEOUT_S,
-            ping_interval=PING_INTERVAL_S,
+            ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
         )
         self._service.start()
@@ -162,6 +171,8 @@ class NatsBus(Bus):
         self._set_ready(True)
 
     def _set_ready(self, is_ready: bool) -> None:
+        if self._is_ready and not is_ready:
+            self._away_since_s = self.now()
         self._is_ready = is_ready
         self._metrics.connected.set(is_ready)
 
@@ -169,8 +180,19 @@ class NatsBus(Bus):
 
     @property
     def is_connected(self) -> bool:
-        """False also while buckets and watches are being restored after a reconnect."""
+        """False also for a moment after a reconnect, in which buckets and watches are restored."""
         return self._is_ready and self._client.is_connected
+
+    @property
+    def away_s(self) -> float:
+        return 0.0 if self.is_connected else self.now() - self._away_since_s
+
+    @property
+    def problems(self) -> list[str]:
+        if not self.is_connected:
+            return [f"not connected to NATS since {self.away_s:.0f} s"]
+        found = [watch.problem for watch in self._watches] + [self.storage_problem]
+        return sorted(problem for problem in found if problem)
 
     @property
     def storage_problem(self) -> str:
@@ -217,28 +239,36 @@ class NatsBus(Bus):
         self._restoring = asyncio.get_running_loop().create_task(self._restore())
 
     async def _restore(self) -> None:
-        """After a reconnect nats-py has subscribed again; now buckets and watches, then the callbacks."""
+        """After a reconnect nats-py has subscribed again; now buckets and watches, then the callbacks. What takes longer
+        goes on behind them."""
+        declaring = asyncio.get_running_loop().create_task(self._declare_again())
+        try:
+            work = [declaring, *(watch.reopen() for watch in list(self._watches))]
+            await asyncio.wait(work, timeout=RESTORE_WITHIN_S)
+            # Nothing else runs between this and the last callback: whoever sees the bus connected has been told.
+            self._set_ready(True)
+            self._metrics.reconnects.inc()
+            logger.warning("connected to NATS at %s again", self._address)
+            for callback in list(self._reconnect_callbacks):
+                try:
+                    callback()
+                except Exception:
+                    logger.exception("a reconnect callback failed")
+            await declaring
+        finally:
+            declaring.cancel()
+
+    async def _declare_again(self) -> None:
+        """Until it succeeds. A new loss of connection cancels it."""
         while True:
             try:
-                await self._streams.declare_again()
-                for watch in list(self._watches):
-                    await watch.reopen()
-                break
+                return await self._streams.declare_again()
             except BusError as error:
-                # JetStream starts later than the server's socket. A new loss of connection cancels this task.
+                # JetStream starts later than the server's socket.
                 logger.info("JetStream is not ready: %s", error)
             except Exception:
-                logger.exception("restoring buckets and watches failed; trying again")
+                logger.exception("restoring buckets failed; trying again")
             await asyncio.sleep(RESTORE_RETRY_S)
-        # Nothing else runs between this and the last callback: whoever sees the bus connected has been told.
-        self._set_ready(True)
-        self._metrics.reconnects.inc()
-        logger.warning("connected to NATS at %s again", self._address)
-        for callback in list(self._reconnect_callbacks):
-            try:
-                callback()
-            except Exception:
-                logger.exception("a reconnect callback failed")
 
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._reconnect_callbacks.append(callback)
@@ -251,6 +281,11 @@ class NatsBus(Bus):
             # While disconnected there is nothing to flush: the reconnect subscribes.
             if error.code != ErrorCode.UNAVAILABLE:
                 raise
+
+    @property
+    def streams(self) -> Streams:
+        """For the operator's command, which moves them."""
+        return self._streams
 
     async def stream_uses(self) -> dict[str, StreamUse]:
         return await self._streams.uses()
@@ -421,10 +456,10 @@ class NatsBus(Bus):
 
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
         key_value = NatsKeyValue(self._streams, bucket, self.now, self._watches, max_bytes)
-        await key_value.declare()
+        await key_value.provide()
         return key_value
 
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore:
         store = NatsObjectStore(self._streams, bucket)
-        await store.declare()
+        await store.provide()
         return store

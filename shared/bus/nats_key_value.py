@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import nats.js.errors
+from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 from nats.js.kv import KeyValue as RawKeyValue
 
@@ -61,16 +62,22 @@ class NatsKeyValue(KeyValue[M]):
         self._watches = watches
         self._config = _stream_of(bucket, max_bytes)
         self._decode = decoder(bucket.type).decode
-        prefix = f"$KV.{bucket.name}."
-        self._raw = RawKeyValue(bucket.name, _stream_name(bucket), prefix, streams.context, direct=True)
+        # Not a direct get, which any copy answers: what was written here a moment ago is read at the stream's leader.
+        self._raw = self._raw_on(streams.context)
+        self._writing = self._raw_on(streams.writing)
 
-    async def declare(self) -> None:
-        await self._streams.declare(self._config)
+    def _raw_on(self, context: JetStreamContext) -> RawKeyValue:
+        name = self._bucket.name
+        return RawKeyValue(name, _stream_name(self._bucket), f"$KV.{name}.", context, direct=False)
+
+    async def provide(self) -> None:
+        """Declares the bucket, unless this process has done so."""
+        await self._streams.provide(self._config)
 
     async def get(self, key: str) -> KvEntry[M] | None:
         with bus_errors(f"get {self._bucket.name}/{key}"):
             try:
-                entry = await self._raw.get(key)
+                entry = await self._streams.read(_stream_name(self._bucket), lambda: self._raw.get(key))
             except nats.js.errors.KeyNotFoundError:
                 return None
         try:
@@ -81,14 +88,14 @@ class NatsKeyValue(KeyValue[M]):
 
     async def put(self, key: str, value: M) -> int:
         body = encode(value)
-        return await self._write(f"put {self._bucket.name}/{key}", lambda: self._raw.put(key, body))
+        return await self._write(f"put {self._bucket.name}/{key}", lambda: self._writing.put(key, body))
 
     async def create(self, key: str, value: M) -> int:
         body = encode(value)
 
         async def create() -> int:
             try:
-                return int(await self._raw.create(key, body))
+                return int(await self._writing.create(key, body))
             except nats.js.errors.KeyNotFoundError:
                 # It was there at the first look and had expired by the second.
                 raise nats.js.errors.KeyWrongLastSequenceError from None
@@ -98,11 +105,11 @@ class NatsKeyValue(KeyValue[M]):
     async def update(self, key: str, value: M, revision: int) -> int:
         body = encode(value)
         return await self._write(
-            f"update {self._bucket.name}/{key}", lambda: self._raw.update(key, body, last=revision)
+            f"update {self._bucket.name}/{key}", lambda: self._writing.update(key, body, last=revision)
         )
 
     async def delete(self, key: str) -> None:
-        await self._write(f"delete {self._bucket.name}/{key}", lambda: self._raw.delete(key))
+        await self._write(f"delete {self._bucket.name}/{key}", lambda: self._writing.delete(key))
 
     async def purge(self, prefix: str) -> None:
         subject = f"$KV.{self._bucket.name}.{prefix}"
@@ -116,14 +123,14 @@ class NatsKeyValue(KeyValue[M]):
                 return await write()
             except nats.js.errors.NoStreamResponseError:
                 # A server without its store is back, and `declare_again` has not come this far.
-                await self.declare()
+                await self._streams.declare(self._config)
                 return await write()
 
         return await self._streams.write(_stream_name(self._bucket), what, publish)
 
     async def entries(self) -> dict[str, KvEntry[M]]:
         view: EntryView[M] = EntryView(None, self._now, None)
-        watch = NatsWatch(self._streams, self._config, self._decode, view, self._now, set())
+        watch = self._watch_into(view, set())
         try:
             await watch.open()
         finally:
@@ -135,11 +142,14 @@ class NatsKeyValue(KeyValue[M]):
 
     async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
         view: EntryView[M] = EntryView(self._bucket.ttl_s, self._now, on_change)
-        watch = NatsWatch(self._streams, self._config, self._decode, view, self._now, self._watches)
+        watch = self._watch_into(view, self._watches)
         try:
-            await watch.open()
+            await self._streams.patiently(f"entries of {self._bucket.name}", watch.open)
         except BaseException:
             watch.close()
             raise
         self._watches.add(watch)
         return watch
+
+    def _watch_into(self, view: EntryView[M], watches: set[NatsWatch[Any]]) -> NatsWatch[M]:
+        return NatsWatch(self._streams, self._config, self._decode, view, self._now, watches)

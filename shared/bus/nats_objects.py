@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import DiscardPolicy, ObjectInfo, ObjectMetaOptions, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, ObjectInfo, ObjectMetaOptions, RawStreamMsg, StorageType, StreamConfig
 from nats.js.object_store import ObjectStore as RawObjectStore
 
 from shared.bus.interface import BusError, ObjectStore, Room
@@ -98,8 +98,9 @@ class NatsObjectStore(ObjectStore):
         self._raw = RawObjectStore(bucket.name, f"OBJ_{bucket.name}", streams.context)
         self._meta_prefix = f"$O.{bucket.name}.M."
 
-    async def declare(self) -> None:
-        await self._streams.declare(self._config)
+    async def provide(self) -> None:
+        """Declares the store, unless this process has done so."""
+        await self._streams.provide(self._config)
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -126,7 +127,7 @@ class NatsObjectStore(ObjectStore):
         await self._streams.write(
             str(self._config.name),
             f"write to {self.bucket_name}",
-            lambda: self._streams.context.publish(subject, data, headers=headers),
+            lambda: self._streams.writing.publish(subject, data, headers=headers),
         )
 
     async def check_storage(self) -> None:
@@ -179,9 +180,7 @@ class NatsObjectStore(ObjectStore):
         for _ in range(info.chunks or 0):
             with bus_errors(f"read {what}"):
                 try:
-                    chunk = await self._streams.context.get_msg(
-                        str(self._config.name), sequence + 1, subject, direct=True, next=True
-                    )
+                    chunk = await self._chunk_after(sequence, subject)
                 except nats.js.errors.NotFoundError:
                     message = f"{what} was replaced or deleted while it was read"
                     raise BusError(ErrorInfo(ErrorCode.GONE, message)) from None
@@ -192,10 +191,18 @@ class NatsObjectStore(ObjectStore):
         if info.digest and info.digest.partition("=")[2] != base64.urlsafe_b64encode(digest.digest()).decode():
             raise BusError(ErrorInfo(ErrorCode.INTERNAL, f"{what} is damaged"))
 
+    async def _chunk_after(self, sequence: int, subject: str) -> RawStreamMsg:
+        """The next message of the subject, from any copy of the stream; a copy may lag behind, its leader does not."""
+        name, get = str(self._config.name), self._streams.context.get_msg
+        try:
+            return await get(name, sequence + 1, subject, direct=True, next=True)
+        except nats.js.errors.NotFoundError:
+            return await self._streams.read(name, lambda: get(name, sequence + 1, subject, next=True))
+
     async def _info(self, name: str) -> ObjectInfo | None:
         with bus_errors(f"look up object {self.bucket_name}/{name}"):
             try:
-                return await self._raw.get_info(name)
+                return await self._streams.read(str(self._config.name), lambda: self._raw.get_info(name))
             except nats.js.errors.NotFoundError:
                 return None
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import TypeVar
 
+import msgspec
 import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
@@ -24,11 +27,21 @@ from nats.js.api import StreamConfig
 
 from shared.bus.interface import BusError, RevisionConflict, Room, StreamUse
 from shared.bus.nats_client import DirectClient, NotPermittedError
+from shared.bus.stream_health import StreamHealth, health_of
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
+WRITE_RETRY_S = 0.2
+"""While nobody takes what is to be written, so that nothing of it can be stored yet."""
+LATE_ANSWER_S = 0.5
+"""What a stream that can store still has, after it answered, for a write of before."""
+RETRY_AFTER_S = 2.0
+"""What a client is told while JetStream does not answer; an election takes some seconds."""
+WAIT_INTERVAL_S, COMPLAINT_INTERVAL_S = 0.25, 10.0
+"""Between two attempts at a start, and between two lines about the same one."""
 DECLARED_WITHIN_S, DECLARED_POLL_S = 20.0, 0.2
 """For a stream that another role declares."""
 DUPLICATE_WINDOW_S = 120.0
@@ -39,6 +52,8 @@ _OWN_STREAMS = ("KV_tideway_", "OBJ_tideway_")
 
 # JetStream's error codes.
 _INSUFFICIENT_STORAGE = (10023, 10028, 10047)
+_NO_PEERS = 10005
+_NOT_CLUSTERED = 10074
 _EXISTS_WITH_OTHER_CONFIGURATION = 10058
 _NOT_STORED = 10077
 
@@ -47,6 +62,11 @@ _NO_SPACE = os.strerror(errno.ENOSPC).lower()
 """As the server's errors quote it."""
 
 T = TypeVar("T")
+
+
+def silent(message: str) -> BusError:
+    """That JetStream, or one stream of it, does not answer now: whatever is asked for may be there."""
+    return BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S))
 
 
 @contextmanager
@@ -59,7 +79,7 @@ def bus_errors(what: str) -> Iterator[None]:
     except nats.js.errors.InvalidKeyError:
         raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, f"{what}: not a valid key")) from None
     except nats.errors.TimeoutError:
-        raise BusError(ErrorInfo(ErrorCode.DEADLINE, f"{what}: JetStream did not answer in time")) from None
+        raise silent(f"{what}: JetStream did not answer in time") from None
     except nats.errors.MaxPayloadError:
         raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, f"{what}: larger than NATS's limit for a message")) from None
     except nats.js.errors.APIError as error:
@@ -68,15 +88,21 @@ def bus_errors(what: str) -> Iterator[None]:
             code = ErrorCode.STORAGE_FULL
         elif error.err_code == _NOT_STORED:  # a limit of the stream
             code = ErrorCode.OVERLOADED
-        elif error.code == 503:
-            code = ErrorCode.UNAVAILABLE
-        raise BusError(ErrorInfo(code, f"{what}: {error.description or 'JetStream is not there'}")) from None
+        elif (error.code == 503 or error.err_code == _NO_PEERS) and not _lacks_room(error):
+            raise silent(f"{what}: {description or 'JetStream is not there'}") from None
+        raise BusError(ErrorInfo(code, f"{what}: {description or 'JetStream is not there'}")) from None
     except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError):
-        raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: JetStream is not there")) from None
+        raise silent(f"{what}: JetStream is not there, or the stream has no leader now") from None
     except NotPermittedError as error:
         raise BusError(ErrorInfo(ErrorCode.NOT_PERMITTED, f"{what}: {error}")) from None
     except nats.errors.Error as error:
         raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: {error}")) from None
+
+
+def _lacks_room(error: nats.js.errors.APIError) -> bool:
+    """Whether a stream cannot be made because it is too large: for the server, or for as many servers as it has copies."""
+    is_large_for_peers = error.err_code == _NO_PEERS and "insufficient storage" in (error.description or "")
+    return error.err_code in _INSUFFICIENT_STORAGE or is_large_for_peers
 
 
 def delivery(reply: bytes) -> tuple[int, int, int]:
@@ -91,36 +117,117 @@ def delivery(reply: bytes) -> tuple[int, int, int]:
 class Streams:
     """The streams that this process declared on its connection."""
 
-    def __init__(self, client: DirectClient, own: Set[str] | None = None) -> None:
-        """`own`: the streams that this user may make; None: any."""
+    def __init__(
+        self, client: DirectClient, own: Set[str] | None = None, *, num_replicas: int = 1, wait_s: float = 0.0
+    ) -> None:
+        """`own`: the streams that this user may make; None: any. `num_replicas`: of streams that are made here. `wait_s`:
+        how long whoever wants a stream for the first time waits for JetStream."""
         self.client = client
         self._own = own
+        self.num_replicas = num_replicas
+        self._wait_s = wait_s
         self.context: JetStreamContext = client.jetstream(timeout=CALL_TIMEOUT_S)
+        self.writing: JetStreamContext = client.jetstream(timeout=3 * CALL_TIMEOUT_S)
+        """For what `write` publishes, which sees to its deadline."""
         self._declared: dict[str, StreamConfig] = {}
         self.unwritable: set[str] = set()
         """Streams whose last write failed because the server's disk is full, so far as is known."""
 
+    async def patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """The outcome of `call`, tried again while JetStream does not answer, for `wait_s` at most. Says so in the log."""
+        give_up, complained = time.monotonic() + self._wait_s, float("-inf")
+        while True:
+            try:
+                return await call()
+            except BusError as error:
+                now = time.monotonic()
+                if error.code is not ErrorCode.UNAVAILABLE or now >= give_up:
+                    raise
+                if now - complained >= COMPLAINT_INTERVAL_S:
+                    complained = now
+                    logger.warning("waiting for NATS (%s): %s", what, error.info.message)
+            await asyncio.sleep(WAIT_INTERVAL_S)
+
+    async def health(self, name: str) -> StreamHealth:
+        """As its leader tells, or whoever knows that it has none. Raises `BusError`."""
+        with bus_errors(f"look at stream {name}"):
+            answer = await self.client.request(f"$JS.API.STREAM.INFO.{name}", timeout=CALL_TIMEOUT_S)
+            info = json.loads(answer.data)
+            if error := info.get("error"):
+                raise nats.js.errors.APIError.from_error(error)
+        return health_of(info)
+
     async def write(self, name: str, what: str, publish: Callable[[], Awaitable[T]]) -> T:
-        """A write to the stream `name`. Raises `BusError`.
+        """A write to the stream `name`, by `writing`. Raises `BusError`.
 
         nats-server 2.12 answers that there is no space, and goes on when there is. Later ones (2.15.1) answer nothing, and
-        store nothing in that stream until they are started again: that the server answers a ping meanwhile tells it from
-        one that is away."""
+        store nothing in that stream until they are started again: that the stream could store and answers meanwhile tells it
+        from a server that is away, and from a stream without a leader."""
         try:
             with bus_errors(what):
-                result = await publish()
+                result = await self._publish(name, what, publish)
         except BusError as error:
-            if error.code is ErrorCode.DEADLINE and await self._answers():
-                message = f"{what}: JetStream does not store it, though it answers; its disk may be full"
-                error = BusError(ErrorInfo(ErrorCode.STORAGE_FULL, message))
             if error.code is ErrorCode.STORAGE_FULL and name not in self.unwritable:
                 logger.error("%s", error.info.message)
                 self.unwritable.add(name)
-            raise error from None
+            raise
         if name in self.unwritable:
             logger.warning("stream %s can be written again", name)
             self.unwritable.discard(name)
         return result
+
+    async def _publish(self, name: str, what: str, publish: Callable[[], Awaitable[T]]) -> T:
+        """The outcome of `publish`, begun again while nobody takes it. One that is taken and not answered in time is waited
+        for while the stream is looked at: a server that hung answers it late."""
+        began_s = time.monotonic()
+        while True:
+            writing = asyncio.ensure_future(publish())
+            try:
+                await asyncio.wait({writing}, timeout=CALL_TIMEOUT_S)
+                if not writing.done():
+                    why = await self._why_not_stored(name, time.monotonic() - began_s)
+                    await asyncio.wait({writing}, timeout=LATE_ANSWER_S)
+                    if not writing.done():
+                        raise BusError(msgspec.structs.replace(why, message=f"{what}: {why.message}"))
+                return writing.result()
+            except nats.js.errors.NoStreamResponseError:
+                if time.monotonic() - began_s > CALL_TIMEOUT_S:
+                    raise
+                await asyncio.sleep(WRITE_RETRY_S)
+            finally:
+                writing.cancel()
+
+    async def read(self, name: str, read: Callable[[], Awaitable[T]]) -> T:
+        """What `read` has from the stream's leader. Where streams have copies, a node that hung and led the stream may
+        answer as if it still did: that something is not there is believed when the leader was found to be one. Raises
+        nats-py's errors, and `BusError`."""
+        give_up_s, is_believed = time.monotonic() + CALL_TIMEOUT_S, self.num_replicas == 1
+        while True:
+            try:
+                return await read()
+            except nats.js.errors.NotFoundError:
+                if is_believed:
+                    raise
+            problem = (await self.health(name)).problem
+            is_believed = not problem
+            if problem and time.monotonic() >= give_up_s:
+                raise silent(f"stream {name} {problem}")
+            if problem:
+                await asyncio.sleep(WRITE_RETRY_S)
+
+    async def _why_not_stored(self, name: str, waited_s: float) -> ErrorInfo:
+        """Of a write that the stream does not answer since `waited_s`."""
+        asked_s = time.monotonic()
+        try:
+            health = await self.health(name)
+        except BusError as error:
+            return error.info
+        if health.problem:
+            return silent(f"stream {name} {health.problem}").info
+        if health.writable_for_s < waited_s or time.monotonic() - asked_s > LATE_ANSWER_S:
+            return silent(f"stream {name} did not answer in time").info
+        message = f"stream {name} does not store it, though it answers; the disk of NATS may be full"
+        return ErrorInfo(ErrorCode.STORAGE_FULL, message)
 
     def disk_has_space(self) -> None:
         """A write of some size was stored. Streams that are rarely written would be held unwritable for long; one that is
@@ -129,20 +236,20 @@ class Streams:
             logger.warning("NATS stores on its disk again (%s)", ", ".join(sorted(self.unwritable)))
             self.unwritable.clear()
 
-    async def _answers(self) -> bool:
-        try:
-            await self.client.ping(CALL_TIMEOUT_S)
-            return True
-        except nats.errors.Error:
-            return False
+    async def provide(self, config: StreamConfig) -> None:
+        """Declares the stream, unless this process has done so; waits for JetStream. Raises `BusError`."""
+        if self._declared.get(str(config.name)) != config:
+            await self.patiently(f"stream {config.name}", lambda: self.declare(config))
 
     async def declare(self, config: StreamConfig) -> None:
-        """Makes the stream if it is not there; may be called by many processes at once. Raises `BusError`."""
-        name = str(config.name)
+        """Makes the stream if it is not there; may be called by many processes at once. Raises `BusError`, and
+        `SettingsError` where the server cannot have so many copies of one."""
+        name, asked = str(config.name), config
         if self._own is not None and name not in self._own:
             await self._wait_for(name)
-            self._declared[name] = config
+            self._declared[name] = asked
             return
+        config = config.evolve(num_replicas=self.num_replicas)
         has_taken = False
         with bus_errors(f"declaring stream {name}"):
             while True:
@@ -150,17 +257,20 @@ class Streams:
                     await self.context.add_stream(config)
                     break
                 except nats.js.errors.APIError as error:
+                    if error.err_code == _NOT_CLUSTERED:
+                        reason = "the server at TIDEWAY_NATS_URL is in no cluster"
+                        raise SettingsError(f"TIDEWAY_NATS_REPLICAS={self.num_replicas}: {reason}") from None
                     if error.err_code == _EXISTS_WITH_OTHER_CONFIGURATION:
                         if not await self._resize(config):
                             logger.warning("stream %s exists with another configuration, which is kept", name)
                         break
-                    if error.err_code in _INSUFFICIENT_STORAGE and await self._exists(name):
+                    if _lacks_room(error) and await self._exists(name):
                         # The server looks for room for the whole of it before it looks for the stream.
                         await self._resize(config)
                         break
                     # JetStream reserves the whole of max_bytes; on a small machine a smaller stream is better than none.
                     max_bytes = (config.max_bytes or 0) // 2
-                    if error.err_code not in _INSUFFICIENT_STORAGE:
+                    if not _lacks_room(error):
                         raise
                     if max_bytes < MIN_STREAM_BYTES:
                         if has_taken or not await self._take_room(config):
@@ -169,7 +279,7 @@ class Streams:
                         continue
                     config = config.evolve(max_bytes=max_bytes)
                     logger.warning("JetStream has no room for stream %s; trying %d bytes", name, max_bytes)
-        self._declared[name] = config
+        self._declared[name] = asked
 
     async def _wait_for(self, name: str) -> None:
         with bus_errors(f"waiting for stream {name}"):
@@ -189,7 +299,7 @@ class Streams:
         """As far as is known: one answer that is late ends no waiting."""
         try:
             return await self._exists(name)
-        except nats.errors.TimeoutError:
+        except (nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError):
             return False
 
     async def _take_room(self, config: StreamConfig) -> bool:
@@ -237,6 +347,24 @@ class Streams:
         except nats.js.errors.APIError as error:
             logger.warning("stream %s keeps room for %s bytes: %s", name, present.max_bytes, error.description)
         return True
+
+    async def own_names(self) -> list[str]:
+        """Of Tideway's streams, those that this user may change."""
+        with bus_errors("look at the streams"):
+            names = {str(info.config.name) for info in await self.context.streams_info()}
+        return sorted(
+            name for name in names if (name.startswith(_OWN_STREAMS) if self._own is None else name in self._own)
+        )
+
+    async def set_replicas(self, name: str, num_replicas: int) -> int:
+        """Gives a stream so many copies, which it makes or drops from now on; `health` tells when it has them. Returns how
+        many it had. Raises `BusError`."""
+        with bus_errors(f"change stream {name}"):
+            config = (await self.context.stream_info(name)).config
+            had = config.num_replicas or 1
+            if had != num_replicas:
+                await self.context.update_stream(config.evolve(num_replicas=num_replicas))
+        return had
 
     async def room(self, name: str) -> Room:
         with bus_errors(f"look at stream {name}"):

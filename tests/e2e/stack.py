@@ -17,6 +17,7 @@ import httpx
 
 from tests import paced
 from tests.conftest import NatsServer, free_port
+from tests.nats_cluster import NatsCluster
 from tideway.nats_config import nats_users
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,11 +59,13 @@ class Stack:
         nats_config: str = "",
         step_s: float = 0.0,
         worker: tuple[str, ...] = (),
+        nats: Callable[[str], NatsServer | NatsCluster] = NatsServer,
     ) -> None:
-        """`step_s`: what a step of an instance takes at least, so that streams last however fast the engine is. `worker`:
-        module and arguments that run in the place of a node agent's."""
+        """`nats`: what makes the servers, of lines of their configuration. `step_s`: what a step of an instance takes at
+        least, so that streams last however fast the engine is. `worker`: module and arguments that run in the place of a
+        node agent's."""
         workers = {f"worker-worker-{index}": f"worker-{index}" for index in range(num_workers)}
-        self.nats = NatsServer(f"{users_by_role(workers)}\n{nats_config}")
+        self.nats = nats(f"{users_by_role(workers)}\n{nats_config}")
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-stack-"))
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"

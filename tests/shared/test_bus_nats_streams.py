@@ -8,7 +8,7 @@ import nats
 import pytest
 from nats.js.api import StreamInfo
 
-from shared.bus import nats_watch
+from shared.bus import nats_streams, nats_watch
 from shared.bus.interface import BusError, RevisionConflict
 from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_streams import delivery
@@ -135,18 +135,18 @@ def test_positions_are_read_from_both_forms_of_reply_subjects() -> None:
     assert delivery(b"$JS.ACK.domain.hash.stream.consumer.2.30.4.1700000000000000000.5.token") == (30, 4, 5)
 
 
-async def test_a_stream_that_is_not_written_again_does_not_stay_a_problem(connect: Connect) -> None:
+async def test_a_stream_that_is_not_written_again_does_not_stay_a_problem(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_streams, "CALL_TIMEOUT_S", 0.3)
     bus = await connect("writer")
     assert isinstance(bus, NatsBus)
     store = await bus.object_store(BLOBS)
     await store.check_storage()
-
-    async def store_nothing() -> None:
-        raise nats.errors.TimeoutError
-
+    seldom = f"OBJ_{BLOBS.name}"
     with pytest.raises(BusError) as raised:
-        await bus._streams.write("KV_seldom", "put seldom/a", store_nothing)
-    assert raised.value.code is ErrorCode.STORAGE_FULL and "KV_seldom" in bus.storage_problem
+        await bus._streams.write(seldom, "put seldom/a", lambda: asyncio.sleep(60))
+    assert raised.value.code is ErrorCode.STORAGE_FULL and seldom in bus.storage_problem
     await store.check_storage()
     assert bus.storage_problem == ""
 
@@ -175,7 +175,7 @@ async def test_a_bucket_that_took_rollups_takes_none(connect: Connect, nats_sett
     streams, name = client.jetstream(), f"KV_{LEDGER.name}"
     config = (await streams.stream_info(name)).config
     await streams.update_stream(config.evolve(allow_rollup_hdrs=True))
-    store = await bus.key_value(LEDGER)
+    store = await (await connect("later")).key_value(LEDGER)
     assert not (await streams.stream_info(name)).config.allow_rollup_hdrs
     assert await store.get("a") is not None
     await client.close()
