@@ -2,7 +2,8 @@
 
 Nothing here is global: each service of a process has its own tracer and its own metric registry, passed on explicitly.
 Without `otlp_endpoint` spans are not recorded, and the `traceparent` that a service is given is what it passes on. Export
-happens on a thread; a collector that is away costs one warning, and spans that find no room are dropped.
+happens on a thread; a collector that is away costs one warning, and spans that find no room are dropped. What became of
+spans is counted. Resource attributes of the deployment, such as `k8s.pod.name`, come from OTEL_RESOURCE_ATTRIBUTES.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NonRecordingSpan, Span, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from shared.settings import BusSettings, SettingsError
@@ -121,16 +123,45 @@ class Telemetry:
 
 
 def start_telemetry(service: str, service_id: str, settings: BusSettings) -> Telemetry:
-    resource = Resource({"service.name": f"tideway-{service}", "service.instance.id": service_id})
+    own = {"service.name": f"tideway-{service}", "service.instance.id": service_id, "service.version": _version()}
+    # Merged after the environment's, so that no deployment can rename a service.
+    resource = OTELResourceDetector().detect().merge(Resource(own))
     if not settings.otlp_endpoint:
         telemetry = Telemetry(service, settings, TracerProvider(ALWAYS_OFF, resource, shutdown_on_exit=False))
         telemetry.tracer = _PassingTracer(telemetry.tracer)
         return telemetry
     sampler = ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
-    exporter = _QuietExporter(settings.otlp_endpoint)
+    telemetry = Telemetry(service, settings, provider)
+    exporter = _QuietExporter(settings.otlp_endpoint, ExportMetrics(telemetry.registry))
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_S * 1000))
-    return Telemetry(service, settings, provider)
+    return telemetry
+
+
+def _version() -> str:
+    try:
+        return version("tideway")
+    except PackageNotFoundError:
+        return "0+unknown"  # a checkout on the path, not installed
+
+
+class ExportMetrics:
+    """Shows what becomes of spans; on a registry only where there is a collector to send them to."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._up = Gauge(
+            "tideway_trace_collector_up",
+            "0 while the collector of traces does not take spans, else 1",
+            registry=registry,
+        )
+        self._spans = Counter("tideway_trace_spans", "Spans by what became of them", ["outcome"], registry=registry)
+        self._up.set(1)
+        for outcome in ("sent", "lost"):
+            self._spans.labels(outcome)
+
+    def on_export(self, num_spans: int, *, is_sent: bool) -> None:
+        self._up.set(is_sent)
+        self._spans.labels("sent" if is_sent else "lost").inc(num_spans)
 
 
 class _PassingTracer(Tracer):
@@ -155,8 +186,9 @@ class _PassingTracer(Tracer):
 class _QuietExporter(SpanExporter):
     """OTLP over HTTP that says once when the collector goes away, and once when it is back."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, metrics: ExportMetrics) -> None:
         self._endpoint = endpoint
+        self._metrics = metrics
         self._exporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
         self._is_failing = False
         # These log every failed batch, some with a stack trace.
@@ -166,10 +198,11 @@ class _QuietExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
             result = self._exporter.export(spans)
-            reason = "refused"
+            reason = "no answer, or a refusal"
         except Exception as error:
             result, reason = SpanExportResult.FAILURE, repr(error)
         failed = result is not SpanExportResult.SUCCESS
+        self._metrics.on_export(len(spans), is_sent=not failed)
         if failed and not self._is_failing:
             logger.warning(
                 "traces cannot be sent to %s (%s); they are dropped until it answers", self._endpoint, reason

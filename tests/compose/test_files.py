@@ -67,7 +67,7 @@ def expressions() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def registry() -> CollectorRegistry:
     """Every metric that the dashboard may name."""
-    telemetry = start_telemetry("scheduler", "test", BusSettings())
+    telemetry = start_telemetry("scheduler", "test", BusSettings(otlp_endpoint="http://127.0.0.1:9"))
     Observer(telemetry)
     GatewayMetrics(telemetry.registry)
     InstanceTelemetry("test", telemetry, time.monotonic)
@@ -252,6 +252,8 @@ def test_services_in_compose_are_bounded_private_and_start_after_the_bus() -> No
     for name, service in services.items():
         assert service["restart"] == "unless-stopped", name
         assert service["mem_limit"], name
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
     for name in SERVICES:
         assert services[name]["depends_on"]["nats"] == {"condition": "service_healthy"}
         assert services[name]["networks"] == ["default", "bus"]
@@ -297,24 +299,19 @@ def test_prometheus_and_grafana_know_their_targets() -> None:
                 assert (REPOSITORY / volume.split(":")[0]).exists(), volume
 
 
-def test_on_gpus_every_instance_is_scraped() -> None:
-    file = "/etc/prometheus/prometheus.yml"
-    (volume,) = compose("docker-compose.gpu.yml")["services"]["prometheus"]["volumes"]
-    path, target, mode = volume.split(":")
-    assert (target, mode) == (file, "ro") and any(
-        f":{file}:ro" in v for v in compose()["services"]["prometheus"]["volumes"]
-    )
-    plain, on_gpus = (
-        yaml.safe_load((REPOSITORY / name).read_text()) for name in ("deploy/prometheus/prometheus.yml", path)
-    )
+def test_every_instance_of_a_worker_is_scraped() -> None:
+    _, instances = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    ports = [discovery["port"] for discovery in instances["dns_sd_configs"]]
     exposed = re.findall(r"^EXPOSE (\d+)-(\d+)$", (REPOSITORY / "services/worker/Dockerfile").read_text(), re.MULTILINE)
-    ports = [target.pop("port") for target in on_gpus["scrape_configs"][1]["dns_sd_configs"]]
     assert ports == list(range(int(exposed[0][0]) + 1, int(exposed[0][0]) + 9)) and ports[-1] <= int(exposed[0][1])
-    # Else they say the same.
-    (first,) = plain["scrape_configs"][1]["dns_sd_configs"]
-    assert first.pop("port") == ports[0]
-    on_gpus["scrape_configs"][1]["dns_sd_configs"] = on_gpus["scrape_configs"][1]["dns_sd_configs"][:1]
-    assert on_gpus == plain
+
+
+def test_images_of_others_are_of_one_release_and_may_be_named_by_digest() -> None:
+    services = compose()["services"]
+    for name in services.keys() - set(SERVICES):
+        variable, image = re.fullmatch(r"\$\{(\w+):-(.+)\}", services[name]["image"]).groups()  # type: ignore[union-attr]
+        assert variable == f"{name.upper()}_IMAGE"
+        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+(-alpine)?", image), "a tag that does not move"
 
 
 def test_workers_may_share_a_gpu() -> None:

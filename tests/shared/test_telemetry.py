@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 
 import pytest
 from opentelemetry import trace
@@ -19,7 +20,7 @@ from prometheus_client import Counter
 
 from shared import telemetry as telemetry_module
 from shared.settings import BusSettings, SettingsError
-from shared.telemetry import context_of, current_traceparent, start_telemetry
+from shared.telemetry import context_of, current_traceparent, metrics_text, start_telemetry
 from tests.conftest import free_port
 from tests.stalls import Stopwatch
 
@@ -127,7 +128,8 @@ def test_future_versions_are_understood() -> None:
 # ------------------------------------------------------------------------------------------------------------ export
 
 
-def test_spans_reach_the_collector(collector: Collector) -> None:
+def test_spans_reach_the_collector(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=scheduler-x,service.name=mine")
     telemetry = start_telemetry("scheduler", "one", BusSettings(otlp_endpoint=collector.url))
     with telemetry.tracer.start_as_current_span("dispatch", context=context_of(SAMPLED)):
         pass
@@ -140,10 +142,14 @@ def test_spans_reach_the_collector(collector: Collector) -> None:
             attributes = {item.key: item.value.string_value for item in resource_spans.resource.attributes}
             assert attributes["service.name"] == "tideway-scheduler"
             assert attributes["service.instance.id"] == "one"
+            assert attributes["service.version"] == version("tideway")
+            assert attributes["k8s.pod.name"] == "scheduler-x"
             spans += [span for scope in resource_spans.scope_spans for span in scope.spans]
     assert [span.name for span in spans] == ["dispatch"]
     assert spans[0].trace_id.hex() == SAMPLED.split("-")[1]
     assert spans[0].parent_span_id.hex() == SAMPLED.split("-")[2]
+    assert telemetry.registry.get_sample_value("tideway_trace_collector_up") == 1
+    assert telemetry.registry.get_sample_value("tideway_trace_spans_total", {"outcome": "sent"}) == 1
 
 
 def test_the_sample_ratio_is_kept(collector: Collector) -> None:
@@ -165,6 +171,13 @@ def test_a_missing_collector_costs_one_warning_and_no_time(caplog: pytest.LogCap
         telemetry.close()
         assert watch.seconds < 15
     assert [record.getMessage()[:29] for record in caplog.records] == ["traces cannot be sent to http"]
+    assert telemetry.registry.get_sample_value("tideway_trace_collector_up") == 0
+    assert telemetry.registry.get_sample_value("tideway_trace_spans_total", {"outcome": "lost"}) > 0
+
+
+def test_without_a_collector_there_are_no_metrics_of_one() -> None:
+    telemetry = start_telemetry("test", "one", BusSettings())
+    assert b"tideway_trace" not in metrics_text(telemetry.registry)
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics

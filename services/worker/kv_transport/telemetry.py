@@ -37,6 +37,11 @@ class TransferMetrics:
             ("reason",),
         )
         self._connections = Gauge("tideway_kv_transfer_connections", "Open connections with peers", registry=registry)
+        # What is counted later begins at 0, so that rates are known from the first transfer on.
+        for direction in ("out", "in"):
+            self._bytes.labels(direction)
+            self._seconds.labels(direction)
+            self._transfers.labels(direction, DONE)
 
     def on_done(self, direction: str, num_bytes: int, seconds: float) -> None:
         self._transfers.labels(direction, DONE).inc()

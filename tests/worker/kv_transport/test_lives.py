@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -275,6 +276,10 @@ async def test_metrics_tell_bytes_reasons_and_bandwidth(new_network: Callable[[]
     for transport in ends:
         await transport.open()
         transport.register("m", pool(1))
+    for registry, direction in itertools.product(registries, ("out", "in")):
+        for name in ("bytes_total", "seconds_sum", "seconds_count"):
+            known = registry.get_sample_value(f"tideway_kv_transfer_{name}", {"direction": direction})
+            assert known == 0, "a rate over the first transfer needs what was before it"
     source, destination = ends
     incoming = destination.expect("m", [1, 2], deadline_s=30)
     await source.send(destination.address, incoming.ticket, "m", [3, 4], deadline_s=30)
