@@ -20,8 +20,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.gateway.errors import invalid
-from services.gateway.schemas import is_nested_deep
+from services.gateway.conversations import forms, lost
+from services.gateway.errors import ApiError, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class ChatTemplate:
         variables: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """Raises `ApiError` 400 where the template refuses the messages (for example roles that do not alternate).
+        """Raises `ApiError` 400 where the template refuses the messages (for example roles that do not alternate) in every
+        form that they may be given.
 
         `continue_final_message`: the text ends in the middle of the last message, which the model goes on writing.
         """
@@ -110,29 +111,51 @@ class ChatTemplate:
         if continue_final_message:
             final_text = str(messages[-1]["content"] or "")
             messages = [*messages[:-1], {**messages[-1], "content": _PLACE_OF_FINAL_MESSAGE}]
-        try:
-            text = (self._tool_template if tools else self._template).render(
-                {
-                    "tools": tools,
-                    "documents": None,
-                    **self._special_tokens,
-                    **(variables or {}),
-                    "messages": messages,
-                    "add_generation_prompt": add_generation_prompt and not continue_final_message,
-                }
-            )
-        except jinja2.TemplateError as error:
-            raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
-        except MemoryError:
-            raise
-        except Exception as error:  # a template is a program: what it raises on odd messages is anything
-            raise invalid("messages", f"The model's chat template fails on these messages: {error!r}") from None
+        template = self._tool_template if tools else self._template
+        given = {
+            "tools": tools,
+            "documents": None,
+            **self._special_tokens,
+            **(variables or {}),
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._first_whole(template, messages, given)
         if continue_final_message:
             before, found, _ = text.partition(_PLACE_OF_FINAL_MESSAGE)
             if not found:
                 raise invalid("continue_final_message", "The model's chat template drops the final message.")
             text = before + final_text
         return text
+
+    def _first_whole(self, template: jinja2.Template, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
+        """Of the first form of the messages in which the template takes and keeps them; where it keeps them in none, of the
+        first that it takes."""
+        refusal: ApiError | None = None
+        taken: str | None = None
+        for form in forms(messages, knows_developer="developer" in self.tool_source + self._source):
+            try:
+                text = _rendered(template, form, given)
+            except ApiError as error:
+                refusal = refusal or error
+                continue
+            if lost(form, text) is None:
+                return text
+            taken = text if taken is None else taken
+        if taken is None:
+            assert refusal is not None
+            raise refusal
+        return taken
+
+
+def _rendered(template: jinja2.Template, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
+    try:
+        return template.render({**given, "messages": messages})
+    except jinja2.TemplateError as error:
+        raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program: what it raises on odd messages is anything
+        raise invalid("messages", f"The model's chat template fails on these messages: {error!r}") from None
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -173,43 +196,3 @@ def _named(templates: Any, name: str) -> str | None:
     if not isinstance(templates, list):
         return None
     return next((str(one["template"]) for one in templates if one["name"] == name), None)
-
-
-def _with_arguments(call: dict[str, Any], param: str) -> dict[str, Any]:
-    """A tool call whose arguments, JSON text in OpenAI's API, are the object that templates go through. `param`: what it is
-    called in the request. Raises `ApiError` 400."""
-    function = call.get("function", {})
-    if not isinstance(function, dict):
-        raise invalid(f"{param}.function", f"Invalid value for '{param}.function': an object is expected.")
-    if not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict) or is_nested_deep(arguments):  # text as the model wrote it
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out. Raises
-    `ApiError` 400."""
-    plain: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        content = message.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        elif content is None:
-            if message.role != "assistant":
-                raise invalid(f"messages[{i}].content", f"Invalid value for 'messages[{i}].content': it is missing.")
-            content = ""
-        fields = {"role": message.role, "content": content}
-        for name in ("name", "tool_calls", "tool_call_id"):
-            if (value := getattr(message, name)) is not None:
-                fields[name] = value
-        if message.tool_calls is not None:
-            where = f"messages[{i}].tool_calls"
-            fields["tool_calls"] = [_with_arguments(call, f"{where}[{j}]") for j, call in enumerate(message.tool_calls)]
-        plain.append(fields)
-    return plain

@@ -223,8 +223,15 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    type: Literal["text"]
-    text: str
+    """A piece of text, as chats or responses name it, or a refusal, as an assistant's message may have it."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+    @property
+    def shown(self) -> str:
+        return self.text or self.refusal
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -233,6 +240,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """An assistant's, of before: for templates that show it to the model again."""
+    reasoning: str | None = None
+    """The same by another name."""
+    refusal: str | None = None
 
     def __post_init__(self) -> None:
         if self.tool_calls is not None:

@@ -36,7 +36,7 @@ MAX_REASON_CHARACTERS = 1000
 
 
 class Render(msgspec.Struct, tag=True):
-    """The chat template of the checkpoint in `folder` on plain messages (`chat_templates.plain_messages`)."""
+    """The chat template of the checkpoint in `folder` on plain messages (`conversations.plain_messages`)."""
 
     folder: str
     messages: list[dict[str, Any]]

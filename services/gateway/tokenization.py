@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers import Tokenizer, decoders
 
-from services.gateway.chat_templates import load_template, plain_messages, read_tokenizer_config
+from services.gateway.chat_templates import load_template, read_tokenizer_config
+from services.gateway.conversations import plain_messages
 from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.structured import Grammar

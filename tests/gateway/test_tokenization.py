@@ -16,9 +16,9 @@ from services.gateway.chat_templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
     load_template,
-    plain_messages,
     read_tokenizer_config,
 )
+from services.gateway.conversations import plain_messages
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.schemas import ChatMessage, ContentPart
@@ -141,11 +141,11 @@ def test_the_default_template(tmp_path: Path) -> None:
 
 def test_templates_have_what_transformers_gives_them() -> None:
     source = (
-        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% continue %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
         "{{ {'ü': [1, 2]} | tojson }}{{ strftime_now('%Y') | length }}{{ tools is none }}{{ flavour }}"
     )
-    messages = [{"role": "system", "content": "x"}, *HI]
+    messages = [{"role": "assistant", "content": "x"}, *HI]
     text = ChatTemplate(source, {}).render(messages, variables={"flavour": "!"})
     assert text == 'Hi{"ü": [1, 2]}4True!'
 

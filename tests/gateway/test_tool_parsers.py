@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from services.gateway.schemas import FunctionDefinition
+from services.gateway.schemas import FunctionDefinition, Tool
+from services.gateway.tools.calls import CallWatch
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
 from services.gateway.tools.parsers import Parsed, ToolParser
+from services.gateway.tools.use import ToolUse
 from shared.messages.cluster import TOOL_FORMATS
 
 NAMES = {"weather", "now"}
@@ -103,6 +105,27 @@ def test_calls_are_found_wherever_the_text_is_cut(
     cuts = [[text[:first], text[first:]] for first in range(len(text) + 1)]
     for pieces in [*cuts, list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]:
         assert read(FORMATS[name].parser(NAMES), pieces) == (content, calls), pieces
+
+
+@pytest.mark.parametrize("name, text, content, calls", OUTPUTS)
+def test_a_chunk_has_one_entry_a_call_however_much_comes_at_once(
+    name: str, text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    """The first of a call has its id, type and name, later ones its arguments alone."""
+    tools = tuple(Tool("function", FunctionDefinition(each)) for each in sorted(NAMES))
+    for size in range(1, len(text) + 1):
+        use = ToolUse(tools=tools, all_tools=tools, is_required=False, is_parallel=True)
+        watch, said, found = CallWatch(FORMATS[name], use), "", dict[int, list[str]]()
+        for start in range(0, len(text), size):
+            more, chunks = watch.take(text[start : start + size], is_over=start + size >= len(text))
+            said += more
+            assert len({chunk.index for chunk in chunks}) == len(chunks)
+            for chunk in chunks:
+                is_new = chunk.index not in found
+                assert is_new == isinstance(chunk.id, str) == isinstance(chunk.function.name, str)
+                called = found.setdefault(chunk.index, [str(chunk.function.name), ""])
+                called[1] += chunk.function.arguments
+        assert (said, [(called, json.loads(text)) for called, text in found.values()]) == (content, calls)
 
 
 def test_a_name_that_is_nested_deep_is_content() -> None:

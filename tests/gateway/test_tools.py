@@ -85,6 +85,20 @@ async def test_calls_in_a_stream(tools: Stack) -> None:
     assert "".join(pieces) == '{"city": "Rome"}{}'
 
 
+async def test_a_chunk_of_a_stream_has_one_entry_a_call(tools: Stack) -> None:
+    """Where all tokens come in one frame, as after a stall."""
+    tokens = tools.say(BOTH)
+    tools.peer.automatic = False
+    stream = tools.read("/v1/chat/completions", messages=HI, tools=TOOLS)
+    request = await tools.next_request()
+    tools.peer.emit(request, 0, tokens, FinishReason.STOP)
+    await stream.end()
+    entries = [chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in stream.chunks]
+    assert [[entry["index"] for entry in each] for each in entries if each] == [[0, 1]]
+    whole = [(entry["function"]["name"], entry["function"]["arguments"]) for each in entries for entry in each]
+    assert whole == [("weather", '{"city": "Rome"}'), ("now", "{}")]
+
+
 async def test_an_output_without_calls_and_one_that_is_cut_off(tools: Stack) -> None:
     tools.say("Hello world")
     answer = (await tools.post("/v1/chat/completions", messages=HI, tools=TOOLS)).json()["choices"][0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.conversations import calls_as_text
 from services.gateway.schemas import FunctionDefinition
 from services.gateway.structured import json_grammar, lark_text
 from services.gateway.tools.parsers import BareParser, MarkedParser, TaggedParser, ToolParser
@@ -150,17 +151,6 @@ def format_of(template: str, name: str = "") -> ToolFormat:
 
 def with_instructions(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For a template that knows no tools: they are told of in the first message, and calls and results are plain text."""
-    plain = [_plain(message) for message in messages]
+    plain = calls_as_text(messages)
     told = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
     return [{**plain[0], "content": f"{told}\n\n{plain[0]['content']}"}, *plain[1:]]
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": message["content"]}
-    if not message.get("tool_calls"):
-        return message
-    calls = [call.get("function", call) for call in message["tool_calls"]]
-    written = [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls]
-    text = json.dumps(written, ensure_ascii=False)
-    return {"role": message["role"], "content": "\n".join(filter(None, (message["content"], text)))}
