@@ -5,13 +5,16 @@ and context weigh what they take.
     served(t)    += seconds / weight(t)      whatever was computed for t
     promised(t)   seconds / weight(t)        of what was begun for t and is not computed yet
     next          the least served + promised
-    t comes, with nothing of it here:   served(t) = max(served(t), least served of those that are here - CREDIT_S)
+    reached      += seconds / weight of all that are here, at least
+                    served(t) when something of t is begun, and the least served when another tenant comes
+    a request of t comes:   served(t) = max(served(t), reached - CREDIT_S / weight(t))
 
-A promise is the paper's charge of a whole prompt at its admission.
-So nobody hoards more than a little credit while away, and whoever is served while nobody else wants anything owes nothing
-for it. Of two tenants that always have work waiting, weighted service differs by no more than CREDIT_S and twice the largest
-promise or charge made at once. (The paper's credit is 0: then half of what others have waiting goes before each prompt of a
-tenant that asks one at a time.)
+A promise is the paper's charge of a whole prompt at its admission. What was reached is how far a tenant would be that always
+had work waiting. It never falls, so whoever comes later goes after who waits already, however many tenants come.
+Nobody hoards more than a little credit, neither while away nor with a request that takes little, and whoever is served while
+nobody else wants anything owes nothing for it. Of two tenants that always have work waiting, weighted service differs by no
+more than that credit and twice the largest promise or charge made at once. (The paper's credit is 0: then half of what
+others have waiting goes before each prompt of a tenant that asks one at a time.)
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 CREDIT_S = 1.0
-"""Of weighted service that a tenant may be behind when it comes."""
+"""Of its own service that a tenant may be behind when a request of it comes."""
 BEHIND_SHARE = 0.5
 """Of what its weight gives it: a tenant with no more than that is behind."""
 MAX_AWAY = 1024
@@ -48,8 +51,11 @@ class TenantShares:
         self._here: dict[str, _Counter] = {}
         """Of tenants with requests."""
         self._away: dict[str, _Counter] = {}
-        self._last_served_s = 0.0
-        """Of the last one that left, where nobody is here."""
+        self._reached_s = 0.0
+        """Weighted service of a tenant that would always have had work waiting."""
+        self._weight = 0.0
+        self._num_here = 0
+        """Of those that are here together: weights, and requests."""
 
     @property
     def are_several(self) -> bool:
@@ -67,41 +73,49 @@ class TenantShares:
         """A request came; its weight holds for its tenant from now on. Each is to `leave` once."""
         counter = self._here.get(tenant)
         if counter is None:
-            least_s = self._least_served_s()
+            self._reached_s = max(self._reached_s, self.least_served_s())
             counter = self._away.pop(tenant, None) or _Counter()
-            counter.served_s = max(counter.served_s, least_s - CREDIT_S)
             self._here[tenant] = counter
+        else:
+            self._weight -= counter.weight
         counter.num_here += 1
         counter.weight = weight
+        counter.served_s = max(counter.served_s, self._reached_s - CREDIT_S / weight)
+        self._weight += weight
+        self._num_here += 1
 
     def leave(self, tenant: str) -> None:
         """A request is over, or went elsewhere."""
         counter = self._here[tenant]
         counter.num_here -= 1
+        self._num_here -= 1
         if counter.num_here:
             return
         del self._here[tenant]
+        self._weight = self._weight - counter.weight if self._here else 0.0
         counter.promised_s = 0.0
-        self._last_served_s = counter.served_s
-        least_s = self._least_served_s()
-        if counter.served_s > least_s - CREDIT_S:
+        if counter.served_s > self._reached_s - CREDIT_S / counter.weight:
             self._away[tenant] = counter
         if len(self._away) > MAX_AWAY:
             least = sorted(self._away, key=lambda name: self._away[name].served_s)
             for name in least[: MAX_AWAY // 2]:
                 del self._away[name]
 
-    def _least_served_s(self) -> float:
-        return min((counter.served_s for counter in self._here.values()), default=self._last_served_s)
+    def least_served_s(self) -> float:
+        """Of those that are here; O(n)."""
+        return min((counter.served_s for counter in self._here.values()), default=0.0)
 
     def charge(self, tenant: str, seconds: float) -> None:
         """So much was computed for it. Of a tenant without a request here, nothing."""
         if (counter := self._here.get(tenant)) is not None:
             counter.served_s += seconds / counter.weight
+            self._reached_s += seconds / self._weight
 
     def promise(self, tenant: str, seconds: float) -> None:
         """So much was begun for it; below 0: that much was computed, or given up."""
         if (counter := self._here.get(tenant)) is not None:
+            if seconds > 0.0:
+                self._reached_s = max(self._reached_s, counter.served_s)
             counter.promised_s = max(0.0, counter.promised_s + seconds)
 
     def key(self, tenant: str) -> float:
@@ -117,29 +131,18 @@ class TenantShares:
         counter = self._here.get(tenant)
         return 0 if counter is None else counter.num_here
 
-    def lag_s(self, tenant: str) -> float:
-        """Weighted service that it had more than the one with least of those that are here."""
-        counter = self._here.get(tenant)
-        return 0.0 if counter is None else counter.served_s - self._least_served_s()
-
     def share(self, tenant: str) -> float:
         """Its part of what there is, by weight among those that are here."""
-        return self._here[tenant].weight / self._weight()
+        return self._here[tenant].weight / self._weight
 
     def is_behind(self, tenant: str) -> bool:
         """Whether it has much fewer requests here than is its share."""
-        return self._here[tenant].num_here <= BEHIND_SHARE * self.share(tenant) * self._num_here()
+        return self._here[tenant].num_here <= BEHIND_SHARE * self.share(tenant) * self._num_here
 
     def has_dominant(self, at_least: int, factor: float, weight_away: float) -> bool:
         """Whether a tenant has at least so many requests here, and `factor` times its share or more, if others of that
         weight together came too."""
-        total, per_weight = self._weight() + weight_away, factor * self._num_here()
+        total, per_weight = self._weight + weight_away, factor * self._num_here
         return any(
             counter.num_here >= max(at_least, per_weight * counter.weight / total) for counter in self._here.values()
         )
-
-    def _weight(self) -> float:
-        return sum(counter.weight for counter in self._here.values())
-
-    def _num_here(self) -> int:
-        return sum(counter.num_here for counter in self._here.values())

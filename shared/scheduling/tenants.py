@@ -91,6 +91,7 @@ class QueueTenants:
             for tenant, seconds in in_second.items():
                 service_s[tenant] += seconds
         offline, online = self._shares
+        least_s = online.least_served_s()
         found = []
         for tenant in {*offline, *online, *service_s}:
             num_placed = sum(placed[tenant] for placed in self._num_placed)
@@ -101,7 +102,7 @@ class QueueTenants:
                     num_queued=num_here - num_placed,
                     num_placed=num_placed,
                     service_s=service_s.get(tenant, 0.0),
-                    lag_s=online.lag_s(tenant),
+                    lag_s=online.served_s(tenant) - least_s if tenant in online else 0.0,
                 )
             )
         found.sort(key=lambda one: (-one.num_queued - one.num_placed, -one.service_s, one.tenant))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -124,6 +125,35 @@ def test_a_flood_hardly_delays_the_first_tokens_of_a_tenant_that_asks_one_at_a_t
         longest_s.append(longest_first_token_s(world, starts_s))
     assert world.engine.load().models[0].num_waiting > 10, "it is a flood"
     assert longest_s[1] <= 1.3 * longest_s[0]
+
+
+def test_one_slow_stream_gives_its_tenant_no_right_to_shut_others_out_later() -> None:
+    """It had less than its share for a minute, but asked for no more."""
+    world = World(num_rows=16)
+    world.submit("slow-0", 100, 10_000, 0.0)
+    for number in range(600):
+        world.submit(f"busy-{number}", 1000, 20, 0.15 * number)
+    for number in range(200):
+        world.submit(f"slow-{1 + number}", 1000, 20, 60.0 + 0.05 * number)
+    world.run(80.0)
+    firsts_s = sorted(at_s for name, at_s in world.first.items() if name.startswith("busy") and at_s > 59.0)
+    assert max(after_s - before_s for before_s, after_s in pairwise(firsts_s)) <= 2.0
+    assert firsts_s[-1] > 78.0
+
+
+def test_tenants_with_one_request_each_wait_no_longer_than_requests_of_one() -> None:
+    longest_s = []
+    for prefix in ("t", "t{}"):
+        world = World(num_rows=8)
+        for number in range(40):
+            world.submit(f"before-{number}", 1000, 200, 0.1 * number)
+        names = {f"{prefix.format(number)}-{number}": 60.0 + 0.08 * number for number in range(500)}
+        for name, at_s in names.items():
+            world.submit(name, 1000, 4, at_s)
+        world.run(150.0)
+        longest_s.append(max(world.first[name] - at_s for name, at_s in names.items()))
+    assert longest_s[0] > 5.0, "they come faster than they are served"
+    assert longest_s[1] <= 1.2 * longest_s[0]
 
 
 def test_a_tenant_below_its_share_gets_memory_and_rows_that_another_holds_beyond_its_own() -> None:

@@ -55,6 +55,67 @@ def test_whoever_was_away_has_no_more_credit_than_a_little_and_keeps_what_it_owe
     assert two.key("b") == 150.0 - CREDIT_S, "going away does not pay"
 
 
+def test_tenants_that_come_one_after_another_go_in_that_order() -> None:
+    """One that lowered what the next is lifted to would go after it, and who came first would wait for ever."""
+    some = shares("a")
+    some.charge("a", 100.0)
+    keys = []
+    for number in range(5):
+        some.enter(str(number), 1.0)
+        keys.append(some.key(str(number)))
+    assert keys == [100.0 - CREDIT_S] * 5
+
+
+def test_tenants_that_come_for_one_request_each_do_not_keep_another_waiting_for_ever() -> None:
+    some = shares("a")
+    some.charge("a", 100.0)
+    some.enter("waits", 1.0)
+    some.charge("waits", 2 * CREDIT_S)
+    for number in range(1000):
+        some.enter(str(number), 1.0)
+        if some.key("waits") < some.key(str(number)):
+            break
+        some.charge(str(number), 0.1)
+        if number:
+            some.leave(str(number - 1))
+    assert number < 100
+
+
+@pytest.mark.parametrize("weight", [0.001, 1.0, 1000.0])
+def test_the_credit_is_the_same_service_whatever_the_unit_of_the_weights(weight: float) -> None:
+    two = shares("a", a=weight)
+    two.charge("a", 100.0)
+    two.enter("b", weight)
+    two.charge("b", 0.99 * CREDIT_S)
+    assert two.key("b") < two.key("a")
+    two.charge("b", 0.02 * CREDIT_S)
+    assert two.key("b") > two.key("a")
+
+
+def test_a_request_that_takes_little_hoards_no_credit_for_those_that_come_later() -> None:
+    two = shares("a", "slow")
+    for _ in range(600):
+        two.promise("a", 0.9)
+        two.charge("a", 0.9)
+        two.promise("a", -0.9)
+        two.charge("slow", 0.1)
+    two.enter("slow", 1.0)
+    two.enter("new", 1.0)
+    assert two.key("a") - two.key("slow") <= CREDIT_S + 0.9
+    assert two.key("a") - two.key("new") <= CREDIT_S + 0.9
+
+
+def test_sums_over_tenants_are_kept_as_they_come_and_go() -> None:
+    some = shares("a", "b", b=3.0)
+    some.enter("b", 5.0)
+    some.enter("c", 2.0)
+    assert some.share("b") == pytest.approx(5 / 8)
+    assert some.is_behind("b") is False and some.num_here("b") == 2
+    some.leave("b")
+    some.leave("b")
+    assert some.share("c") == pytest.approx(2 / 3)
+
+
 def test_service_while_nobody_else_is_there_is_not_held_against_a_tenant() -> None:
     one = shares("a")
     one.charge("a", 100.0)
