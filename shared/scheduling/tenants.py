@@ -116,13 +116,13 @@ class QueueTenants:
         return self._shares[is_online]
 
     def is_behind(self, tracked: TrackedRequest) -> bool:
-        """Whether its tenant has much less on the instances than is its share, so that its online request need not wait for
-        what others hold there."""
+        """Whether its tenant would have much less on the instances than is its share with this online request too, so that
+        it need not wait for what others hold there. Where many tenants have a request each, none is."""
         shares = self.of(tracked)
         if not tracked.is_online or not shares.are_several:
             return False
         placed = self._num_placed[True]
-        return placed[tracked.tenant] < BEHIND_SHARE * shares.share(tracked.tenant) * placed.total()
+        return placed[tracked.tenant] + 1 <= BEHIND_SHARE * shares.share(tracked.tenant) * (placed.total() + 1)
 
 
 def merged(some: Iterable[TenantStatistics]) -> TenantStatistics:

@@ -7,6 +7,7 @@ import pytest
 
 from shared.scheduling.requests import TrackedRequest
 from shared.scheduling.tenants import MAX_TOLD, WINDOW_S, QueueTenants
+from tests.shared.scheduling.driver import Driver, running
 from tests.shared.scheduling.samples import make_request
 
 
@@ -46,3 +47,27 @@ def test_the_tenants_with_fewest_requests_are_told_together() -> None:
     assert len(told) == MAX_TOLD and told[0].tenant == "t500" and told[-1].tenant == "other"
     assert sum(one.num_queued for one in told) == 3 * MAX_TOLD + 1
     assert told[-1].num_queued == pytest.approx(2 * MAX_TOLD + 1)
+
+
+def test_tenants_with_a_request_each_fill_no_instance_beyond_its_bound() -> None:
+    """None of so many is behind: else all would go at once to an instance that has no room for any."""
+    driver = Driver()
+    driver.up("a")
+    running(driver, "a", "r0", "r1", "r2")
+    driver.report("a", freeness=-5.0, num_running=3, waiting={"m": 100}, free_merged=0.0)
+    for number in range(100):
+        request = make_request(f"s{number}")
+        driver.submit(msgspec.structs.replace(request, tenant=f"t{number}"))
+    assert driver.dispatches() == {} and len(driver.core.queue) == 100
+
+
+def test_the_request_of_a_tenant_beside_a_flood_goes_to_an_instance_whatever_waits_there() -> None:
+    driver = Driver()
+    driver.up("a")
+    names = [f"r{number}" for number in range(3)]
+    running(driver, "a", *names)
+    driver.report("a", freeness=-5.0, num_running=3, waiting={"m": 100}, free_merged=0.0)
+    for number in range(2):
+        request = make_request(f"s{number}")
+        driver.submit(msgspec.structs.replace(request, tenant="other"))
+    assert driver.dispatches() == {"s0": "a"}, "with the second one it would have half of what it may have"
