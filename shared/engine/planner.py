@@ -194,6 +194,10 @@ class Planner:
                     limits = limits._replace(limit_s=self._short_step_s(), is_interruptible=False)
                 limits = self._limits_for_expected(queue, limits, begins_s)
                 batch = self._fill(queue, leading, limits, now)
+                may_go_on = self._mix_phases and (is_alone or not self._waits_for_share(now))
+                if not batch.sequences and may_go_on and self._favours.prompts(queue, leading):
+                    # Those that were left out for the sake of prompts that turned out to lack room.
+                    batch = self._fill_phases(queue, leading, limits, now, True, False)
                 if batch.sequences:
                     queue.last_planned_step = step_id
                     if is_choice:
@@ -500,6 +504,12 @@ class Planner:
                 batch.budget.begin_offline()
             favoured = self._favours.prompts(queue, priority_class) if prefills else []
             self._favours.make_room(queue, favoured, now)
+            # Nobody is left out for the sake of a prompt that cannot be computed, now or when steps in flight have ended.
+            favoured = [
+                one
+                for one in favoured
+                if one.row >= 0 or self._finds_room(queue, one, now) or self._gets_share(one, now)
+            ]
             chunks = (
                 self._add_decodes(queue, priority_class, batch, now, decodes, favoured)
                 if queue.running[priority_class]
@@ -786,15 +796,24 @@ class Planner:
     def _waits_for_share(self, now: float) -> bool:
         """Whether an online sequence waits for the share of its model or tenant, of which others' online ones hold some."""
         stuck = self._memory.stuck_online
-        if stuck is None:
-            return False
-        if not self._memory.num_free_rows and any(self._memory.beyond_tenant_share(stuck, now)):
+        return stuck is not None and self._gets_share(stuck, now)
+
+    def _gets_share(self, sequence: Sequence, now: float) -> bool:
+        """Whether a waiting online sequence lacks what others' online ones hold beyond their shares, perhaps in flight."""
+        memory, needed = self._memory, self._memory.num_wanted_blocks(sequence)
+        if not memory.num_free_rows and any(memory.beyond_tenant_share(sequence, now)):
             return True
-        needed = self._memory.num_wanted_blocks(stuck)
-        if self._memory.pool.num_available(stuck.model) >= needed:
+        if memory.pool.num_available(sequence.model) >= needed:
             return False
-        victims = list(self._memory.beyond_shares(stuck, needed, now))
-        return bool(victims) and self._memory.reaches(stuck.model, [*self._memory.offline_holders(), *victims], needed)
+        victims = list(memory.beyond_shares(sequence, needed, now))
+        return bool(victims) and memory.reaches(sequence.model, [*memory.offline_holders(), *victims], needed)
+
+    def _finds_room(self, queue: ModelQueue, sequence: Sequence, now: float) -> bool:
+        """Whether a waiting online sequence would be admitted, as far as that can be told."""
+        memory, needed = self._memory, self._memory.num_wanted_blocks(sequence)
+        has_room = memory.num_free_rows > 0 and memory.pool.num_available(queue.name) >= needed
+        may_hold = memory.may_hold(queue.name, needed, sequence.priority_class)
+        return has_room and may_hold and not self._is_behind_stuck(sequence, now)
 
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
         """Whether it is not admitted because one before it in the order lacks room."""
