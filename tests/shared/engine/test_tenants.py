@@ -19,7 +19,7 @@ from shared.policies.tenant_shares import CREDIT_S
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance
 from tests.shared.engine.fake_executor import request
-from tests.shared.engine.moves_setup import make, run
+from tests.shared.engine.moves_setup import make, pair, run
 
 COST = CostModel(
     fixed_s=0.012, prefill_token_s=1e-4, prefill_attention_s=3e-9, decode_s=1e-4, decode_context_s=3e-7, num_layers=32
@@ -182,3 +182,26 @@ def test_what_each_tenant_had_is_counted_by_phase() -> None:
         ("b", "decode"): 20,
     }
     assert counters.tenant_service_s == pytest.approx(dict(service_s))
+
+
+def test_what_a_request_had_moves_with_it() -> None:
+    cluster, source, destination = pair(cooldown=0.0)
+    for node in cluster.nodes:
+        node.engine.apply(SetCostModel("a", COST), 0.0)
+    sent = request("r", list(range(20)), 8, tenant="x", tenant_weight=2.0, prefix_salt="salt")
+    assert cluster.submit(source, sent)
+    run(source, 4)
+    cluster.collect()
+    cluster.now = 1.0
+    cluster.begin_move(source, destination, 0)
+    (moving,) = cluster.moving
+    for step in ("deliver", "detach", "send_rest", "deliver", "freeze", "commit", "forget"):
+        getattr(cluster, step)(moving)
+    assert cluster.num_moved == 1 and list(source.engine.memory.tenants_of(True)) == []
+    shares = destination.engine.memory.tenants_of(True)
+    assert list(shares) == ["x"] and shares.share("x") == 1.0
+    cluster.finish()
+    ended = cluster.ended["r"]
+    assert (ended.request.tenant, ended.request.tenant_weight, ended.request.prefix_salt) == ("x", 2.0, "salt")
+    had_s = [node.engine.counters.tenant_service_s["x"] for node in (source, destination)]
+    assert ended.service_s == pytest.approx(sum(had_s)) and min(had_s) > 0
