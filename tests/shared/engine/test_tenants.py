@@ -126,6 +126,20 @@ def test_a_flood_hardly_delays_the_first_tokens_of_a_tenant_that_asks_one_at_a_t
     assert longest_s[1] <= 1.3 * longest_s[0]
 
 
+def test_long_steps_are_planned_one_by_one_while_another_tenant_may_come_back() -> None:
+    world = World(num_merged=8000, num_rows=128)
+    for number in range(60):
+        world.submit(f"flood-{number}", 50, 3000, 0.0)
+    for at_s in (5.0, 7.0):
+        world.submit(f"other-{at_s}", 300, 5, at_s)
+    seen: dict[float, int] = {}
+    for number in range(400):
+        world.events.at(0.1 * number, lambda at_s=0.1 * number: seen.update({at_s: len(world.engine.steps.in_flight)}))
+    world.run(40.0)
+    most = [max(seen[at_s] for at_s in seen if low < at_s < high) for low, high in ((1, 4.9), (8, 36), (38, 40))]
+    assert most == [2, 1, 2], "while nobody else is known, while one is expected, and then not any more"
+
+
 def test_a_tenant_below_its_share_gets_memory_and_rows_that_another_holds_beyond_its_own() -> None:
     for num_merged, num_rows, cause in ((200, 64, "memory"), (2000, 8, "rows")):
         world = World(num_merged=num_merged, num_rows=num_rows)
