@@ -27,8 +27,9 @@ FADING = 0.9
 """With each prompt, of the longest one."""
 LEAST_PROGRESS = 0.5
 """Of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
-LONG_STEP_S = 0.02
-"""Of a step after which the next one is planned when it has ended: planning takes a few hundredths of that."""
+LONG_STEP_S = 0.015
+"""Of a step after which the next one is planned when it has ended: the device then waits for the host, for a small part of
+that."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""
