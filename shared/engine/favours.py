@@ -27,6 +27,9 @@ FADING = 0.9
 """With each prompt, of the longest one."""
 LEAST_PROGRESS = 0.5
 """Of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
+LONG_STEP_S = 0.015
+"""Of a step after which the next one is planned when it has ended: the device then waits for the host, for a small part of
+that."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""
@@ -108,10 +111,24 @@ class Favours:
         silent_s = now - sequence.last_ran_s + step_s
         return silent_s <= PLANNED_SHARE * allowed_silence_s(sequence.tpot_objective_s) / 2
 
+    def waits_for(self, step_s: float, now: float) -> bool:
+        """Whether a step in flight that takes so long is to end before the next one is planned: the prompt of an expected
+        tenant would find both."""
+        return step_s >= LONG_STEP_S and self._shortest_s(now) < float("inf")
+
     def step_limit_s(self, queue: ModelQueue, now: float) -> float:
         """How long a step of the model with prompts may take."""
-        cost, tenants = queue.cost_model, self._tenants
-        if cost is None or not self._known:
+        cost, shortest_s = queue.cost_model, self._shortest_s(now)
+        if cost is None or shortest_s == float("inf"):
+            return float("inf")
+        decodes_s = cost.predict(queue.online_shape(0))
+        least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
+        return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
+
+    def _shortest_s(self, now: float) -> float:
+        """Of the longest prompts lately of the tenants that are expected beside a dominant one; inf: there are none."""
+        tenants = self._tenants
+        if not self._known:
             return float("inf")
         expected = {
             tenant: known
@@ -121,7 +138,4 @@ class Favours:
         away = sum(known.weight for tenant, known in expected.items() if tenant not in tenants)
         if not expected or not tenants.has_dominant(FEW, DOMINANT_SHARE, away):
             return float("inf")
-        shortest_s = min(known.prompt_s for known in expected.values())
-        decodes_s = cost.predict(queue.online_shape(0))
-        least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
-        return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
+        return min(known.prompt_s for known in expected.values())

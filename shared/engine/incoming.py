@@ -174,6 +174,7 @@ class Incoming:
         sequence.submitted_s = now - progress.submitted_age_s
         sequence.last_ran_s = now - progress.last_ran_age_s
         sequence.device_s = progress.device_s
+        sequence.service_s = progress.service_s
         sequence.num_cached_tokens = progress.num_cached_tokens
         sequence.num_preemptions = progress.num_preemptions
         sequence.num_recomputed = progress.num_recomputed

@@ -236,6 +236,7 @@ class Outgoing:
             peak_computed=sequence.peak_computed,
             last_token_age_s=-1.0 if sequence.last_token_s is None else now - sequence.last_token_s,
             max_itl_s=sequence.max_itl_s,
+            service_s=sequence.service_s,
         )
         return Detached(request.request_id, travelling, progress, now, sequence.here_since_s)
 

@@ -162,11 +162,17 @@ class Planner:
     # -------------------------------------------------------------------------------------------------- plan
 
     def plan(
-        self, step_id: int, now: float, begins_s: float, is_alone: bool, holds_offline: bool = False
+        self,
+        step_id: int,
+        now: float,
+        begins_s: float,
+        is_alone: bool,
+        holds_offline: bool = False,
+        ahead_s: float = 0.0,
     ) -> PlannedStep | None:
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
         arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight;
-        `holds_offline`: no offline sequence joins it."""
+        `holds_offline`: no offline sequence joins it; `ahead_s`: predicted time of the longest step in flight."""
         has_online_work = self._memory.has_online_work()
         self._patience.observe(now, has_online_work)
         if not has_online_work:
@@ -176,6 +182,8 @@ class Planner:
             not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
         )
         if not is_alone and self._waits_for_share(now):
+            return None
+        if not is_alone and self._num_stages == 1 and self._favours.waits_for(ahead_s, now):
             return None
         if not is_alone and self._drafting.is_on and self._drafting.awaits(self._queues.values()):
             return None

@@ -70,8 +70,9 @@ class Steps:
             if planned is None:
                 # What the objectives leave beside online steps goes to its parts first.
                 keeps = not stays and self._memory.suspended is not None
+                ahead_s = max((step.predicted_s for step in in_flight), default=0.0)
                 planned = self._planner.plan(
-                    self._num_planned, now, begins_s, is_alone=not in_flight, holds_offline=keeps
+                    self._num_planned, now, begins_s, not in_flight, holds_offline=keeps, ahead_s=ahead_s
                 )
             if planned is None and not in_flight and self._memory.suspended is not None:
                 # Online requests wait for what only others can give them.

@@ -180,7 +180,7 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_given_up: bool = False
     """Only here: the request goes on elsewhere."""
     service_s: Seconds = 0.0
-    """Its part of the steps here, which together take as long as they do: what counts for its tenant."""
+    """Its part of the steps of this placement, which together take as long as they do: what counts for its tenant."""
 
     @property
     def public_model(self) -> str:

@@ -140,6 +140,8 @@ class SequenceProgress(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     last_token_age_s: Seconds = -1.0
     """Since its last token; below 0: it has none yet."""
     max_itl_s: Seconds = 0.0
+    service_s: Seconds = 0.0
+    """That counted for its tenant so far."""
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

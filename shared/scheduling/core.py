@@ -148,11 +148,12 @@ class SchedulerCore:
     def _record_ends(self, report: LoadReport, now: float) -> None:
         for request_id, stats in zip(report.ended, report.finished, strict=False):
             tracked = self.requests.get(request_id)
-            # Of one that is another's by now, it was an older epoch that ended there.
-            if not stats.is_given_up and (tracked is None or tracked.instance_id == report.instance_id):
+            if tracked is not None and tracked.instance_id != report.instance_id:
+                continue  # another's by now: an older epoch ended there
+            if tracked is not None:
+                self.queue.tenants.charge(tracked, stats.service_s, now, is_whole=not stats.is_given_up)
+            if not stats.is_given_up:
                 self.life.recorder.ended(request_id, stats, now)
-                if tracked is not None:
-                    self.queue.tenants.charge(tracked, stats.service_s, now)
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:
         if not is_known:

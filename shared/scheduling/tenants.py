@@ -68,10 +68,11 @@ class QueueTenants:
         if not placed[tracked.tenant]:
             del placed[tracked.tenant]
 
-    def charge(self, tracked: TrackedRequest, service_s: float, now: float) -> None:
-        """What it took, told at its end."""
-        mean_s = self._mean_s.get(tracked.model, service_s)
-        self._mean_s[tracked.model] = mean_s + LEARNING * (service_s - mean_s)
+    def charge(self, tracked: TrackedRequest, service_s: float, now: float, *, is_whole: bool = True) -> None:
+        """What it took, told at its end. Not `is_whole`: it goes on elsewhere."""
+        if is_whole:
+            mean_s = self._mean_s.get(tracked.model, service_s)
+            self._mean_s[tracked.model] = mean_s + LEARNING * (service_s - mean_s)
         self.of(tracked).charge(tracked.tenant, service_s)
         if not self._lately or self._lately[-1][0] != now // 1:
             self._lately.append((now // 1, {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.gateway.admission import (
     Key,
     PromptCharge,
     TenantPolicy,
+    name_of,
     read_admin_keys,
     read_keys,
 )
@@ -31,6 +33,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo, RequestClass
 from shared.settings import BusSettings, GatewaySettings, SettingsError
 from tests.gateway.conftest import MODEL, running_gateway, running_stack
 from tests.gateway.peer import until
+from tests.tideway.readme import REPOSITORY
 
 ADMINS = "anna:operate:a-secret\nrob:read:r-secret  # looks only\n"
 
@@ -343,6 +346,23 @@ async def test_tenants_of_a_proxy_have_its_limits_each_for_itself_and_are_not_re
     assert admission.authenticate({**bearer("proxy"), HEADER: "a"}) is asked["a"], "it is in use"
     tickets["a"].release()
     assert admission.authenticate(bearer("proxy")).num_in_flight[RequestClass.ONLINE] == 0
+
+
+def test_the_example_of_two_teams_and_a_proxy(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/operating.md").read_text()
+    (text,) = re.findall(r"```text\n(sk-[^`]*)```", page)
+    (weights,) = re.findall(r"with `TIDEWAY_TENANT_WEIGHTS=([^`]*)`", page)
+    file = tmp_path / "keys"
+    file.write_text(text)
+    settings = GatewaySettings(api_keys_file=str(file), tenant_weights=weights)
+    admission = Admission(read_keys(settings), {}, 100, TenantPolicy(settings))
+    asked = [admission.authenticate(bearer(key)) for key in ("sk-search-web", "sk-search-jobs", "sk-support")]
+    asked.append(admission.authenticate({**bearer("sk-portal"), HEADER: "user-17"}))
+    assert [name_of(key.tenant) for key in asked] == ["search", "search", "support", "user-17"]
+    assert [admission.tenants.weight(name_of(key.tenant)) for key in asked] == [2.0, 2.0, 1.0, 1.0]
+    limits = [(key.max_in_flight, key.tokens_per_minute) for key in asked]
+    assert limits == [(64, None), (64, None), (None, 200_000), (4, 20_000)]
+    assert asked[0].use_id != asked[1].use_id, "each key has its limits for itself"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import pytest
 from hypothesis import settings
@@ -45,6 +46,8 @@ CHANCES = {
     "give_up": 1,
 }
 """Of the events, in a random run."""
+WEIGHTS = {"x": 1.0, "y": 2.0, "z": 0.5}
+"""Of tenants."""
 STEPS = ("send_filled", "deliver", "announce_last", "detach", "send_rest", "deliver", "freeze", "commit", "forget")
 
 
@@ -97,6 +100,9 @@ class Events:
             stop_token_ids=tuple(choose.sample(range(1000), choose.choice([0, 50, 200]))),
             model=choose.choice("aab"),
             timeout_s=choose.choice([1.0, 5.0, 1000.0, 1000.0]),
+            tenant=(tenant := choose.choice("xyz")),
+            tenant_weight=WEIGHTS[tenant],
+            prefix_salt=tenant,
             **classes(choose.random() < 0.4, choose.random() < 0.3),
         )
         self.cluster.submit(self.node, sent)
@@ -157,6 +163,24 @@ class Events:
                 if moving in self.cluster.moving:
                     getattr(self.cluster, step)(moving)
 
+    def check_tenants(self) -> None:
+        """At the end: a tenant, its weight and its salt went with each request, and no more is told of what it had than was
+        counted on all instances. (Steps of sequences that had ended meanwhile are counted too.)"""
+        counted: dict[str, float] = defaultdict(float)
+        for node in self.cluster.nodes:
+            assert not list(node.engine.memory.tenants_of(True)) and not list(node.engine.memory.tenants_of(False))
+            for tenant, seconds in node.engine.counters.tenant_service_s.items():
+                counted[tenant] += seconds
+        for name, ended in self.cluster.ended.items():
+            sent, here = self.cluster.sent[name], ended.request
+            assert (here.tenant, here.tenant_weight, here.prefix_salt) == (
+                sent.tenant,
+                WEIGHTS[sent.tenant],
+                sent.tenant,
+            )
+            counted[sent.tenant] -= ended.service_s
+        assert min(counted.values(), default=0.0) >= -1e-9
+
     def give_up(self) -> None:
         if self.cluster.moving:
             self.cluster.give_up(self.chooser.choice(self.cluster.moving), self.chooser.random() < 0.5)
@@ -183,6 +207,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "events"):
             self.events.cluster.finish()
+            self.events.check_tenants()
 
 
 ClusterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)
@@ -200,5 +225,6 @@ def test_long_random_runs(first_seed):
             if number % 3 == 0:
                 events.cluster.check()
         events.cluster.finish()
+        events.check_tenants()
         num_moved += events.cluster.num_moved
     assert num_moved > 10

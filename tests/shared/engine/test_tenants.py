@@ -20,7 +20,7 @@ from shared.policies.tenant_shares import CREDIT_S
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance
 from tests.shared.engine.fake_executor import request
-from tests.shared.engine.moves_setup import make, run
+from tests.shared.engine.moves_setup import make, pair, run
 
 COST = CostModel(
     fixed_s=0.012, prefill_token_s=1e-4, prefill_attention_s=3e-9, decode_s=1e-4, decode_context_s=3e-7, num_layers=32
@@ -156,6 +156,20 @@ def test_tenants_with_one_request_each_wait_no_longer_than_requests_of_one() -> 
     assert longest_s[1] <= 1.2 * longest_s[0]
 
 
+def test_long_steps_are_planned_one_by_one_while_another_tenant_may_come_back() -> None:
+    world = World(num_merged=8000, num_rows=128)
+    for number in range(60):
+        world.submit(f"flood-{number}", 50, 3000, 0.0)
+    for at_s in (5.0, 7.0):
+        world.submit(f"other-{at_s}", 300, 5, at_s)
+    seen: dict[float, int] = {}
+    for number in range(400):
+        world.events.at(0.1 * number, lambda at_s=0.1 * number: seen.update({at_s: len(world.engine.steps.in_flight)}))
+    world.run(40.0)
+    most = [max(seen[at_s] for at_s in seen if low < at_s < high) for low, high in ((1, 4.9), (8, 36), (38, 40))]
+    assert most == [2, 1, 2], "while nobody else is known, while one is expected, and then not any more"
+
+
 def test_a_tenant_below_its_share_gets_memory_and_rows_that_another_holds_beyond_its_own() -> None:
     for num_merged, num_rows, cause in ((200, 64, "memory"), (2000, 8, "rows")):
         world = World(num_merged=num_merged, num_rows=num_rows)
@@ -243,3 +257,26 @@ def test_what_each_tenant_had_is_counted_by_phase() -> None:
         ("b", "decode"): 20,
     }
     assert counters.tenant_service_s == pytest.approx(dict(service_s))
+
+
+def test_what_a_request_had_moves_with_it() -> None:
+    cluster, source, destination = pair(cooldown=0.0)
+    for node in cluster.nodes:
+        node.engine.apply(SetCostModel("a", COST), 0.0)
+    sent = request("r", list(range(20)), 8, tenant="x", tenant_weight=2.0, prefix_salt="salt")
+    assert cluster.submit(source, sent)
+    run(source, 4)
+    cluster.collect()
+    cluster.now = 1.0
+    cluster.begin_move(source, destination, 0)
+    (moving,) = cluster.moving
+    for step in ("deliver", "detach", "send_rest", "deliver", "freeze", "commit", "forget"):
+        getattr(cluster, step)(moving)
+    assert cluster.num_moved == 1 and list(source.engine.memory.tenants_of(True)) == []
+    shares = destination.engine.memory.tenants_of(True)
+    assert list(shares) == ["x"] and shares.share("x") == 1.0
+    cluster.finish()
+    ended = cluster.ended["r"]
+    assert (ended.request.tenant, ended.request.tenant_weight, ended.request.prefix_salt) == ("x", 2.0, "salt")
+    had_s = [node.engine.counters.tenant_service_s["x"] for node in (source, destination)]
+    assert ended.service_s == pytest.approx(sum(had_s)) and min(had_s) > 0

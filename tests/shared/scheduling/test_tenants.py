@@ -1,20 +1,26 @@
-"""What the scheduler knows of tenants."""
+"""What the scheduler knows of tenants, and how its queue goes by it."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shared.messages.requests import GenerationRequest, Priority
+from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
+from shared.scheduling.actions import AskHeld
+from shared.scheduling.calls import OnHeld, OnRegistry
+from shared.scheduling.queue import GlobalQueue, Lane
 from shared.scheduling.requests import TrackedRequest
 from shared.scheduling.tenants import MAX_TOLD, WINDOW_S, QueueTenants
-from tests.shared.scheduling.driver import Driver, running
-from tests.shared.scheduling.samples import make_request
+from tests.shared.scheduling.driver import Driver, held, running
+from tests.shared.scheduling.samples import make_info, make_request
 
 
 def tracked(tenant: str, number: int, *, online: bool = True, weight: float = 1.0) -> TrackedRequest:
     request = make_request(f"{tenant}-{number}", online=online)
-    named = msgspec.structs.replace(request, tenant=tenant, tenant_weight=weight)
-    return TrackedRequest.submitted(named, number, 0, 0.0)
+    return TrackedRequest.submitted(named(request, tenant, weight), number, 0, 0.0)
 
 
 def test_statistics_say_who_waits_who_runs_and_what_each_had_in_the_last_minute() -> None:
@@ -71,3 +77,95 @@ def test_the_request_of_a_tenant_beside_a_flood_goes_to_an_instance_whatever_wai
         request = make_request(f"s{number}")
         driver.submit(msgspec.structs.replace(request, tenant="other"))
     assert driver.dispatches() == {"s0": "a"}, "with the second one it would have half of what it may have"
+
+
+def named(request: GenerationRequest, tenant: str, weight: float = 1.0) -> GenerationRequest:
+    return msgspec.structs.replace(request, tenant=tenant, tenant_weight=weight)
+
+
+def waiting_flood(driver: Driver, num: int) -> None:
+    for number in range(num):
+        driver.submit(named(make_request(f"flood-{number}"), "flood"))
+
+
+def test_one_request_at_a_time_goes_before_a_flood_that_came_first() -> None:
+    driver = Driver()
+    waiting_flood(driver, 40)
+    driver.pass_time(5.0)
+    driver.submit(named(make_request("other-0"), "other"))
+    driver.up("a")
+    order = list(driver.dispatches())
+    assert "other-0" in order and order.index("other-0") <= 1, order
+    for number in range(1, 6):
+        driver.report("a", freeness=0.0, num_running=5, waiting={"m": 50}, ended=[f"other-{number - 1}"])
+        assert driver.dispatches() == {}
+        driver.submit(named(make_request(f"other-{number}"), "other"))
+        assert driver.dispatches() == {f"other-{number}": "a"}, "it waits for nothing that the flood holds"
+
+
+@pytest.mark.parametrize("answers_first", [True, False])
+def test_a_new_scheduler_goes_on_with_what_instances_hold_for_each_tenant(answers_first: bool) -> None:
+    driver = Driver()
+    driver.core.apply(OnRegistry("a", make_info("a")), driver.now)
+    driver.report("a", freeness=0.0, num_running=20)
+    (ask,) = driver.take(AskHeld)
+    has = [msgspec.structs.replace(held(f"flood-{number}"), tenant="flood", tenant_weight=2.0) for number in range(20)]
+    has.append(msgspec.structs.replace(held("other-0"), tenant="other"))
+    if not answers_first:
+        waiting_flood(driver, 5)
+    driver.core.apply(OnHeld(ask, has), driver.now)
+    if answers_first:
+        waiting_flood(driver, 5)
+    for number in range(5, 30):
+        driver.submit(named(make_request(f"flood-{number}"), "flood", 2.0))
+    shares = driver.core.queue.tenants.of_class(True)
+    assert shares.key("flood") > shares.key("other") > 0.0, "what they hold is promised"
+    assert shares.share("flood") == pytest.approx(2 / 3)
+    told = {one.tenant: (one.num_placed, one.num_queued) for one in driver.core.queue.tenants.statistics(driver.now)}
+    assert told == {"flood": (20, 10), "other": (1, 0)}
+    driver.submit(named(make_request("other-1"), "other"))
+    driver.report("a", freeness=1000.0, num_running=21)
+    assert next(iter(driver.dispatches())) == "other-1"
+
+
+@pytest.mark.parametrize("policy", sorted(ORDERING_POLICIES))
+@given(
+    arrivals=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 500)), min_size=1, max_size=60
+    ),
+    weights=st.tuples(*[st.sampled_from([0.5, 1.0, 3.0])] * 3),
+)
+def test_the_queue_goes_by_least_service_and_then_by_the_policy(
+    policy: str, arrivals: list[tuple[str, int, int]], weights: tuple[float, ...]
+) -> None:
+    """Against an oracle that looks at all that wait."""
+    queue = GlobalQueue(ordering_policy(policy), 10**6)
+    lane, waiting, placed = Lane("m", True), [], []
+    served: dict[str, float] = dict.fromkeys("abc", 0.0)
+    for number, (tenant, num_taken, num_prompt) in enumerate(arrivals):
+        made = make_request(str(number), num_prompt=num_prompt, high=num_prompt % 7 == 0)
+        tracked = TrackedRequest.submitted(named(made, tenant, weights["abc".index(tenant)]), number, 0, 100.0)
+        queue.push(tracked, 100.0)
+        waiting.append(tracked)
+        for _ in range(num_taken):
+            if not waiting:
+                break
+            shares = queue.tenants.of_class(True)
+            (first,) = queue.first(lane, 100.0)
+            best_rank = min(t.request.priority != Priority.HIGH for t in waiting)
+            of_rank = [t for t in waiting if (t.request.priority != Priority.HIGH) == best_rank]
+            least = min(shares.key(t.tenant) for t in of_rank)
+            assert first in of_rank and shares.key(first.tenant) == least
+            assert first.key == min(t.key for t in of_rank if t.tenant == first.tenant)
+            queue.remove(first)
+            waiting.remove(first)
+            queue.tenants.place(first, 0.001 * first.num_prompt)
+            placed.append(first)
+            if len(placed) > 2:
+                ended = placed.pop(0)
+                seconds = 0.002 * ended.num_prompt
+                served[ended.tenant] += seconds
+                queue.tenants.charge(ended, seconds, 100.0)
+                queue.tenants.leave(ended)
+    told = {one.tenant: one.service_s for one in queue.tenants.statistics(100.0)}
+    assert {name: told.get(name, 0.0) for name in "abc"} == pytest.approx(served)
