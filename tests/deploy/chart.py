@@ -26,9 +26,9 @@ class RefusedError(Exception):
     """Values that the chart does not take; the message is the chart's, or its schema's."""
 
 
-def render(values: Mapping[str, Any] | None = None) -> list[Document]:
+def render(values: Mapping[str, Any] | None = None, chart: Path = CHART) -> list[Document]:
     """The documents for these values over the chart's own, in the release and namespace above. `RefusedError`."""
-    text = _by_binary("template", values) if shutil.which("helm") else _by_library(values)
+    text = _by_binary("template", values, chart) if shutil.which("helm") else _by_library(values, chart)
     return [document for document in yaml.safe_load_all(text) if document]
 
 
@@ -36,7 +36,7 @@ def lint(values: Mapping[str, Any] | None = None) -> list[str]:
     """What `helm lint --strict` complains of."""
     if shutil.which("helm"):
         try:
-            _by_binary("lint", values)
+            _by_binary("lint", values, CHART)
         except RefusedError as error:
             return str(error).splitlines()
         return []
@@ -44,8 +44,8 @@ def lint(values: Mapping[str, Any] | None = None) -> list[str]:
     return [m["error"] for m in report["messages"] if m["severity"] >= 2] + list(report["errors"])
 
 
-def _by_binary(command: str, values: Mapping[str, Any] | None) -> str:
-    arguments = [RELEASE, str(CHART)] if command == "template" else [str(CHART), "--strict"]
+def _by_binary(command: str, values: Mapping[str, Any] | None, chart: Path) -> str:
+    arguments = [RELEASE, str(chart)] if command == "template" else [str(chart), "--strict"]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(values or {}, file)
         file.flush()
@@ -60,9 +60,9 @@ def _library() -> Any:
     return pytest.importorskip("helm_python", reason="neither helm nor helm-python-sdk is installed")
 
 
-def _by_library(values: Mapping[str, Any] | None) -> str:
+def _by_library(values: Mapping[str, Any] | None, folder: Path) -> str:
     helm = _library()
-    with helm.Chart.load(CHART) as chart:
+    with helm.Chart.load(folder) as chart:
         try:
             chart.validate_schema(chart.merge_values(dict(values or {})))
             files = chart.render(dict(values or {}), name=RELEASE, namespace=NAMESPACE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,29 @@ def test_settings_reach_all_services_or_one_and_roll_its_pods() -> None:
     assert changed.template("tideway-nats") == plain.template("tideway-nats"), "but the bus stays"
     other = Cluster(render({"nats": {"maxFileStore": "8GB"}}))
     assert other.template("tideway-nats") != plain.template("tideway-nats")
+
+
+def test_a_setting_is_the_chart_s_or_the_operator_s(here: Cluster) -> None:
+    """Never both: Kubernetes refuses a variable that stands there twice."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    refused = set(schema["definitions"]["settings"]["propertyNames"]["not"]["enum"])
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    free = {"TIDEWAY_LOG_LEVEL", "TIDEWAY_LOG_FORMAT", *values["gateway"]["settings"], "UCX_NET_DEVICES"}
+    for name, _ in services(here):
+        variables = [variable["name"] for variable in here.container(name)["env"]]
+        assert len(variables) == len(set(variables))
+        made = {key for key in here.environment(name) if key.startswith(("TIDEWAY_", "HF_", "UCX_"))}
+        assert made - free <= refused
+
+
+def test_a_new_version_of_the_chart_alone_rolls_nothing(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "tideway")
+    file = tmp_path / "tideway/Chart.yaml"
+    file.write_text(file.read_text().replace("\nversion: 0.1.0", "\nversion: 0.9.9"))
+    newer, here = Cluster(render(EXAMPLES["mixed-gpus"], tmp_path / "tideway")), cluster("mixed-gpus")
+    assert newer.documents != here.documents
+    for name in here.workloads:
+        assert newer.template(name) == here.template(name)
 
 
 def test_kubernetes_sets_no_variables_of_its_own(here: Cluster) -> None:

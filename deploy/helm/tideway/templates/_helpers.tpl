@@ -60,10 +60,28 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* Variables of all services. */}}
+{{- define "tideway.settings" -}}
+TIDEWAY_NATS_URL: {{ include "tideway.natsUrl" . }}
+TIDEWAY_NATS_REPLICAS: {{ ternary 3 1 (gt (int .Values.nats.replicas) 1) | quote }}
+{{- if .Values.nats.tls.enabled }}
+TIDEWAY_NATS_TLS_CA: /etc/tideway/nats/ca.crt
+{{- end }}
+TIDEWAY_METRICS_HOST: 0.0.0.0
+TIDEWAY_METRICS_PORT: "9100"
+TIDEWAY_OTLP_ENDPOINT: {{ .Values.otlpEndpoint | quote }}
+{{- $log := dict "TIDEWAY_LOG_LEVEL" "INFO" "TIDEWAY_LOG_FORMAT" "json" }}
+{{- range $name, $value := mergeOverwrite $log .Values.settings }}
+{{ $name }}: {{ $value | toString | quote }}
+{{- end }}
+TIDEWAY_MODELS: {{ toRawJson .Values.models.initial | quote }}
+TIDEWAY_ADAPTERS: {{ with .Values.models.adapters }}{{ toRawJson . | quote }}{{ else }}""{{ end }}
+{{- end }}
+
 {{/* Annotations of a pod: they change, and so the pods roll, with what their environment is made of. */}}
 {{- define "tideway.podAnnotations" -}}
 {{- if ne .component "nats" }}
-checksum/settings: {{ include (print $.root.Template.BasePath "/settings.yaml") .root | sha256sum }}
+checksum/settings: {{ include "tideway.settings" .root | sha256sum }}
 {{- end }}
 {{- with .root.Values.secret.revision }}
 checksum/secret: {{ . | quote }}
