@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 
 from services.worker.attention.flashinfer_modules import _arch
 from shared.bus.permissions import ROLES
-from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
+from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
 from tests.conftest import free_port
 from tests.deploy.metrics import every_metric
 from tideway.nats_config import users_file
@@ -252,10 +253,23 @@ def test_every_setting_in_compose_exists(file: str) -> None:
     for name, kind in SETTINGS.items():
         fields = {"TIDEWAY_" + field.name.upper() for field in msgspec.structs.fields(kind)}
         for variable in environment_of(compose(file)["services"].get(name, {})):
-            if variable.startswith("TIDEWAY_"):
+            if variable.startswith("TIDEWAY_") and variable != "TIDEWAY_CONFIG":
                 assert variable in fields, f"{file}: {name} has no {variable}"
                 num_checked += 1
     assert num_checked >= 2
+
+
+def test_any_setting_may_stand_in_the_file_of_settings(tmp_path: Path) -> None:
+    text = (REPOSITORY / "deploy/settings.toml").read_text()
+    assert tomllib.loads(text) == {}, "the defaults are the code's"
+    file = tmp_path / "settings.toml"
+    file.write_text(re.sub(r"^#   ", "", text, flags=re.MULTILINE))
+    for name, kind in SETTINGS.items():
+        service = compose()["services"][name]
+        mounted = service["environment"]["TIDEWAY_CONFIG"]
+        assert f"${{TIDEWAY_SETTINGS:-./deploy/settings.toml}}:{mounted}:ro" in service["volumes"]
+        load(kind, {"TIDEWAY_CONFIG": str(file)})
+    assert load(GatewaySettings, {"TIDEWAY_CONFIG": str(file)}).max_in_flight == 4096
 
 
 def test_the_default_models_are_in_the_image() -> None:
