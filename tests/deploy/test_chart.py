@@ -31,7 +31,7 @@ from tests.deploy.chart import CHART, EXAMPLES, NAMESPACE, REPOSITORY, RefusedEr
 from tests.deploy.cluster import CLUSTERS, Cluster, cluster
 from tests.deploy.custom_resources import SCHEMAS, check
 from tests.deploy.metrics import every_metric
-from tests.deploy.test_nats import server_environment, write_configuration
+from tests.deploy.nats_servers import server_environment, write_configuration
 from tideway.nats_config import chart_permissions
 from tideway.preflight import nats_server_binary
 from tideway.tree import gateway_stop_s
@@ -76,6 +76,50 @@ def test_documents_are_of_kubernetes_schema(here: Cluster, kubernetes: str) -> N
             check(document)
         else:
             kubernetes_validate.validate(document, kubernetes, strict=True)
+
+
+LABEL = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
+
+
+def refusals(here: Cluster) -> list[str]:
+    """What the API server refuses beyond its schemas (k8s.io/kubernetes/pkg/apis/core/validation), of what the chart has."""
+    found = []
+    for name, workload in here.workloads.items():
+        container, pod = here.container(name), here.pod(name)
+        labels = {**workload["metadata"]["labels"], **here.template(name)["metadata"]["labels"]}
+        found += [f"{name}: label {value}" for value in labels.values() if not re.fullmatch(LABEL, value)]
+        ports = [port["name"] for port in container.get("ports", ())]
+        found += [
+            f"{name}: port {port}" for port in ports if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?", port)
+        ]
+        for what, names in (
+            ("port", ports),
+            ("variable", [variable["name"] for variable in container["env"]]),
+            ("volume", [volume["name"] for volume in pod["volumes"]]),
+            ("mount", [mount["mountPath"] for mount in container["volumeMounts"]]),
+        ):
+            found += [f"{name}: {what} {each} twice" for each in set(names) if names.count(each) > 1]
+        for resource, limit in container["resources"]["limits"].items():
+            request = container["resources"]["requests"].get(resource, limit)
+            if "/" in resource and request != limit:
+                found.append(f"{name}: {resource} is not as requested")
+        # Its revisions are a label of its pods: the name, a dash and ten digits.
+        if workload["kind"] == "StatefulSet" and len(name) > 52:
+            found.append(f"{name}: too long")
+    return found
+
+
+def test_the_api_server_would_take_it(here: Cluster) -> None:
+    assert refusals(here) == []
+
+
+def test_names_that_would_be_too_long_are_refused() -> None:
+    pool = {"name": "a-pool-with-a-long-nam", "replicas": 1}
+    assert refusals(Cluster(render({"workers": {"pools": [pool]}, "scaling": {"pool": ""}}))) == []
+    long = Cluster(render({"workers": {"pools": [{"name": "cpu"}]}}, release="r" * 30))
+    assert refusals(long) == []
+    with pytest.raises(RefusedError, match="52 characters"):
+        render({"workers": {"pools": [pool]}, "scaling": {"pool": ""}}, release="r" * 30)
 
 
 def test_names_are_unique_and_in_the_release_s_namespace(here: Cluster) -> None:

@@ -221,6 +221,10 @@ resources: {requests: {storage: {{ .size }}}}
 {{- if ne (int $pool.podsPerInstance) 1 -}}
 {{- fail (printf "%s: podsPerInstance must be 1. The ranks of an instance are processes of one pod: they share memory (memfd) and meet on the loopback interface, so tensor and pipeline parallelism end at the node, and a LeaderWorkerSet would have nobody to lead. Take nodes with as many GPUs as an instance needs, or --quantization (docs/kubernetes.md)." $where) -}}
 {{- end -}}
+{{- $set := printf "%s-worker-%s%s" (include "tideway.name" .root) $pool.name (ternary "-00" "" $pool.ownNatsUsers) -}}
+{{- if gt (len $set) 52 -}}
+{{- fail (printf "%s: the name %s of its StatefulSet has more than 52 characters; take a shorter name for the pool or the release" $where $set) -}}
+{{- end -}}
 {{- $size := mul $pool.tensorParallel $pool.pipelineParallel | int -}}
 {{- if eq $pool.device "cuda" -}}
 {{- if eq (int $pool.gpus) 0 -}}
