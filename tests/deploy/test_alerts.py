@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from services.scheduler.observer import LOSSES
 from tests.deploy.chart import CHART, REPOSITORY
 from tests.deploy.metrics import every_metric
 
@@ -75,6 +76,19 @@ def test_alerts_name_metrics_of_the_code(registry: CollectorRegistry) -> None:
     known = {family.name + suffix for family in registry.collect() for suffix in suffixes.get(family.type, ())}
     named = {name for rule in RULES.values() for name in re.findall(r"(?<!\w)(?:tideway_|vllm:)\w+", rule["expr"])}
     assert len(named) > 15 and named <= known
+
+
+def test_what_alerts_count_begins_at_zero(registry: CollectorRegistry) -> None:
+    """Else a first increase, say three instances between two scrapes, is none to Prometheus."""
+    source = (REPOSITORY / "shared/scheduling/membership.py").read_text()
+    reasons = {reason for call in re.findall(r"_lose\((.+)\)", source) for reason in re.findall(r'"(\w+)"', call)}
+    reasons |= set(re.findall(r'how = "(\w+)" .* else "(\w+)"', source)[0])
+    assert reasons == set(LOSSES)
+    for reason in LOSSES:
+        assert registry.get_sample_value("tideway_scheduler_lost_instances_total", {"reason": reason}) == 0
+    assert registry.get_sample_value("tideway_kv_transfer_refused_connections_total", {"reason": "ticket"}) == 0
+    assert registry.get_sample_value("tideway_gateway_admin_refusals_total") == 0
+    assert registry.get_sample_value("tideway_bus_refused_total") == 0
 
 
 def test_each_alert_has_its_page() -> None:
