@@ -41,10 +41,10 @@ def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0,
 
 
 class Servers:
-    """As many as the chart has replicas, in one folder; `url` names all."""
+    """As many as the chart has replicas, in one folder; `url` names all, `cluster` is what they are of."""
 
     def __init__(self, values: dict[str, Any], folder: Path) -> None:
-        here = Cluster(render({**values, "backup": {"enabled": True}}))
+        here = self.cluster = Cluster(render({**values, "backup": {"enabled": True}}))
         number = here.workloads["tideway-nats"]["spec"]["replicas"]
         folder.mkdir()
         ports, routes = [[free_port() for _ in range(number)] for _ in range(2)]
