@@ -13,6 +13,8 @@ import nats
 import nats.errors
 
 from shared.settings import BusSettings
+from shared.tls import client_tls
+from tests.certificates import Authority
 from tests.conftest import free_port
 from tests.deploy.chart import render
 from tests.deploy.cluster import Cluster
@@ -22,6 +24,14 @@ from tideway.preflight import nats_server_binary
 def server_environment(here: Cluster, server: int = 0) -> dict[str, str]:
     values = here.environment("tideway-nats")
     return {**{k: v for k, v in values.items() if not k.startswith("PLAIN_")}, "POD_NAME": f"tideway-nats-{server}"}
+
+
+def make_certificates(folder: Path) -> Path:
+    """What the secret of the servers' TLS has, for 127.0.0.1; returns the CA's file."""
+    authority = Authority(folder)
+    for made, name in zip((*authority.issue("nats"), authority.ca), ("tls.crt", "tls.key", "ca.crt"), strict=True):
+        made.rename(folder / name)
+    return folder / "ca.crt"
 
 
 def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0, routes: tuple[int, ...] = ()) -> Path:
@@ -47,6 +57,8 @@ class Servers:
         here = self.cluster = Cluster(render({**values, "backup": {"enabled": True}}))
         number = here.workloads["tideway-nats"]["spec"]["replicas"]
         folder.mkdir()
+        has_tls = "tls {" in here.find("ConfigMap", "tideway-nats")["data"]["nats.conf"]
+        self._ca = str(make_certificates(folder)) if has_tls else ""
         ports, routes = [[free_port() for _ in range(number)] for _ in range(2)]
         self.url = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
         self.processes = []
@@ -59,7 +71,9 @@ class Servers:
             )
 
     def settings(self, user: str) -> BusSettings:
-        return BusSettings(nats_url=self.url, nats_user=user, nats_password=f"nats-{user}-password")
+        return BusSettings(
+            nats_url=self.url, nats_user=user, nats_password=f"nats-{user}-password", nats_tls_ca=self._ca
+        )
 
     async def until_ready(self) -> None:
         """Until JetStream answers, which in a cluster needs a leader."""
@@ -69,7 +83,7 @@ class Servers:
                 settings = self.settings("operator")
                 client = await nats.connect(
                     self.url.split(","), user=settings.nats_user, password=settings.nats_password,
-                    inbox_prefix=b"_INBOX.operator", allow_reconnect=False,
+                    inbox_prefix=b"_INBOX.operator", allow_reconnect=False, tls=client_tls(settings),
                 )  # fmt: skip
                 try:
                     await client.request("$JS.API.STREAM.INFO.KV_tideway_models", b"", timeout=1)

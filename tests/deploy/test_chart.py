@@ -25,13 +25,12 @@ from shared.settings import (
     WorkerSettings,
     load,
 )
-from tests.certificates import Authority
 from tests.conftest import free_port
 from tests.deploy.chart import CHART, EXAMPLES, NAMESPACE, REPOSITORY, RefusedError, lint, render
 from tests.deploy.cluster import CLUSTERS, Cluster, cluster
 from tests.deploy.custom_resources import SCHEMAS, check
 from tests.deploy.metrics import every_metric
-from tests.deploy.nats_servers import server_environment, write_configuration
+from tests.deploy.nats_servers import make_certificates, server_environment, write_configuration
 from tideway.nats_config import chart_permissions
 from tideway.preflight import nats_server_binary
 from tideway.tree import gateway_stop_s
@@ -487,9 +486,7 @@ def test_the_chart_knows_what_each_role_may_do() -> None:
 def test_nats_takes_its_configuration(here: Cluster, tmp_path: Path) -> None:
     file = write_configuration(here, tmp_path, free_port())
     if "tls {" in file.read_text():
-        authority = Authority(tmp_path)
-        for made, name in zip((*authority.issue("nats"), authority.ca), ("tls.crt", "tls.key", "ca.crt"), strict=True):
-            made.rename(tmp_path / name)
+        make_certificates(tmp_path)
     call = [nats_server_binary(), "-t", "-c", str(file)]
     result = subprocess.run(call, env=server_environment(here), capture_output=True, text=True)
     assert "is valid" in result.stderr, result.stderr

@@ -20,7 +20,7 @@ CONTENT = b"a line\n" * 200_000
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[Servers]:
-    servers = Servers({}, tmp_path / "three")
+    servers = Servers({"nats": {"tls": {"enabled": True}}}, tmp_path / "three")
     yield servers
     servers.close()
 
