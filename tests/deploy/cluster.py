@@ -21,7 +21,9 @@ class Cluster:
     def __init__(self, documents: list[Document]) -> None:
         self.documents = documents
         self.workloads = {
-            d["metadata"]["name"]: d for d in documents if d["kind"] in ("Deployment", "StatefulSet", "Job", "CronJob")
+            d["metadata"]["name"]: d
+            for d in documents
+            if d["kind"] in ("Deployment", "StatefulSet", "Job", "CronJob", "Pod")
         }
 
     def of_kind(self, kind: str) -> list[Document]:
@@ -32,7 +34,10 @@ class Cluster:
         return found
 
     def template(self, name: str) -> Document:
-        spec = self.workloads[name]["spec"]
+        workload = self.workloads[name]
+        if workload["kind"] == "Pod":
+            return workload
+        spec = workload["spec"]
         return (spec["jobTemplate"]["spec"] if "jobTemplate" in spec else spec)["template"]  # type: ignore[no-any-return]
 
     def pod(self, name: str) -> Document:

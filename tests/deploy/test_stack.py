@@ -31,6 +31,7 @@ class Stack:
     def __init__(self, servers: Servers, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.logs = folder
+        self.cluster = servers.cluster
         # What cannot be had outside a container: names and ports of a pod of its own, /cache.
         here = {
             "TIDEWAY_NATS_URL": servers.url,
@@ -45,12 +46,12 @@ class Stack:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TIDEWAY_", "OTEL_", "HF_"))}
         self.processes = []
         for component in ("placement", "scheduler", "worker", "gateway"):
-            (name,) = servers.cluster.of_component(component)
+            (name,) = self.cluster.of_component(component)
             with (folder / f"{component}.log").open("w") as log:
                 process = subprocess.Popen(
                     [sys.executable, "-m", f"services.{component}"],
                     cwd=REPOSITORY,
-                    env={**inherited, **servers.cluster.environment(name), **here},
+                    env={**inherited, **self.cluster.environment(name), **here},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
@@ -69,6 +70,16 @@ class Stack:
             }
             assert all(process.poll() is None for process in self.processes)
             time.sleep(0.2)
+
+    def helm_test(self, *more_models: str) -> subprocess.CompletedProcess[str]:
+        """What the pod of `helm test` runs."""
+        (name,) = self.cluster.of_component("test")
+        python, *arguments = self.cluster.container(name)["command"]
+        assert python == "python"
+        arguments = [self.url if argument.startswith("http://") else argument for argument in arguments]
+        environment = self.cluster.environment(name)
+        command = [sys.executable, *arguments, *more_models]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     def close(self) -> None:
         for process in reversed(self.processes):
@@ -100,6 +111,9 @@ def test_it_serves(stack: Stack) -> None:
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 5
+    test = stack.helm_test()
+    assert test.returncode == 0 and MODEL in test.stdout, test.stderr
+    assert "not served: other" in stack.helm_test("other").stderr
     admin = {"Authorization": "Bearer admin-api-key"}
     (instance,) = httpx.get(f"{stack.url}/admin/instances", headers=admin, timeout=30).json()["instances"]
     assert instance["instance_id"] == "tideway-worker-cpu-0-0-0", "the pod's name is the node"
