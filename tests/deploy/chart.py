@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,8 +46,8 @@ def lint(values: Mapping[str, Any] | None = None) -> list[str]:
         except RefusedError as error:
             return str(error).splitlines()
         return []
-    report = _library().lint(CHART, dict(values or {}), strict=True, namespace=NAMESPACE)
-    return [m["error"] for m in report["messages"] if m["severity"] >= 2] + list(report["errors"])
+    answer = _ask_library(call="lint", chart=str(CHART), values=dict(values or {}), namespace=NAMESPACE)
+    return list(answer["faults"])
 
 
 def _by_binary(arguments: list[str], values: Mapping[str, Any] | None) -> str:
@@ -58,16 +61,34 @@ def _by_binary(arguments: list[str], values: Mapping[str, Any] | None) -> str:
     return result.stdout
 
 
-def _library() -> Any:
-    return pytest.importorskip("helm_python", reason="neither helm nor helm-python-sdk is installed")
+def _by_library(values: Mapping[str, Any] | None, chart: Path, release: str) -> str:
+    answer = _ask_library(
+        call="render", chart=str(chart), values=dict(values or {}), release=release, namespace=NAMESPACE
+    )
+    if "refused" in answer:
+        raise RefusedError(answer["refused"])
+    return str(answer["text"])
 
 
-def _by_library(values: Mapping[str, Any] | None, folder: Path, release: str) -> str:
-    helm = _library()
-    with helm.Chart.load(folder) as chart:
-        try:
-            chart.validate_schema(chart.merge_values(dict(values or {})))
-            files = chart.render(dict(values or {}), name=release, namespace=NAMESPACE)
-        except helm.HelmError as error:
-            raise RefusedError(str(error)) from None
-    return "\n---\n".join(text for name, text in files.items() if not name.endswith("NOTES.txt"))
+def _ask_library(**call: Any) -> dict[str, Any]:
+    process = _library()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(call) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+@functools.cache
+def _library() -> subprocess.Popen[str]:
+    """Ends with its stdin, and so with this process."""
+    if importlib.util.find_spec("helm_python") is None:
+        pytest.skip("neither helm nor helm-python-sdk is installed")
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.deploy.helm_library"],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )

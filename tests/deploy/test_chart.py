@@ -77,6 +77,50 @@ def test_documents_are_of_kubernetes_schema(here: Cluster, kubernetes: str) -> N
             kubernetes_validate.validate(document, kubernetes, strict=True)
 
 
+def test_the_rest_of_the_values_makes_documents_too() -> None:
+    """Those that no example has."""
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    toleration = {"key": "a", "operator": "Exists"}
+    pool = {
+        "name": "odd",
+        "instances": 2,
+        "affinity": affinity,
+        "podAnnotations": {"example.org/b": "1"},
+        "rdma": {"enabled": True, "resource": "rdma/ib", "count": 2, "networks": "ib-net"},
+        "settings": {"TIDEWAY_PROMPT_LOOKUP": 4, "TIDEWAY_DETERMINISTIC": True},
+        "memoryBytes": 80 << 30,
+    }
+    values = {
+        "podAnnotations": {"example.org/a": "yes"},
+        "nats": {"antiAffinity": "soft", "nodeSelector": {"disk": "ssd"}, "tolerations": [toleration]},
+        "gateway": {"service": {"type": "LoadBalancer", "annotations": {"example.org/lb": "internal"}}},
+        "models": {
+            "huggingFace": {"endpoint": "https://hub.internal"},
+            "cache": {"kind": "shared", "existingClaim": "mine"},
+        },
+        "workers": {"pools": [pool]},
+        "scaling": {"pool": "odd"},
+        "networkPolicy": {"egress": {"restricted": True, "more": [{"ports": [{"port": 4318}]}]}},
+        "backup": {"enabled": True, "existingClaim": "backups"},
+    }
+    here = Cluster(render(values))
+    for document in here.documents:
+        kubernetes_validate.validate(document, NEWEST, strict=True)
+    assert refusals(here) == []
+    annotations = here.template("tideway-worker-odd")["metadata"]["annotations"]
+    assert (
+        annotations.items()
+        >= {"example.org/a": "yes", "example.org/b": "1", "k8s.v1.cni.cncf.io/networks": "ib-net"}.items()
+    )
+    environment = here.environment("tideway-worker-odd")
+    settings = load(InstanceSettings, environment)
+    assert (settings.prompt_lookup, settings.deterministic) == (4, True)
+    assert load(WorkerSettings, environment).memory_bytes == 80 << 30, "and no 8.589934592e+10"
+    assert environment["HF_ENDPOINT"] == "https://hub.internal"
+    assert here.of_kind("PersistentVolumeClaim") == [], "they are there"
+    assert "preferredDuringSchedulingIgnoredDuringExecution" in here.pod("tideway-nats")["affinity"]["podAntiAffinity"]
+
+
 LABEL = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 
 
