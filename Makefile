@@ -14,7 +14,7 @@ BENCHES ?= planning dispatching stack gateway steps
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test test-emulated test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
+.PHONY: help up down status test chart promtool test-emulated test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
 	bench-placement bench-unified bench-peers gpu gpu-wheels clean install development
 
@@ -26,6 +26,7 @@ help:
 	@echo "make test     the tests that need neither a GPU nor a container engine; make test-long: those that take longest"
 	@echo "make test-emulated  those for a GPU, on an emulated one (make test has them too)"
 	@echo "make test-fast  those that need no process, port or model: under a minute"
+	@echo "make chart    the Helm chart alone: lint, template for each of its examples, alerts (with promtool where apt has it)"
 	@echo "make check    formatting, lint, types, and who imports whom"
 	@echo "make bench    the measurements in bench/"
 	@echo "make bench-coserving        online and offline work together, 40 minutes; bench-coserving-short: 4 minutes"
@@ -73,6 +74,16 @@ test-long: development
 
 test-fast: development
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast -p no:schemathesis $(ARGS)
+
+chart: promtool
+	$(BIN)/python -m pytest -n 0 -p no:schemathesis tests/deploy $(ARGS)
+
+# For the tests of the alerts, which are skipped without it: out of Debian's package, without installing that.
+promtool: development
+	@[ -x $(BIN)/promtool ] || command -v promtool >/dev/null || ! command -v apt-get >/dev/null || { \
+		folder=$$(mktemp -d) && (cd $$folder && (apt-get download -q prometheus || { apt-get update -q && apt-get download -q prometheus; }) \
+		&& dpkg-deb -x prometheus_*.deb .) >/dev/null 2>&1 && mv $$folder/usr/bin/promtool $(BIN)/promtool \
+		|| echo "promtool could not be had: tests of the alerts are skipped"; rm -rf "$$folder"; }
 
 check: development
 	$(BIN)/ruff check .

@@ -40,6 +40,7 @@ from tideway.preflight import check_otlp, check_tensor_parallel, parse_adapters,
 from tideway.profile import profile
 from tideway.simulate import simulate
 from tideway.status import show_status
+from tideway.stream_backup import backup_streams, restore_streams
 from tideway.tenants import show_tenants
 from tideway.top import show_top
 from tideway.tree import UpOptions, down_timeout_s
@@ -515,6 +516,8 @@ app.command()(nats_config)
 app.command()(nats_replicas)
 app.command()(backup)
 app.command()(restore)
+app.command()(backup_streams)
+app.command()(restore_streams)
 
 
 @app.command("version")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shared.bus.permissions import ROLES, TOKEN, permissions, role_of
+from tideway import stream_backup
 from tideway.data_folder import OperatorError
 
 
@@ -51,11 +52,30 @@ def users_file(node_ids: list[str]) -> str:
     return f"# Made by `tideway nats-config`.\nauthorization: {text}\n"
 
 
+CHART_NODE = "NODE"
+"""Stands for a worker's TIDEWAY_NODE_ID in `chart_permissions`; no subject has it otherwise."""
+
+
+def chart_permissions() -> str:
+    """JSON of what each role may do, a worker of the node `CHART_NODE`, and the user that makes backups, for the Helm chart,
+    which knows the nodes only when it is rendered: `{user: permissions}`, each as in a server's configuration."""
+    nodes = {f"worker-{CHART_NODE}": CHART_NODE}
+    users = nats_users(dict.fromkeys([*ROLES, *nodes], ""), nodes)
+    may = {user["user"]: user["permissions"] for user in users} | {stream_backup.USER: stream_backup.PERMISSIONS}
+    return json.dumps(may, indent=1) + "\n"
+
+
 def nats_config(
     node: Annotated[
         list[str] | None,
         typer.Option(help="A worker's TIDEWAY_NODE_ID; repeatable. Each gets a user that hears its own requests only."),
     ] = None,
+    chart: Annotated[
+        bool,
+        typer.Option("--chart", help="What each role may do as the Helm chart reads it, in place of a configuration."),
+    ] = False,
 ) -> None:
     """Print the users of a NATS server, one a role, for its configuration."""
-    print(users_file(node or []), end="")
+    if chart and node:
+        raise OperatorError("--chart names no nodes: the chart fills them in.")
+    print(chart_permissions() if chart else users_file(node or []), end="")

@@ -23,6 +23,8 @@ from shared.telemetry import Telemetry, context_of
 
 logger = logging.getLogger(__name__)
 
+LOSSES = ("drained", "exited", "restarted", "silent", "vanished")
+"""How instances go away, as `InstanceLost` says it."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -80,6 +82,8 @@ class Observer:
             self._pairings.labels(reason)
         for request_class in RequestClass:
             self._queue_seconds.labels(request_class)
+        for how in LOSSES:
+            self._lost_instances.labels(how)
 
     def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
         """Says where instances make other bits of one model, in deterministic mode."""

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,11 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from services.gateway.metrics import GatewayMetrics
-from services.placement.metrics import NatsMetrics, PlacementMetrics
-from services.scheduler.observer import Observer
 from services.worker.attention.flashinfer_modules import _arch
-from services.worker.instance_telemetry import InstanceTelemetry
-from services.worker.kv_transport.telemetry import TransferMetrics
-from services.worker.migration.telemetry import MigrationTelemetry
-from services.worker.node import _Metrics as NodeMetrics
-from shared.bus.metrics import bus_metrics
 from shared.bus.permissions import ROLES
-from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
-from shared.telemetry import start_telemetry
+from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
 from tests.conftest import free_port
+from tests.deploy.metrics import every_metric
 from tideway.nats_config import users_file
 from tideway.preflight import nats_server_binary
 
@@ -67,17 +59,7 @@ def expressions() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def registry() -> CollectorRegistry:
     """Every metric that the dashboard may name."""
-    telemetry = start_telemetry("scheduler", "test", BusSettings(otlp_endpoint="http://127.0.0.1:9"))
-    Observer(telemetry)
-    GatewayMetrics(telemetry.registry)
-    InstanceTelemetry("test", telemetry, time.monotonic)
-    MigrationTelemetry(telemetry)
-    TransferMetrics(telemetry.registry)
-    PlacementMetrics(telemetry.registry)
-    NatsMetrics(telemetry.registry)
-    NodeMetrics(telemetry.registry)
-    bus_metrics(telemetry.registry)
-    return telemetry.registry
+    return every_metric()
 
 
 def test_every_metric_of_the_dashboard_is_one_of_the_code(registry: CollectorRegistry) -> None:
@@ -271,10 +253,23 @@ def test_every_setting_in_compose_exists(file: str) -> None:
     for name, kind in SETTINGS.items():
         fields = {"TIDEWAY_" + field.name.upper() for field in msgspec.structs.fields(kind)}
         for variable in environment_of(compose(file)["services"].get(name, {})):
-            if variable.startswith("TIDEWAY_"):
+            if variable.startswith("TIDEWAY_") and variable != "TIDEWAY_CONFIG":
                 assert variable in fields, f"{file}: {name} has no {variable}"
                 num_checked += 1
     assert num_checked >= 2
+
+
+def test_any_setting_may_stand_in_the_file_of_settings(tmp_path: Path) -> None:
+    text = (REPOSITORY / "deploy/settings.toml").read_text()
+    assert tomllib.loads(text) == {}, "the defaults are the code's"
+    file = tmp_path / "settings.toml"
+    file.write_text(re.sub(r"^#   ", "", text, flags=re.MULTILINE))
+    for name, kind in SETTINGS.items():
+        service = compose()["services"][name]
+        mounted = service["environment"]["TIDEWAY_CONFIG"]
+        assert f"${{TIDEWAY_SETTINGS:-./deploy/settings.toml}}:{mounted}:ro" in service["volumes"]
+        load(kind, {"TIDEWAY_CONFIG": str(file)})
+    assert load(GatewaySettings, {"TIDEWAY_CONFIG": str(file)}).max_in_flight == 4096
 
 
 def test_the_default_models_are_in_the_image() -> None:
@@ -288,7 +283,10 @@ def test_the_default_models_are_in_the_image() -> None:
 
 def test_prometheus_and_grafana_know_their_targets() -> None:
     services = compose()["services"]
-    jobs = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    prometheus = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())
+    jobs = prometheus["scrape_configs"]
+    mounted = [volume.split(":")[1] for volume in services["prometheus"]["volumes"]]
+    assert set(prometheus["rule_files"]) <= set(mounted)
     names = {name for job in jobs for target in job["dns_sd_configs"] for name in target["names"]}
     assert names == set(SERVICES)
     source = yaml.safe_load((REPOSITORY / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())

@@ -145,10 +145,13 @@ def test_documented_endpoints_and_fields_exist() -> None:
 
 def test_documented_metrics_exist() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "services").rglob("*.py"))
-    sources += (REPOSITORY / "shared/bus/metrics.py").read_text()
+    sources += "".join((REPOSITORY / name).read_text() for name in ("shared/bus/metrics.py", "shared/telemetry.py"))
     names = ("gateway", "scheduler", "placement", "instance", "bus", "nats_stream")
     prefixes = (*(f"tideway_{name}_" for name in names), "")
-    for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
+    pages = "".join(
+        (REPOSITORY / "docs" / f"{page}.md").read_text() for page in ("operating", "kubernetes", "runbooks")
+    )
+    for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", pages):
         plain = name.removesuffix("_total")
         assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name
 

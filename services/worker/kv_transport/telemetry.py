@@ -42,6 +42,8 @@ class TransferMetrics:
             self._bytes.labels(direction)
             self._seconds.labels(direction)
             self._transfers.labels(direction, DONE)
+        for reason in Refusal:
+            self._refused.labels(reason)
 
     def on_done(self, direction: str, num_bytes: int, seconds: float) -> None:
         self._transfers.labels(direction, DONE).inc()

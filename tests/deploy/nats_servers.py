@@ -1,0 +1,99 @@
+"""NATS servers with the chart's configuration, as processes here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import nats
+import nats.errors
+
+from shared.settings import BusSettings
+from shared.tls import client_tls
+from tests.certificates import Authority
+from tests.conftest import free_port
+from tests.deploy.chart import render
+from tests.deploy.cluster import Cluster
+from tideway.preflight import nats_server_binary
+
+
+def server_environment(here: Cluster, server: int = 0) -> dict[str, str]:
+    values = here.environment("tideway-nats")
+    return {**{k: v for k, v in values.items() if not k.startswith("PLAIN_")}, "POD_NAME": f"tideway-nats-{server}"}
+
+
+def make_certificates(folder: Path) -> Path:
+    """What the secret of the servers' TLS has, for 127.0.0.1; returns the CA's file."""
+    authority = Authority(folder)
+    for made, name in zip((*authority.issue("nats"), authority.ca), ("tls.crt", "tls.key", "ca.crt"), strict=True):
+        made.rename(folder / name)
+    return folder / "ca.crt"
+
+
+def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0, routes: tuple[int, ...] = ()) -> Path:
+    """As mounted in a pod, changed only in what cannot be had outside a container."""
+    data = here.find("ConfigMap", "tideway-nats")["data"]
+    text = data["nats.conf"].replace("0.0.0.0:4222", f"127.0.0.1:{port}")
+    text = text.replace("0.0.0.0:8222", f"127.0.0.1:{free_port()}").replace('"/data"', f'"{folder}/data-{server}"')
+    for i, route in enumerate(routes):
+        text = text.replace(f"tideway-nats-{i}.tideway-nats:6222", f"127.0.0.1:{route}")
+    if routes:
+        text = text.replace("0.0.0.0:6222", f"127.0.0.1:{routes[server]}")
+    text = re.sub(r'"/etc/nats/tls/([\w.]+)"', rf'"{folder}/\1"', text)
+    (folder / "users.conf").write_text(data["users.conf"])
+    file = folder / f"nats-{server}.conf"
+    file.write_text(text)
+    return file
+
+
+class Servers:
+    """As many as the chart has replicas, in one folder; `url` names all, `cluster` is what they are of."""
+
+    def __init__(self, values: dict[str, Any], folder: Path) -> None:
+        here = self.cluster = Cluster(render({**values, "backup": {"enabled": True}}))
+        number = here.workloads["tideway-nats"]["spec"]["replicas"]
+        folder.mkdir()
+        has_tls = "tls {" in here.find("ConfigMap", "tideway-nats")["data"]["nats.conf"]
+        self._ca = str(make_certificates(folder)) if has_tls else ""
+        ports, routes = [[free_port() for _ in range(number)] for _ in range(2)]
+        self.url = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
+        self.processes = []
+        for i, port in enumerate(ports):
+            file = write_configuration(here, folder, port, i, tuple(routes) if number > 1 else ())
+            environment = {**os.environ, **server_environment(here, i)}
+            call = [nats_server_binary(), "-c", str(file)]
+            self.processes.append(
+                subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+
+    def settings(self, user: str) -> BusSettings:
+        return BusSettings(
+            nats_url=self.url, nats_user=user, nats_password=f"nats-{user}-password", nats_tls_ca=self._ca
+        )
+
+    async def until_ready(self) -> None:
+        """Until JetStream answers, which in a cluster needs a leader."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                settings = self.settings("operator")
+                client = await nats.connect(
+                    self.url.split(","), user=settings.nats_user, password=settings.nats_password,
+                    inbox_prefix=b"_INBOX.operator", allow_reconnect=False, tls=client_tls(settings),
+                )  # fmt: skip
+                try:
+                    await client.request("$JS.API.STREAM.INFO.KV_tideway_models", b"", timeout=1)
+                    return
+                finally:
+                    await client.close()
+            except (OSError, nats.errors.Error):
+                assert time.monotonic() < deadline, "JetStream does not answer"
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,80 @@
+"""Three real NATS servers with the chart's configuration, and the backup that its CronJob makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.bus.nats_bus import NatsBus
+from shared.messages.catalogue import FILE_CONTENTS
+from shared.settings import BusSettings
+from tests.deploy.nats_servers import Servers
+from tideway.data_folder import OperatorError
+from tideway.stream_backup import backup_streams, make_backup, restore_backup
+
+CONTENT = b"a line\n" * 200_000
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Servers]:
+    servers = Servers({"nats": {"tls": {"enabled": True}}}, tmp_path / "three")
+    yield servers
+    servers.close()
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Servers]:
+    servers = Servers({"nats": {"replicas": 1}}, tmp_path / "one")
+    yield servers
+    servers.close()
+
+
+async def test_what_a_backup_of_three_servers_has_comes_back(three: Servers, one: Servers, tmp_path: Path) -> None:
+    await three.until_ready()
+    bus = await NatsBus.connect(three.settings("gateway"), "test", "gateway")
+    await (await bus.object_store(FILE_CONTENTS)).put("file-1", CONTENT)
+    await bus.close()
+    folder = tmp_path / "backups"
+    made = await asyncio.to_thread(make_backup, three.settings("backup"), folder)
+    assert [file.stem for file in made.glob("*.json")] == ["OBJ_tideway_file_contents"]
+    assert made.stat().st_mode & 0o077 == 0 and list(folder.iterdir()) == [made]
+    three.close()
+
+    await one.until_ready()
+    assert await asyncio.to_thread(restore_backup, one.settings("backup"), made) == ["OBJ_tideway_file_contents"]
+    bus = await NatsBus.connect(one.settings("gateway"), "test", "gateway")
+    assert await (await bus.object_store(FILE_CONTENTS)).get("file-1") == CONTENT
+    await bus.close()
+    with pytest.raises(OperatorError, match=r"RESTORE\.OBJ_tideway_file_contents"):
+        await asyncio.to_thread(restore_backup, one.settings("backup"), made)
+
+
+async def test_others_may_make_no_backup(one: Servers, tmp_path: Path) -> None:
+    await one.until_ready()
+    with pytest.raises(OperatorError, match=r"(?i)permissions violation"):
+        await asyncio.to_thread(make_backup, one.settings("operator"), tmp_path / "backups")
+    with pytest.raises(OperatorError, match="cannot be reached"):
+        await asyncio.to_thread(make_backup, BusSettings(nats_url="nats://127.0.0.1:9"), tmp_path / "backups")
+    with pytest.raises(OperatorError, match="is no backup"):
+        restore_backup(one.settings("backup"), tmp_path)
+
+
+def test_the_newest_backups_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(name: str) -> Path:
+        made = tmp_path / name
+        made.mkdir()
+        (made / "KV_tideway_models.json").write_text("{}")
+        return made
+
+    def backup(settings: BusSettings, folder: Path) -> Path:
+        return make("2026-11-04T03-17-00Z")
+
+    monkeypatch.setattr("tideway.stream_backup.make_backup", backup)
+    for day in (1, 2, 3):
+        make(f"2026-11-0{day}T03-17-00Z")
+    (tmp_path / "lost+found").mkdir()
+    backup_streams(tmp_path, keep=2)
+    assert sorted(path.name[:10] for path in tmp_path.iterdir()) == ["2026-11-03", "2026-11-04", "lost+found"]

@@ -1,0 +1,196 @@
+"""`tideway backup-streams` and `tideway restore-streams`: what JetStream keeps on disk, from a NATS that runs.
+
+JetStream's own snapshots are taken (`$JS.API.STREAM.SNAPSHOT` and `.RESTORE`,
+https://docs.nats.io/reference/reference-protocols/nats_api_reference). A backup is a folder named after its time, with the
+configuration (`NAME.json`) and a compressed snapshot (`NAME.snapshot`) of each stream. Each stream is as of one moment; two
+streams are not of the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import nats
+import nats.errors
+import typer
+from nats.aio.client import Client
+
+from shared.bus.permissions import inbox_prefix
+from shared.settings import BusSettings, load
+from shared.tls import client_tls
+from tideway.data_folder import OperatorError
+
+USER = "backup"
+API = "$JS.API.STREAM"
+CALL_TIMEOUT_S = 30.0
+CONNECT_ATTEMPTS = 3
+"""To each server."""
+CHUNK_BYTES = 128 << 10
+TIME_FORMAT = "%Y-%m-%dT%H-%M-%SZ"
+PARTIAL = ".part"
+
+PERMISSIONS: dict[str, Any] = {
+    "publish": {
+        "allow": [
+            f"{API}.LIST",
+            f"{API}.RESTORE.*",
+            f"{API}.SNAPSHOT.*",
+            "$JS.SNAPSHOT.ACK.>",
+            "$JS.SNAPSHOT.RESTORE.>",
+        ]
+    },
+    "subscribe": {"allow": [inbox_prefix(USER) + ".>"]},
+}
+"""Of a user for backups in NATS' configuration. It sees all that is stored, and can make no stream but by a restore."""
+
+Backups = Annotated[Path, typer.Argument(help="The folder in which each backup is a folder of its own.")]
+
+
+def backup_streams(
+    folder: Backups,
+    keep: Annotated[int, typer.Option(min=1, help="So many backups, the newest, stay.")] = 7,
+) -> None:
+    """Copy what JetStream keeps on disk from a NATS that runs (TIDEWAY_NATS_URL, user `backup`)."""
+    made = make_backup(load(BusSettings), folder)
+    for old in sorted(_backups(folder))[:-keep]:
+        shutil.rmtree(old)
+    num_bytes = sum(file.stat().st_size for file in made.iterdir())
+    print(f"{made} has {len([*made.glob('*.json')])} streams ({num_bytes / 2**20:.1f} MiB).")
+
+
+def restore_streams(
+    backup: Annotated[Path, typer.Argument(help="One backup: a folder that is named after its time.")],
+) -> None:
+    """Make JetStream's streams from a backup, in a NATS that has none of them yet."""
+    names = restore_backup(load(BusSettings), backup)
+    print(f"{len(names)} streams are as in {backup}.")
+
+
+def _backups(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and path.suffix != PARTIAL and [*path.glob("*.json")]]
+
+
+def make_backup(settings: BusSettings, folder: Path) -> Path:
+    """Into a new folder below `folder`, which is returned. `OperatorError` if NATS does not give all of it."""
+    made = folder / time.strftime(TIME_FORMAT, time.gmtime())
+    # Under another name until it is whole.
+    partial = made.with_name(made.name + PARTIAL)
+    for left_over in folder.glob("*" + PARTIAL):
+        shutil.rmtree(left_over)
+    partial.mkdir(mode=0o700, parents=True)
+    asyncio.run(_backup(settings, partial))
+    return partial.rename(made)
+
+
+def restore_backup(settings: BusSettings, backup: Path) -> list[str]:
+    """The names of the streams, which were made. `OperatorError` if one is there already, or `backup` is none."""
+    names = sorted(file.stem for file in backup.glob("*.json"))
+    if not names:
+        raise OperatorError(f"{backup} is no backup: it has no stream.")
+    asyncio.run(_restore(settings, backup, names))
+    return names
+
+
+async def _backup(settings: BusSettings, partial: Path) -> None:
+    async with _connected(settings) as client:
+        for name in await _streams_on_disk(client):
+            with (partial / f"{name}.snapshot").open("wb") as file:
+                described = await _snapshot(client, name, file)
+            (partial / f"{name}.json").write_text(json.dumps(described))
+
+
+async def _restore(settings: BusSettings, backup: Path, names: list[str]) -> None:
+    async with _connected(settings) as client:
+        for name in names:
+            reply = await _call(client, f"{API}.RESTORE.{name}", (backup / f"{name}.json").read_bytes())
+            with (backup / f"{name}.snapshot").open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    await client.request(reply["deliver_subject"], chunk, timeout=CALL_TIMEOUT_S)
+            # An empty chunk is the last; its answer comes when the stream is there.
+            await _call(client, reply["deliver_subject"], b"")
+
+
+@asynccontextmanager
+async def _connected(settings: BusSettings) -> AsyncIterator[Client]:
+    """`OperatorError` for what keeps it from connecting, and for calls that NATS does not answer or permit."""
+    refusals: list[str] = []
+    caller = asyncio.current_task()
+    assert caller is not None
+
+    async def on_error(error: Exception) -> None:
+        # Whoever is not permitted to call gets no answer, and need not wait for one.
+        if "permissions violation" in str(error).lower():
+            refusals.append(str(error))
+            caller.cancel()
+
+    try:
+        client = await nats.connect(
+            settings.nats_url.split(","),
+            user=settings.nats_user or None,
+            password=settings.nats_password or None,
+            tls=client_tls(settings),
+            inbox_prefix=inbox_prefix(settings.nats_user).encode(),
+            error_cb=on_error,
+            max_reconnect_attempts=CONNECT_ATTEMPTS,
+            reconnect_time_wait=1,
+        )
+    except (OSError, nats.errors.Error) as error:
+        raise OperatorError(f"NATS at {settings.nats_url} cannot be reached: {error}.") from None
+    try:
+        yield client
+    except asyncio.CancelledError:
+        if not refusals:
+            raise
+        raise OperatorError(f"NATS at {settings.nats_url}: {'; '.join(refusals)}.") from None
+    except (TimeoutError, nats.errors.Error) as error:
+        raise OperatorError(f"NATS at {settings.nats_url}: {error or 'it does not answer'}.") from None
+    finally:
+        await client.close()
+
+
+async def _call(client: Client, subject: str, body: bytes) -> dict[str, Any]:
+    reply: dict[str, Any] = json.loads((await client.request(subject, body, timeout=CALL_TIMEOUT_S)).data)
+    if "error" in reply:
+        raise OperatorError(f"NATS refuses {subject}: {reply['error'].get('description')}.")
+    return reply
+
+
+async def _streams_on_disk(client: Client) -> list[str]:
+    """Those of Tideway. What is in memory says who lives, and is told anew."""
+    names: list[str] = []
+    offset = 0
+    while True:
+        page = await _call(client, f"{API}.LIST", json.dumps({"offset": offset}).encode())
+        streams = page["streams"] or []
+        names += [s["config"]["name"] for s in streams if s["config"]["storage"] == "file"]
+        offset += len(streams)
+        if not streams or offset >= page["total"]:
+            return sorted(name for name in names if name.startswith(("KV_tideway_", "OBJ_tideway_")))
+
+
+async def _snapshot(client: Client, name: str, file: BinaryIO) -> dict[str, Any]:
+    """Writes the stream's snapshot; returns its configuration and state, which a restore needs."""
+    inbox = client.new_inbox()
+    chunks = await client.subscribe(inbox)
+    request = {"deliver_subject": inbox, "no_consumers": True, "chunk_size": CHUNK_BYTES}
+    reply = await _call(client, f"{API}.SNAPSHOT.{name}", json.dumps(request).encode())
+    while True:
+        chunk = await chunks.next_msg(timeout=CALL_TIMEOUT_S)
+        if not chunk.data:
+            break
+        file.write(chunk.data)
+        if chunk.reply:
+            # The server sends no more than a window of chunks that nobody has acknowledged.
+            await client.publish(chunk.reply, b"")
+    await chunks.unsubscribe()
+    status = (chunk.headers or {}).get("Status", "204")
+    if status != "204":
+        raise OperatorError(f"the snapshot of {name} broke off: {(chunk.headers or {}).get('Description', status)}.")
+    return {"config": reply["config"], "state": reply["state"]}
