@@ -15,7 +15,6 @@ from typing import TypeVar
 from opentelemetry.trace import use_span
 
 from services.scheduler.observer import Observer
-from services.scheduler.reports import WaitingReports
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.messages.batches import GrantQuery, GrantReply
 from shared.messages.catalogue import (
@@ -148,9 +147,8 @@ class ActiveScheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._is_turn_due = False
-        self._reports = WaitingReports(self._take_in, bus.now)
         self._num_reports = 0
-        """Taken in since the turn began."""
+        """Since the turn began."""
         self._models = models
         self._is_closed = False
         self._telling: asyncio.Task[None] | None = None
@@ -189,7 +187,6 @@ class ActiveScheduler:
         for subscription in reversed(self._subscriptions):
             await subscription.stop()
         self._subscriptions = []
-        self._reports.take_all()  # so that the monitor is told of all that ended
         if self._timer is not None:
             self._timer.cancel()
         if self._telling is not None:
@@ -204,7 +201,6 @@ class ActiveScheduler:
     # ------------------------------------------------------------------------------------------------- inputs
 
     def _apply(self, call: Call[R]) -> R:
-        self._reports.before(call)
         return self._core.apply(call, self._bus.now())
 
     def _submit(self, request: GenerationRequest) -> Accepted:
@@ -244,12 +240,9 @@ class ActiveScheduler:
         self._act()
 
     def _on_report(self, report: LoadReport) -> None:
-        self._reports.put(report)
-        self._act_soon()
-
-    def _take_in(self, report: LoadReport) -> None:
+        self._apply(OnReport(report))
         self._num_reports += 1
-        self._core.apply(OnReport(report), self._bus.now())
+        self._act_soon()
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self._apply(calls.Cancel(cancel.request_id))
@@ -267,21 +260,16 @@ class ActiveScheduler:
     # ------------------------------------------------------------------------------------------------ actions
 
     def _act_soon(self) -> None:
-        """What has come is answered once for all that came in together. Then a slice of the reports is taken in, and another
-        turn answers those."""
+        """Reports come by the ten thousand a second: what they lead to is done once for all that came in together."""
         if not self._is_turn_due:
             self._is_turn_due = True
             asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
         self._is_turn_due = False
-        self._act()
-        if self._reports:
-            self._observer.report_wait_seconds.observe(self._reports.late_s())
-            self._reports.take_slice()
-            self._act_soon()
         self._observer.reports.inc(self._num_reports)
         self._num_reports = 0
+        self._act()
 
     def _act(self) -> None:
         for action in self._core.actions(self._bus.now()):
@@ -392,7 +380,6 @@ class ActiveScheduler:
                     work(now, now - last_s)
                 except Exception:
                     logger.exception("%s failed this time", work.__name__)
-                await asyncio.sleep(0)  # each looks at all instances: what has come waits for one of them at most
             last_s = now
 
     def _tell_statistics(self, _now: float, period_s: float) -> None:

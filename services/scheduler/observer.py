@@ -42,9 +42,6 @@ class Observer:
 
         self.is_leader = gauge("is_leader", "1 while this replica is the active scheduler")
         self.reports = counter("reports", "Load reports received")
-        self.report_wait_seconds = histogram(
-            "report_wait_seconds", "How long the load report that came first has waited, at each slice of them"
-        )
         self.refused = counter("refused", "Requests refused at submission, by error code", "code")
         self._left_queue = counter("requests", "Requests that left the scheduler, by how", "outcome", "class")
         self._queue_seconds = histogram("queue_seconds", "Submission to dispatch, of dispatched requests", "class")

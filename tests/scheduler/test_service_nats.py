@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_ANNOUNCE, SCHEDULER_SUBMIT
+from shared.messages.catalogue import SCHEDULER_ANNOUNCE
 from shared.messages.cluster import LeaseHolder
-from shared.recording import Applied, records
-from shared.scheduling.calls import Call, OnReport, Submit
-from shared.scheduling.recording import CALLS, replay
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.scheduler.conftest import NatsStage
 from tests.scheduler.peers import eventually
 from tests.scheduler.scenarios import SCENARIOS, Scenario, a_server_restart_kills_nobody, assert_whole
-from tests.shared.scheduling.samples import make_report, make_request
+from tests.shared.scheduling.samples import make_request
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
@@ -114,42 +110,3 @@ async def test_settings_that_cannot_be_used_end_the_process_with_a_sentence(nats
         _, errors = await process.communicate()
     assert process.returncode == 2
     assert "fastest" in errors.decode() and "round_robin" in errors.decode() and "Traceback" not in errors.decode()
-
-
-def replayed_calls(folder: Path) -> list[Call[object]]:
-    """Of the only recording in the folder, after it was replayed."""
-    (recording,) = [path.read_bytes() for path in folder.iterdir()]
-    replay(recording)
-    return [CALLS.decode(record.call) for record in records(recording) if isinstance(record, Applied)]
-
-
-async def test_a_dispatch_overtakes_the_reports_that_came_before_it_and_none_is_lost(
-    nats_settings: BusSettings, tmp_path: Path
-) -> None:
-    """One connection sends the reports and then the request, so they arrive in that order; and what was recorded is what
-    was decided."""
-    num_others, num_each = 100, 30
-    stage = NatsStage(nats_settings)
-    try:
-        scheduler = await stage.scheduler(record_file=str(tmp_path / "term"))
-        instance, gateway = await stage.instance("a"), await stage.gateway()
-        await eventually(lambda: stage.metric("reports_total"))
-        for sequence in range(1, num_each + 1):
-            for number in range(num_others):
-                gateway.bus.publish(LOAD_REPORTS, make_report(f"other-{number}", sequence))
-        await gateway.bus.request(SCHEDULER_SUBMIT, make_request("r"), timeout_s=10.0)
-        await eventually(lambda: "r" in instance.held)
-        await eventually(lambda: stage.metric("reports_total") >= num_others * num_each)
-        assert stage.metric("report_wait_seconds_count") > 0
-        await scheduler.stop()
-    finally:
-        await stage.close()
-    calls = replayed_calls(tmp_path)
-    of_others: dict[str, list[int]] = {}
-    for call in calls:
-        if isinstance(call, OnReport) and call.report.instance_id != "a":
-            of_others.setdefault(call.report.instance_id, []).append(call.report.sequence)
-    assert len(of_others) == num_others
-    assert all(sequences == list(range(1, num_each + 1)) for sequences in of_others.values())
-    submitted = next(at for at, call in enumerate(calls) if isinstance(call, Submit))
-    assert any(isinstance(call, OnReport) and call.report.instance_id != "a" for call in calls[submitted:])
