@@ -7,9 +7,7 @@ none since two such rounds began knows all, and looks at no more of them: most o
 dispatch and the report that names its blocks the instance is believed to have them for `GUESS_S`.
 
 At most `max_entries` blocks are remembered, those that were longest not named are forgotten first. That, a collision and a
-guess that was wrong cost a cache hit and nothing else. They are kept in parts, by their hash, each bounded for itself: a
-dictionary in which entries come and go is built anew now and then, and nothing else is done meanwhile (90 ms for one of half
-a million entries).
+guess that was wrong cost a cache hit and nothing else.
 
 A prefix that a thousand instances have in common costs a prompt no more than one that nobody has: the instances that hold a
 block are the bits of a number, and what an instance held that is forgotten is cleared little by little.
@@ -30,9 +28,6 @@ MAX_BLOCKS = 2048
 """Of a prompt, that are looked for."""
 MAX_CLEARED = 64
 """Blocks with each report, of what is forgotten."""
-MAX_PARTS = 256
-PART_ENTRIES = 1024
-"""A part has at least so many, as long as there is more than one."""
 MAX_PROMPTS = 64
 """Those asked for last, whose keys are kept: one that waits is asked for again and again."""
 
@@ -96,14 +91,9 @@ NOT_HELD = Held({}, (), [])
 
 class PrefixIndex:
     def __init__(self, max_entries: int = 1 << 19) -> None:
-        num_parts = min(MAX_PARTS, max(1, max_entries // PART_ENTRIES))
-        self._part_entries = max_entries // num_parts
-        """The most that a part has."""
-        self._max_entries = num_parts * self._part_entries
-        self._num_entries = 0
-        parts: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in range(num_parts)]
-        self._part_of = [parts[first % num_parts] for first in range(256)]
-        """By the first byte of a block's key; each has the bits of the holders of each of its blocks."""
+        self._max_entries = max_entries
+        self._blocks: OrderedDict[bytes, int] = OrderedDict()
+        """The bits of each one's holders."""
         self._holders: dict[str, _Holder] = {}
         self._slots: list[_Holder] = []
         """By the number of their bit, also those that are being cleared, and those whose number is free."""
@@ -132,21 +122,20 @@ class PrefixIndex:
             holder = self._holder(report.instance_id)
             if holder.last_round is None:
                 holder.last_round = report.cache_round + 1
-            if report.cache_round <= holder.last_round and self._num_entries < self._max_entries:
-                self._take_in(report.cache_repeated, holder, is_old=True)
+            # What is old takes nobody's place who was named since.
+            if report.cache_round <= holder.last_round and len(self._blocks) < self._max_entries:
+                self._take_in(report.cache_repeated, holder)
 
-    def _take_in(self, packed: bytes, holder: _Holder, is_old: bool = False) -> None:
-        """Blocks that it says that it holds. What `is_old` takes nobody's place who was named since."""
-        until_s, part_of, full = holder.until_s, self._part_of, self._part_entries
+    def _take_in(self, packed: bytes, holder: _Holder) -> None:
+        """Blocks that it says that it holds."""
+        until_s, blocks = holder.until_s, self._blocks
         for key in _keys(packed):
-            part = part_of[key[0]]
-            if is_old and len(part) >= full:
-                continue
             if key in until_s:
-                part.move_to_end(key)
+                blocks.move_to_end(key)
             else:
                 self._hold(key, holder)
             until_s[key] = math.inf
+        self._bound()
 
     def forget(self, instance_id: str) -> None:
         """What it holds is not known any more."""
@@ -165,12 +154,13 @@ class PrefixIndex:
             if until_s is None:
                 self._hold(key, holder)
             else:
-                self._part_of[key[0]].move_to_end(key)
+                self._blocks.move_to_end(key)
             if until_s is None or until_s < guess_s:
                 holder.until_s[key] = guess_s
                 guessed.append(key)
         if guessed:
             self._guesses.append((guess_s, holder, guessed))
+        self._bound()
 
     def held_tokens(self, request: GenerationRequest, block_size: int, now: float) -> Held:
         levels: list[tuple[int, int]] = []
@@ -178,7 +168,7 @@ class PrefixIndex:
             self._expire(now)
             having, num_tokens = self._known, 0
             for key in self._keys_of(request, block_size):
-                still = having & self._part_of[key[0]].get(key, 0)
+                still = having & self._blocks.get(key, 0)
                 if num_tokens and still != having:
                     levels.append((num_tokens, having ^ still))
                 having, num_tokens = still, num_tokens + block_size
@@ -202,34 +192,28 @@ class PrefixIndex:
 
     def _hold(self, key: bytes, holder: _Holder) -> None:
         """Notes one more holder of the block, who did not hold it so far."""
-        part = self._part_of[key[0]]
-        before = part.get(key)
+        before = self._blocks.get(key)
         if before is None:
-            if len(part) >= self._part_entries:
-                self._forget_oldest(part)
-            part[key] = holder.bit
-            self._num_entries += 1
+            self._blocks[key] = holder.bit
         else:
-            part[key] = before | holder.bit
-            part.move_to_end(key)
+            self._blocks[key] = before | holder.bit
+            self._blocks.move_to_end(key)
 
     def _drop(self, key: bytes, holder: _Holder) -> None:
         """Notes that the block has lost this holder."""
-        part = self._part_of[key[0]]
-        left = part[key] ^ holder.bit
+        left = self._blocks[key] ^ holder.bit
         if left:
-            part[key] = left
+            self._blocks[key] = left
         else:
-            del part[key]
-            self._num_entries -= 1
+            del self._blocks[key]
 
-    def _forget_oldest(self, part: OrderedDict[bytes, int]) -> None:
-        key, bits = part.popitem(last=False)
-        self._num_entries -= 1
-        while bits:
-            bit = bits & -bits
-            del self._slots[bit.bit_length() - 1].until_s[key]
-            bits ^= bit
+    def _bound(self) -> None:
+        while len(self._blocks) > self._max_entries:
+            key, bits = self._blocks.popitem(last=False)
+            while bits:
+                bit = bits & -bits
+                del self._slots[bit.bit_length() - 1].until_s[key]
+                bits ^= bit
 
     def _clear(self) -> None:
         """A part of what is forgotten; who is cleared leaves its bit to another."""
