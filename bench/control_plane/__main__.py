@@ -65,6 +65,8 @@ class Report(msgspec.Struct, frozen=True):
                 "dispatch P50": f"{run.wait_p50_ms:.2f} ms",
                 "P99": f"{run.wait_p99_ms:.2f} ms",
                 "max": f"{run.wait_max_ms:.1f} ms",
+                "echo P50": f"{run.echo_p50_ms:.2f} ms",
+                "echo P99": f"{run.echo_p99_ms:.2f} ms",
                 "rebalances": run.num_rebalance_messages,
                 "stalls P99": f"{run.stall_p99_ms:.1f} ms",
                 "max stall": f"{run.stall_max_ms:.1f} ms",
@@ -88,7 +90,8 @@ class Report(msgspec.Struct, frozen=True):
             lines += [
                 "",
                 "The scheduler's process behind a NATS server, by the wall clock (submission to arrival at the instance), "
-                "and what each process took of a core. Stalls: how long a process that only sleeps waited for the "
+                "and what each process took of a core. Echo: the same way without a scheduler, at the "
+                "same time. Stalls: how long a process that only sleeps waited for the "
                 "scheduler's core:",
                 "",
                 *table_of(behind),

@@ -2,7 +2,7 @@
 
     python -m bench.control_plane.instances PORT NUM_INSTANCES SEED [flat-out]
 
-Answers on `COUNTS` how much it has done (`Counts`). Runs until it is ended.
+Answers on `COUNTS` how much it has done (`Counts`), and on `ECHO` at once. Runs until it is ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shared.messages.catalogue import INSTANCES, LOAD_REPORTS, PREFIX
 from shared.messages.requests import Accepted, GenerationRequest, HeldRequests
 
 COUNTS = "bench.counts"
+ECHO = "bench.echo"
 TICK_S = 0.002
 REGISTRY_INTERVAL_S = 1.0
 MAX_SENT = 1000
@@ -107,6 +108,9 @@ class Crowd:
     async def on_rebalance(self, message: Msg) -> None:
         self._num_rebalances += 1
 
+    async def on_echo(self, message: Msg) -> None:
+        self._publisher.send(message.reply, [message.data])
+
     async def on_counts(self, message: Msg) -> None:
         counts = Counts(self._num_sent, self._num_rebalances)
         self._publisher.send(message.reply, [encode_message(counts)])
@@ -121,6 +125,7 @@ async def run(port: int, num_instances: int, seed: int, is_flat_out: bool) -> No
         f"{PREFIX}.instance.*.held": crowd.on_held,
         f"{PREFIX}.instance.*.rebalance": crowd.on_rebalance,
         COUNTS: crowd.on_counts,
+        ECHO: crowd.on_echo,
     }
     for subject, handler in handlers.items():
         await peer.subscribe(subject, cb=handler)

@@ -2,7 +2,8 @@
 
 The scheduler has one core to itself, if the machine has two; this process (the gateway), the instances' process and the
 server share the rest. Dispatches are timed here, from the submission to the arrival of the dispatch at the instance, so
-twice over NATS and including what this process is late by. Each process's share of a core is said beside.
+twice over NATS and including what this process is late by. Each process's share of a core is said beside; and how long an
+echo takes meanwhile, from this process over NATS to that of the instances and back: the same way without a scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from nats.aio.msg import Msg
 
 from bench.control_plane.fleet import Clients
-from bench.control_plane.instances import COUNTS, Counts
+from bench.control_plane.instances import COUNTS, ECHO, Counts
 from bench.reporting import processor_s
 from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
@@ -32,6 +33,8 @@ from shared.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 
 WARM_UP_S = 12.0
+ECHO_INTERVAL_S = 0.02
+ECHO_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 
 
@@ -51,6 +54,8 @@ class OverNats(msgspec.Struct, frozen=True, kw_only=True):
     wait_p50_ms: float
     wait_p99_ms: float
     wait_max_ms: float
+    echo_p50_ms: float
+    echo_p99_ms: float
     num_rebalance_messages: int
     stall_p99_ms: float
     stall_max_ms: float
@@ -102,6 +107,32 @@ async def _reports_handled(url: str, client: httpx.AsyncClient) -> float:
     )
 
 
+class Echoes:
+    """Asks again and again; each echo is waited for on its own, so that a late one delays none."""
+
+    def __init__(self, peer: nats.NATS) -> None:
+        self.waits_s: list[float] = []
+        self._peer = peer
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def ask(self) -> None:
+        while True:
+            task = asyncio.create_task(self._ask_once())
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+            await asyncio.sleep(ECHO_INTERVAL_S)
+
+    async def _ask_once(self) -> None:
+        sent_s = time.monotonic()
+        with contextlib.suppress(nats.errors.TimeoutError):
+            await self._peer.request(ECHO, timeout=ECHO_TIMEOUT_S)
+        self.waits_s.append(time.monotonic() - sent_s)
+
+
+def _percentile_ms(waits_s: list[float], percent: float) -> float:
+    return 1000 * float(np.percentile(waits_s, percent)) if waits_s else float("inf")
+
+
 async def _stalls_ms(core: int, seconds: float) -> tuple[float, float]:
     """Waits so long, and returns what the witness of that time says."""
     command = (sys.executable, "-m", "bench.control_plane.witness", str(core), str(seconds))
@@ -138,7 +169,8 @@ async def over_nats(
     await bus.subscribe(SCHEDULER_ANNOUNCE, on_announce)
     await bus.key_value(INSTANCES)
     scheduler = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.scheduler", env=environment)
-    processes, submissions = [scheduler], None
+    processes: list[asyncio.subprocess.Process] = [scheduler]
+    tasks: list[asyncio.Task[None]] = []
     try:
         if len(cores) > 1:
             os.sched_setaffinity(scheduler.pid, {cores[0]})
@@ -152,7 +184,8 @@ async def over_nats(
         gateway = Gateway(bus, seed)
         await peer.subscribe(f"{PREFIX}.instance.*.submit", cb=gateway.on_dispatch)
         await _until_reported(peer)
-        submissions = asyncio.create_task(gateway.submit(requests_per_s))
+        echoes = Echoes(peer)
+        tasks = [asyncio.create_task(gateway.submit(requests_per_s)), asyncio.create_task(echoes.ask())]
         await asyncio.sleep(WARM_UP_S)
         url = f"http://127.0.0.1:{metrics_port}/metrics"
         pids = (scheduler.pid, server.pid, instances.pid, os.getpid())
@@ -160,15 +193,17 @@ async def over_nats(
             counts, handled = await _counts(peer), await _reports_handled(url, client)
             began_s, began_cpu_s = time.monotonic(), [processor_s(pid) for pid in pids]
             gateway.waits_s.clear()
+            echoes.waits_s.clear()
             num_refused = gateway.num_refused
             stall_p99_ms, stall_max_ms = await _stalls_ms(cores[0], seconds)
             took_s = time.monotonic() - began_s
             shares = [(processor_s(pid) - before) / took_s for pid, before in zip(pids, began_cpu_s, strict=True)]
-            waits_ms = 1000 * np.array(gateway.waits_s)
+            waits_s, echoes_s = list(gateway.waits_s), list(echoes.waits_s)
             handled = await _reports_handled(url, client) - handled
             later = await _counts(peer)
-        if submissions.done():
-            submissions.result()
+        for task in tasks:
+            if task.done():
+                task.result()
         return OverNats(
             num_instances=num_instances,
             seconds=took_s,
@@ -178,11 +213,13 @@ async def over_nats(
             server_cpu_share=shares[1],
             instances_cpu_share=shares[2],
             gateway_cpu_share=shares[3],
-            num_requests=len(waits_ms),
+            num_requests=len(waits_s),
             num_refused=gateway.num_refused - num_refused,
-            wait_p50_ms=float(np.percentile(waits_ms, 50)) if len(waits_ms) else float("inf"),
-            wait_p99_ms=float(np.percentile(waits_ms, 99)) if len(waits_ms) else float("inf"),
-            wait_max_ms=float(waits_ms.max()) if len(waits_ms) else float("inf"),
+            wait_p50_ms=_percentile_ms(waits_s, 50),
+            wait_p99_ms=_percentile_ms(waits_s, 99),
+            wait_max_ms=_percentile_ms(waits_s, 100),
+            echo_p50_ms=_percentile_ms(echoes_s, 50),
+            echo_p99_ms=_percentile_ms(echoes_s, 99),
             num_rebalance_messages=later.num_rebalances - counts.num_rebalances,
             stall_p99_ms=stall_p99_ms,
             stall_max_ms=stall_max_ms,
@@ -190,8 +227,8 @@ async def over_nats(
         )
     finally:
         os.sched_setaffinity(0, set(cores))
-        if submissions is not None:
-            submissions.cancel()
+        for task in tasks:
+            task.cancel()
         for process in reversed(processes):
             process.kill()
             await process.wait()
