@@ -33,7 +33,7 @@ class NatsCluster:
         self.nodes = [
             NatsServer(
                 # With clients' pings, routes' too: how soon a node notices that another one hangs.
-                f'server_name: node-{index}\nping_interval: "1s"\nping_max: 2\n'
+                f'server_name: node-{index}\nping_interval: "2s"\nping_max: 2\n'
                 f'cluster {{ name: test, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n{config}'
             )
             for index, port in enumerate(ports)

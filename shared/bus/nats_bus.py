@@ -33,7 +33,7 @@ from shared.bus.codec import (
 )
 from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription
 from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
-from shared.bus.micro import QUEUE_GROUP, MicroService
+from shared.bus.micro import MicroService
 from shared.bus.nats_client import DirectClient, NotPermittedError
 from shared.bus.nats_key_value import NatsKeyValue
 from shared.bus.nats_objects import NatsObjectStore
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 0.8
 MAX_OUTSTANDING_PINGS = 2
 """A server of a cluster that hangs is left for another one after three intervals."""
-CONNECT_TIMEOUT_S = 2
+CONNECT_TIMEOUT_S = 1.5
 FLUSH_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
 """For running handlers to end at `close`."""
@@ -150,7 +150,10 @@ class NatsBus(Bus):
 
     async def _connect(self) -> None:
         await self._client.connect(
-            self._urls,
+            # In an order that is each process's own, and stays: nats-py would shuffle again at each loss, and might first
+            # try the server that hangs.
+            random.sample(self._urls, len(self._urls)),
+            dont_randomize=True,
             name=self._name,
             user=self._settings.nats_user or None,
             password=self._settings.nats_password or None,
@@ -162,7 +165,7 @@ class NatsBus(Bus):
             max_reconnect_attempts=-1,
             # Drawn once a process, so that a cluster does not come back in one instant.
             reconnect_time_wait=random.uniform(0.2, 0.5),  # type: ignore[arg-type]
-            connect_timeout=CONNECT_TIMEOUT_S,
+            connect_timeout=CONNECT_TIMEOUT_S,  # type: ignore[arg-type]
             ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
         )
@@ -446,7 +449,7 @@ class NatsBus(Bus):
             traceparent = fields.get(TRACE_HEADER, b"").decode(errors="replace")
             server.accept(data, timeout_of(fields), traceparent, answer)
 
-        sid = self._client.subscribe_direct(endpoint.subject, on_request, QUEUE_GROUP)
+        sid = self._client.subscribe_direct(endpoint.subject, on_request, server.queue_group)
         self._servers[sid] = server
         self._service.add(server)
         await self._confirm(sid)
