@@ -53,9 +53,10 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 0.8
+PING_INTERVAL_S, LONE_PING_INTERVAL_S = 0.8, 5
+"""Where there are other servers, and where there is none to go to: to leave one that hangs would lose what is under way."""
 MAX_OUTSTANDING_PINGS = 2
-"""A server of a cluster that hangs is left for another one after three intervals."""
+"""After three intervals without a pong the server is left."""
 CONNECT_TIMEOUT_S = 1.5
 FLUSH_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
@@ -166,12 +167,18 @@ class NatsBus(Bus):
             # Drawn once a process, so that a cluster does not come back in one instant.
             reconnect_time_wait=random.uniform(0.2, 0.5),  # type: ignore[arg-type]
             connect_timeout=CONNECT_TIMEOUT_S,  # type: ignore[arg-type]
-            ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
+            ping_interval=LONE_PING_INTERVAL_S,
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
         )
+        self._pace_pings()
         self._service.start()
         await self._flush()
         self._set_ready(True)
+
+    def _pace_pings(self) -> None:
+        """By the servers that are known now, of which the server tells."""
+        has_others = len(self._client.servers) > 1
+        self._client.options["ping_interval"] = PING_INTERVAL_S if has_others else LONE_PING_INTERVAL_S
 
     def _set_ready(self, is_ready: bool) -> None:
         if self._is_ready and not is_ready:
@@ -238,6 +245,7 @@ class NatsBus(Bus):
             logger.warning("lost the connection to NATS at %s", self._address)
 
     async def _on_reconnected(self) -> None:
+        self._pace_pings()
         # In a task of its own: nats-py waits for this callback before it handles the next loss.
         self._restoring = asyncio.get_running_loop().create_task(self._restore())
 
