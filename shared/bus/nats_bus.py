@@ -131,6 +131,7 @@ class NatsBus(Bus):
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._restoring: asyncio.Task[None] | None = None
         self._last_complaint_s = -COMPLAINT_INTERVAL_S
+        metrics.problems.set_function(lambda: len(self.problems))
         self._is_ready = False
         self._away_since_s = time.monotonic()
         self._is_closing = False
@@ -201,7 +202,8 @@ class NatsBus(Bus):
     def problems(self) -> list[str]:
         if not self.is_connected:
             return [f"not connected to NATS since {self.away_s:.0f} s"]
-        found = [watch.problem for watch in self._watches] + [self.storage_problem]
+        # A copy: whoever scrapes metrics asks from another thread.
+        found = [watch.problem for watch in list(self._watches)] + [self.storage_problem]
         return sorted(problem for problem in found if problem)
 
     @property
