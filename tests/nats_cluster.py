@@ -42,8 +42,8 @@ class NatsCluster:
         self._paused: set[NatsServer] = set()
         self.wait_whole()
 
-    def wait_whole(self, num_nodes: int = NUM_NODES) -> None:
-        """Until JetStream has a leader and `num_nodes` of its nodes are with it."""
+    def wait_whole(self) -> None:
+        """Until JetStream has a leader."""
 
         async def is_whole(streams: JetStreamContext) -> bool:
             await streams.account_info()

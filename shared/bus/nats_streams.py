@@ -333,6 +333,10 @@ class Streams:
         name = str(config.name)
         info = await self.context.stream_info(name)
         present, max_bytes = info.config, config.max_bytes or 0
+        if (has := present.num_replicas or 1) != self.num_replicas:
+            logger.warning(
+                "stream %s keeps %d copies: `tideway nats-replicas %d` moves it", name, has, self.num_replicas
+            )
         is_as_declared = bool(present.allow_rollup_hdrs) == bool(config.allow_rollup_hdrs)
         if is_as_declared and present.max_bytes == max_bytes:
             return False
