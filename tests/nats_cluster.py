@@ -33,7 +33,7 @@ class NatsCluster:
         self.nodes = [
             NatsServer(
                 # With clients' pings, routes' too: how soon a node notices that another one hangs.
-                f'server_name: node-{index}\nping_interval: "1s"\nping_max: 2\n'
+                f'server_name: node-{index}\nping_interval: "2s"\nping_max: 2\n'
                 f'cluster {{ name: test, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n{config}'
             )
             for index, port in enumerate(ports)
@@ -42,8 +42,8 @@ class NatsCluster:
         self._paused: set[NatsServer] = set()
         self.wait_whole()
 
-    def wait_whole(self, num_nodes: int = NUM_NODES) -> None:
-        """Until JetStream has a leader and `num_nodes` of its nodes are with it."""
+    def wait_whole(self) -> None:
+        """Until JetStream has a leader."""
 
         async def is_whole(streams: JetStreamContext) -> bool:
             await streams.account_info()

@@ -116,7 +116,8 @@ def bus_settings(data: DataFolder, state: State | None) -> BusSettings:
     environment = dict(os.environ)
     if state is not None and not environment.get("TIDEWAY_NATS_URL"):
         environment |= operator_environment(state.nats_url, data.credentials())
-    return load(BusSettings, environment)
+    # A command says what is wrong at once.
+    return msgspec.structs.replace(load(BusSettings, environment), nats_wait_s=0.0)
 
 
 def node_id() -> str:

@@ -11,7 +11,7 @@ from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.tokenization import ModelTokenizer, Tokenizers
 from shared.bus.interface import Bus, ServiceError, Subscription, Watch
-from shared.messages.catalogue import ADAPTERS, INSTANCE_EXITED, INSTANCES, MODELS, PLANS
+from shared.messages.catalogue import ADAPTERS, INSTANCE_EXITED, INSTANCES, MODELS, NODES, PLANS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import AdapterSpec, InstanceExited, InstanceInfo, LoadedModel, ModelSpec, PlacementPlan
 from shared.messages.requests import ErrorCode, ErrorInfo
@@ -59,6 +59,7 @@ class Catalog:
         self._model_watch = await (await self._bus.key_value(MODELS)).watch(self._on_model)
         self._adapter_watch = await (await self._bus.key_value(ADAPTERS)).watch(lambda *_: self._adapters_changed.set())
         self._plan_watch = await (await self._bus.key_value(PLANS)).watch()
+        await self._bus.key_value(NODES)  # for those who look into it later, and do not wait
         self._exits = await self._bus.subscribe(INSTANCE_EXITED, self._on_exited)
 
     async def stop(self) -> None:

@@ -50,6 +50,7 @@ class BusMetrics:
         self.reconnects = counter("reconnects", "Connections made after a loss")
         self.slow_consumer = counter("slow_consumer", "Messages or connections dropped because this side was slow")
         self.connected = Gauge("tideway_bus_connected", "1 while connected", registry=registry)
+        self.problems = Gauge("tideway_bus_problems", "What of the bus does not work now", registry=registry)
 
 
 _made: WeakKeyDictionary[CollectorRegistry, BusMetrics] = WeakKeyDictionary()

@@ -17,8 +17,6 @@ from shared.bus.nats_client import DirectClient
 from shared.bus.serving import EndpointServer
 
 SERVICE_VERSION = "0.1.0"
-QUEUE_GROUP = "q"
-"""Of served endpoints: a request goes to one of those that serve it."""
 
 _TYPE_PREFIX = "io.nats.micro.v1."
 
@@ -81,4 +79,4 @@ class MicroService:
 
 def _describe(server: EndpointServer) -> dict[str, str]:
     name = "".join(c for c in subject_pattern(server.subject).replace(".", "_") if c.isalnum() or c in "-_")
-    return {"name": name, "subject": server.subject, "queue_group": QUEUE_GROUP}
+    return {"name": name, "subject": server.subject, "queue_group": server.queue_group}

@@ -33,7 +33,7 @@ from shared.bus.codec import (
 )
 from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription
 from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
-from shared.bus.micro import QUEUE_GROUP, MicroService
+from shared.bus.micro import MicroService
 from shared.bus.nats_client import DirectClient, NotPermittedError
 from shared.bus.nats_key_value import NatsKeyValue
 from shared.bus.nats_objects import NatsObjectStore
@@ -53,10 +53,11 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 0.8
+PING_INTERVAL_S, LONE_PING_INTERVAL_S = 0.8, 5
+"""Where there are other servers, and where there is none to go to: to leave one that hangs would lose what is under way."""
 MAX_OUTSTANDING_PINGS = 2
-"""A server of a cluster that hangs is left for another one after three intervals."""
-CONNECT_TIMEOUT_S = 2
+"""After three intervals without a pong the server is left."""
+CONNECT_TIMEOUT_S = 1.5
 FLUSH_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
 """For running handlers to end at `close`."""
@@ -130,6 +131,7 @@ class NatsBus(Bus):
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._restoring: asyncio.Task[None] | None = None
         self._last_complaint_s = -COMPLAINT_INTERVAL_S
+        metrics.problems.set_function(lambda: len(self.problems))
         self._is_ready = False
         self._away_since_s = time.monotonic()
         self._is_closing = False
@@ -150,7 +152,10 @@ class NatsBus(Bus):
 
     async def _connect(self) -> None:
         await self._client.connect(
-            self._urls,
+            # In an order that is each process's own, and stays: nats-py would shuffle again at each loss, and might first
+            # try the server that hangs.
+            random.sample(self._urls, len(self._urls)),
+            dont_randomize=True,
             name=self._name,
             user=self._settings.nats_user or None,
             password=self._settings.nats_password or None,
@@ -162,13 +167,19 @@ class NatsBus(Bus):
             max_reconnect_attempts=-1,
             # Drawn once a process, so that a cluster does not come back in one instant.
             reconnect_time_wait=random.uniform(0.2, 0.5),  # type: ignore[arg-type]
-            connect_timeout=CONNECT_TIMEOUT_S,
-            ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
+            connect_timeout=CONNECT_TIMEOUT_S,  # type: ignore[arg-type]
+            ping_interval=LONE_PING_INTERVAL_S,
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
         )
+        self._pace_pings()
         self._service.start()
         await self._flush()
         self._set_ready(True)
+
+    def _pace_pings(self) -> None:
+        """By the servers that are known now, of which the server tells."""
+        has_others = len(self._client.servers) > 1
+        self._client.options["ping_interval"] = PING_INTERVAL_S if has_others else LONE_PING_INTERVAL_S
 
     def _set_ready(self, is_ready: bool) -> None:
         if self._is_ready and not is_ready:
@@ -191,7 +202,8 @@ class NatsBus(Bus):
     def problems(self) -> list[str]:
         if not self.is_connected:
             return [f"not connected to NATS since {self.away_s:.0f} s"]
-        found = [watch.problem for watch in self._watches] + [self.storage_problem]
+        # A copy: whoever scrapes metrics asks from another thread.
+        found = [watch.problem for watch in list(self._watches)] + [self.storage_problem]
         return sorted(problem for problem in found if problem)
 
     @property
@@ -235,6 +247,7 @@ class NatsBus(Bus):
             logger.warning("lost the connection to NATS at %s", self._address)
 
     async def _on_reconnected(self) -> None:
+        self._pace_pings()
         # In a task of its own: nats-py waits for this callback before it handles the next loss.
         self._restoring = asyncio.get_running_loop().create_task(self._restore())
 
@@ -446,7 +459,7 @@ class NatsBus(Bus):
             traceparent = fields.get(TRACE_HEADER, b"").decode(errors="replace")
             server.accept(data, timeout_of(fields), traceparent, answer)
 
-        sid = self._client.subscribe_direct(endpoint.subject, on_request, QUEUE_GROUP)
+        sid = self._client.subscribe_direct(endpoint.subject, on_request, server.queue_group)
         self._servers[sid] = server
         self._service.add(server)
         await self._confirm(sid)

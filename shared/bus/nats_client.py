@@ -249,7 +249,12 @@ class DirectClient(Client):
     # ------------------------------------------------------------------------------------- connection and loss
 
     def lost_connection(self) -> None:
-        """Called by the disconnected callback: nobody will answer what is in flight."""
+        """Called by the disconnected callback: nobody will answer what is in flight. The server that was left is tried again
+        after all others: one that hangs still takes connections."""
+        left = self._current_server
+        if left is not None and left in self._server_pool:
+            self._server_pool.remove(left)
+            self._server_pool.append(left)
         exchanges, self._exchanges = self._exchanges, {}
         for _, deadline, _ in exchanges.values():
             deadline.cancel()

@@ -286,21 +286,22 @@ class Streams:
             is_told = False
             try:
                 async with asyncio.timeout(DECLARED_WITHIN_S):
-                    while not await self._is_made(name):
-                        if not is_told:
+                    while (is_made := await self._is_made(name)) is not True:
+                        if is_made is False and not is_told:
                             logger.info("stream %s is not there; waiting for the service that makes it", name)
                             is_told = True
                         await asyncio.sleep(DECLARED_POLL_S)
             except TimeoutError:
-                message = f"stream {name} is not there, and this user of NATS may not make it"
-                raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message)) from None
+                if not is_told:
+                    raise silent(f"stream {name} does not answer") from None
+                raise silent(f"stream {name} is not there, and this user of NATS may not make it") from None
 
-    async def _is_made(self, name: str) -> bool:
-        """As far as is known: one answer that is late ends no waiting."""
+    async def _is_made(self, name: str) -> bool | None:
+        """None: that is not known; one answer that is late ends no waiting."""
         try:
             return await self._exists(name)
         except (nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError):
-            return False
+            return None
 
     async def _take_room(self, config: StreamConfig) -> bool:
         """Takes what a stream needs at least from another of ours in the same storage: the one with the most room that it
@@ -332,6 +333,10 @@ class Streams:
         name = str(config.name)
         info = await self.context.stream_info(name)
         present, max_bytes = info.config, config.max_bytes or 0
+        if (has := present.num_replicas or 1) != self.num_replicas:
+            logger.warning(
+                "stream %s keeps %d copies: `tideway nats-replicas %d` moves it", name, has, self.num_replicas
+            )
         is_as_declared = bool(present.allow_rollup_hdrs) == bool(config.allow_rollup_hdrs)
         if is_as_declared and present.max_bytes == max_bytes:
             return False

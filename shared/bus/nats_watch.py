@@ -73,7 +73,7 @@ class NatsWatch(Generic[M]):
         self._last_heard_s = self._heard_since_s = now()
         """The latter: since when there was no silence."""
         self._settling: asyncio.Task[None] | None = None
-        self._is_current = False
+        self._is_current, self._lost_s = False, now()
         self._complete: asyncio.Future[None] | None = None
         self._monitor: asyncio.TimerHandle | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -84,8 +84,8 @@ class NatsWatch(Generic[M]):
         """Why the entries may not be what the bucket has, as a sentence; empty: they are."""
         if self._is_current and not self._is_silent:
             return ""
-        silent_s = self._now() - self._last_heard_s
-        return f"NATS does not tell what is in {self._config.name}, since {silent_s:.0f} s"
+        since_s = self._last_heard_s if self._is_current else self._lost_s
+        return f"NATS does not tell what is in {self._config.name}, since {self._now() - since_s:.0f} s"
 
     @property
     def _is_silent(self) -> bool:
@@ -106,7 +106,8 @@ class NatsWatch(Generic[M]):
             self._restarting.cancel()
 
     def _end(self) -> None:
-        self._is_current = False
+        if self._is_current:
+            self._is_current, self._lost_s = False, self._last_heard_s
         self._view.pause()
         self._client.unsubscribe_direct(self._sid)
         if self._monitor is not None:
@@ -232,15 +233,20 @@ class NatsWatch(Generic[M]):
     async def _still_stored(self, keys: list[str]) -> set[str]:
         """Which of them the stream's leader has. Raises `BusError` where one that it has not may be one that nobody could
         write."""
-        name, asked_s = str(self._config.name), self._now()
+        name = str(self._config.name)
         if ttl_s := self._config.max_age:
             health = await self._streams.health(name)
             if health.problem or health.writable_for_s < ttl_s + ELECTION_GRACE_S:
                 raise silent(f"stream {name} {health.problem or 'has a new leader'}")
-        stored = {key for key in keys if await self._is_stored(key)}
-        now = self._now()
-        if self._is_silent or now - asked_s > self._heartbeat_s or now - self._heard_since_s < (ttl_s or 0):
-            raise silent(f"stream {name} was silent until now")
+        stored = set()
+        for key in keys:
+            asked_s = self._now()
+            if await self._is_stored(key):
+                stored.add(key)
+            now = self._now()
+            # An answer that took long says that the server hung, and what is behind it may not be read yet.
+            if self._is_silent or now - asked_s > self._heartbeat_s or now - self._heard_since_s < (ttl_s or 0):
+                raise silent(f"stream {name} was silent until now")
         return stored
 
     async def _is_stored(self, key: str) -> bool:
@@ -250,4 +256,4 @@ class NatsWatch(Generic[M]):
                 message = await self._streams.read(name, lambda: self._streams.context.get_last_msg(name, subject))
             except nats.js.errors.NotFoundError:
                 return False
-        return not message.headers or "KV-Operation" not in message.headers
+        return not (message.headers or {}).keys() & {"KV-Operation", "Nats-Marker-Reason"}

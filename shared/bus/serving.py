@@ -31,12 +31,18 @@ Answer = Callable[[bytes, ErrorInfo | None], None]
 """Called with the encoded reply, or with the encoded `ErrorInfo` and the info itself."""
 
 
+QUEUE_GROUP = "q"
+"""Of an endpoint's servers one hears a request, where several processes may serve it."""
+
+
 class EndpointServer:
     def __init__(
         self, endpoint: Endpoint[Any, Any], handler: Callable[[Any], Any], max_concurrency: int, metrics: BusMetrics
     ) -> None:
         """`handler`: returns the reply, or a coroutine of it."""
         self.subject = endpoint.subject
+        # Of a group a server chooses one member, which may be what is left of this process on a node that hangs.
+        self.queue_group = "" if endpoint.is_addressed else QUEUE_GROUP
         self.num_requests = 0
         self.num_errors = 0
         self.processing_s = 0.0

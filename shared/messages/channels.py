@@ -41,7 +41,8 @@ def _filled(channel: Any, ids: tuple[tuple[str, str], ...]) -> Any:
     for _, value in ids:
         if not value or any(c in value for c in ". *>\t\r\n"):
             raise ValueError(f"{value!r} cannot be part of a subject")
-    return replace(channel, subject=channel.subject.format(**dict(ids)))
+    more = {"is_addressed": True} if isinstance(channel, Endpoint) else {}
+    return replace(channel, subject=channel.subject.format(**dict(ids)), **more)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Endpoint(Generic[Query, Reply]):
     reply: type[Reply]
     sent_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
     served_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
+    is_addressed: bool = field(default=False, compare=False, kw_only=True)
+    """One process alone serves it, whose id is in the subject."""
 
     def at(self, **ids: str) -> Endpoint[Query, Reply]:
         filled: Endpoint[Query, Reply] = _filled(self, tuple(ids.items()))

@@ -64,7 +64,14 @@ def test_every_panel_has_its_metric(stack: Stack) -> None:
     )  # fmt: skip
     stack.wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch's end")
     stack.wait_until(lambda: not blank_panels(scrape(stack)), "every panel's metric", 60)
-    traffic = {model["name"]: model["traffic"] for model in httpx.get(f"{stack.url}/admin/models").json()["models"]}
-    online, offline = traffic["llama"]["online"], traffic["llama"]["offline"]
+
+    def traffic() -> tuple[dict, dict]:
+        models = httpx.get(f"{stack.url}/admin/models").json()["models"]
+        found = next(model["traffic"] for model in models if model["name"] == "llama")
+        return found["online"], found["offline"]
+
+    # The scheduler tells placement each second.
+    stack.wait_until(lambda: all(part["num_finished"] for part in traffic()), "traffic of both classes", 20)
+    online, offline = traffic()
     assert online["num_finished"] >= 1 and online["latency_s"]["p99"] > 0 and online["attainment"] is not None
     assert offline["num_finished"] >= 1 and offline["output_tokens"]["mean"] >= 1

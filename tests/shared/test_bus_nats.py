@@ -267,7 +267,7 @@ async def test_services_answer_the_micro_protocol(nats_settings: BusSettings) ->
         place = {
             "name": "instance_instance_id_submit",
             "subject": f"{PREFIX}.instance.node-0.submit",
-            "queue_group": "q",
+            "queue_group": "",
         }
         assert info["endpoints"] == [place | {"metadata": {}}]
         stats = await ask("STATS.tideway-scheduler.one")
