@@ -34,10 +34,12 @@ from services.gateway.parsing import (
     options_of,
     prompts_of,
     sampling_of,
+    template_variables,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
-from services.gateway.structured import check_options
+from services.gateway.structured import Grammar, check_options
 from services.gateway.tokenization import ModelTokenizer
+from services.gateway.tools.reasoning import Opening
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
 from shared.telemetry import current_traceparent
@@ -201,9 +203,12 @@ async def make_prompts(
     texts_or_ids: list[str] | list[list[int]],
 ) -> list[Prompt]:
     max_model_len = context.catalog.max_model_len(spec, tokenizer)
-    grammar = options.grammar
-    if options.tools is not None:
-        grammar = options.tools.grammar_with(grammar, tokenizer.tool_format, tokenizer.special_token_id) or grammar
+    opening, chat_text = None, ""
+    if isinstance(message, ChatRequest):
+        tools = None if options.tools is None else options.tools.definitions()
+        chat_text = await rendered_chat(context, tokenizer, message, max_model_len, tools)
+        opening = tokenizer.opening(chat_text, message.messages[-1] if message.continue_final_message else None)
+    grammar = grammar_behind(tokenizer, options, opening)
     if grammar is not None:
         check_options(message, grammar)
         grammar = await context.tokenizers.try_grammar(tokenizer, grammar)
@@ -215,8 +220,7 @@ async def make_prompts(
             requested, limit_field = message.max_completion_tokens, "max_completion_tokens"
         default = None
         param = "messages"
-        tools = None if options.tools is None else options.tools.definitions()
-        all_ids = [await chat_ids(context, tokenizer, message, max_model_len, tools)]
+        all_ids = [await chat_ids(context, tokenizer, message, chat_text)]
         texts_or_ids = [""]
     else:
         assert isinstance(message, CompletionRequest)
@@ -247,19 +251,32 @@ async def make_prompts(
             echo_text = text_or_ids
         elif options.echo:
             echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
-        prompts.append(Prompt(ids, sampling, echo_text, shows_output, requested is None and default is None))
+        is_open_ended = requested is None and default is None
+        prompts.append(Prompt(ids, sampling, echo_text, shows_output, is_open_ended, opening))
     return prompts
 
 
-async def chat_ids(
+def grammar_behind(tokenizer: ModelTokenizer, options: Options, opening: Opening | None) -> Grammar | None:
+    """That an output follows, behind the reasoning that a model may do before its answer; None: none. `opening`: None
+    where the output is no chat's. Raises `ApiError`."""
+    spelled, special = tokenizer.tool_format, tokenizer.special_token_id
+    of_calls = None if options.tools is None else options.tools.grammar_with(options.grammar, spelled, special)
+    grammar = of_calls or options.grammar
+    if grammar is None or opening is None:
+        return grammar
+    marks = tokenizer.reasoning_format
+    return spelled.behind_reasoning(grammar, marks, opening, special, has_calls=of_calls is not None)
+
+
+async def rendered_chat(
     context: GatewayContext,
     tokenizer: ModelTokenizer,
     message: Any,
     max_model_len: int | None = None,
     tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
+) -> str:
     """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest.
-    `max_model_len`: a text that is longer for certain is refused untokenised; None: none is."""
+    `max_model_len`: a text that is longer for certain is refused; None: none is."""
     limit = None if max_model_len is None else tokenizer.max_characters(max_model_len)
     text, num_characters = await context.tokenizers.render(
         tokenizer,
@@ -268,10 +285,14 @@ async def chat_ids(
         tools,
         add_generation_prompt=message.add_generation_prompt is not False,
         continue_final_message=bool(message.continue_final_message),
-        variables=message.chat_template_kwargs,
+        variables=template_variables(message),
     )
     if max_model_len is not None:
         check_num_characters(num_characters, limit, max_model_len, "messages")
-    # Templates write the special tokens themselves.
+    return text
+
+
+async def chat_ids(context: GatewayContext, tokenizer: ModelTokenizer, message: Any, text: str) -> list[int]:
+    """The tokens of a chat's prompt. Templates write the special tokens themselves."""
     (ids,) = await context.tokenizers.encode(tokenizer, [text], message.add_special_tokens is True, "messages")
     return ids

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.errors import ApiError, invalid
-from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields, allowed_values
+from services.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    TokenizeRequest,
+    allowed_values,
+)
 from services.gateway.structured import Grammar, check_options, grammar_of
 from services.gateway.tools.use import ToolUse, tool_use_of
 from shared.messages.channels import MAX_MESSAGE_BYTES
@@ -61,6 +67,10 @@ class Options:
     tools: ToolUse | None
     prompt_logprobs: int | None
     """As the field of that name."""
+    parts_reasoning: bool
+    """Reasoning is parted from the answer."""
+    shows_reasoning: bool
+    """And told of."""
 
     @property
     def num_prompt_top(self) -> int:
@@ -137,9 +147,20 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         timeout_s=timeout_of(request, headers, limit_s),
         echo=echo,
         prompt_logprobs=request.prompt_logprobs,
+        parts_reasoning=request.separate_reasoning is not False and request.reasoning_format != "none",
+        shows_reasoning=request.include_reasoning is not False,
         grammar=grammar,
         tools=tools,
     )
+
+
+def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
+    """What a chat template is given beside the messages: what the request names, and its effort at reasoning."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs
+    of_effort: dict[str, Any] = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+    return of_effort | (request.chat_template_kwargs or {})
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str] | list[list[int]]:

@@ -176,6 +176,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """The log-probability of each token of the prompt, with so many of the most likely. Not in a stream."""
     user: str | None = None
+    include_reasoning: bool | None = None
+    """false: reasoning is not told of."""
+    separate_reasoning: bool | None = None
+    """false: it is part of the answer's text."""
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    """none: the same."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
@@ -283,6 +289,10 @@ class NamedTool(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+ReasoningEffort = Annotated[str, Meta(pattern="^[a-z]{1,16}$")]
+"""none, minimal, low, medium, high, or what else a template knows."""
+
+
 class ChatRequest(GenerationFields, kw_only=True):
     messages: Messages
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -292,6 +302,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """For the chat template, as a variable; with none `enable_thinking` is false too."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -316,6 +328,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
     def __post_init__(self) -> None:

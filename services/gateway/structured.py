@@ -80,10 +80,21 @@ def lark_text(text: str) -> str:
 
 def encoded(grammar: dict[str, Any], kind: str, param: str) -> Grammar:
     """Raises `ApiError` where it is too long."""
-    text = msgspec.json.encode({"grammars": [grammar]})
+    return _checked([grammar], kind, param, grammar.get("json_schema"))
+
+
+def _checked(grammars: list[dict[str, Any]], kind: str, param: str, schema: dict[str, Any] | None) -> Grammar:
+    text = msgspec.json.encode({"grammars": grammars})
     if len(text) > MAX_GRAMMAR_BYTES:
         raise invalid(param, f"'{param}' makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
-    return Grammar(text.decode(), kind, param, grammar.get("json_schema"))
+    return Grammar(text.decode(), kind, param, schema)
+
+
+def behind(grammar: Grammar, rules: str, start: str) -> Grammar:
+    """What comes before it is as `start` says, by rules in Lark. Raises `ApiError` where that is too long."""
+    (own,) = msgspec.json.decode(grammar.text)["grammars"]
+    whole = [lark_grammar(f"start: {start} @answer\n{rules}"), {"name": "answer", **own}]
+    return _checked(whole, grammar.kind, grammar.param, grammar.schema)
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
@@ -168,11 +179,14 @@ def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
 def as_lark(text: str) -> str:
     """The text of a grammar, translated where it is EBNF. How long that takes is for whoever sent it to say: not in the
     event loop. Raises `ValueError`."""
-    source = msgspec.json.decode(text)["grammars"][0].get(EBNF)
-    if source is None:
+    grammars = msgspec.json.decode(text)["grammars"]
+    if not any(EBNF in one for one in grammars):
         return text
     try:
-        translated = msgspec.json.encode({"grammars": [lark_grammar(gbnf_to_lark(source))]})
+        for one in grammars:
+            if (source := one.pop(EBNF, None)) is not None:
+                one.update(lark_grammar(gbnf_to_lark(source)))
+        translated = msgspec.json.encode({"grammars": grammars})
     except MemoryError:
         raise
     except Exception as error:  # the translator raises plain Exception

@@ -25,8 +25,9 @@ class ToolUse:
     """Several calls in one output."""
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.tools)
+    def schemas(self) -> dict[str, dict[str, Any] | None]:
+        """Of the arguments of those that may be called, by name."""
+        return {tool.function.name: tool.function.parameters for tool in self.tools}
 
     def definitions(self) -> list[dict[str, Any]]:
         """As templates are given them."""
