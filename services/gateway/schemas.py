@@ -281,9 +281,19 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """Some of `tools`, of all of which the model is told."""
+
+    allowed_tools: AllowedTools
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -308,7 +318,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
 

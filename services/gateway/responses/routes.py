@@ -25,6 +25,7 @@ from services.gateway.responses.messages import (
     TextOptions,
 )
 from services.gateway.responses.store import ID_PREFIX
+from services.gateway.responses.tools import called_tools
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
 
 _REQUEST = msgspec.json.Decoder(ResponseRequest)
@@ -49,7 +50,8 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     except ApiError as error:
         raise renamed(error) from None
     response = _opened(message, exchange, generation.options)
-    builder = ResponseBuilder(response, generation.tokenizer, generation.options.num_top_logprobs)
+    called = called_tools(message.tools)
+    builder = ResponseBuilder(response, generation.tokenizer, generation.options.num_top_logprobs, called)
 
     async def keep(response: ResponseObject) -> None:
         await context.responses.keep(response, key.tenant, items)
@@ -81,6 +83,7 @@ def _opened(message: ResponseRequest, exchange: Exchange, options: Options) -> R
         store=message.store is not False,
         temperature=1.0 if message.temperature is None else message.temperature,
         text=message.text or TextOptions(TextFormat("text")),
+        reasoning=message.reasoning,
         tool_choice=message.tool_choice or "auto",
         tools=message.tools or [],
         top_logprobs=options.num_top_logprobs or 0,
