@@ -97,7 +97,11 @@ class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    pass
+    schema: dict[str, Any] | None = None
+    """Of the object, as llama.cpp has it."""
+
+    def __post_init__(self) -> None:
+        check_nesting(schema=self.schema)
 
 
 class JsonSchema(msgspec.Struct, frozen=True):

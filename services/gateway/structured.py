@@ -17,6 +17,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.gateway.errors import invalid
+from services.gateway.json_schemas import SchemaError, prepared
 from services.gateway.schemas import (
     MAX_NESTING,
     GenerationFields,
@@ -57,11 +58,16 @@ class Grammar:
         return len(self.text.encode())
 
 
-def json_grammar(schema: Any, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
-    """Of values of a JSON schema. `is_lenient`: keywords that cannot be enforced are ignored."""
+def json_grammar(schema: Any, param: str, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
+    """Of values of a JSON schema. `param`: the field at fault where it cannot be had. `is_lenient`: keywords that cannot be
+    enforced are ignored. Raises `ApiError`."""
     spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    try:
+        schema = prepared(schema, is_lenient=is_lenient)
+    except SchemaError as error:
+        raise invalid(param, f"'{param}' cannot be had: {error}.", "unsupported_value") from None
     return {"json_schema": {**schema, "x-guidance": {**spacing, "lenient": is_lenient}}}
 
 
@@ -116,11 +122,15 @@ def check_options(request: GenerationFields, grammar: Grammar) -> None:
 
 def _of_format(request: GenerationFields) -> Grammar | None:
     match request.response_format:
-        case JsonObjectFormat():
-            return encoded(json_grammar({"type": "object"}), "json", "response_format")
+        case JsonObjectFormat(None):
+            return encoded(json_grammar({"type": "object"}, "response_format"), "json", "response_format")
+        case JsonObjectFormat(schema):
+            param = "response_format.schema"
+            return encoded(json_grammar(schema, param), "json", param)
         case JsonSchemaFormat(json_schema):
             param = "response_format.json_schema.schema"
-            return encoded(json_grammar(json_schema.schema, is_lenient=json_schema.strict is False), "json", param)
+            grammar = json_grammar(json_schema.schema, param, is_lenient=json_schema.strict is False)
+            return encoded(grammar, "json", param)
         case _:
             return None
 
@@ -145,12 +155,12 @@ def _of_fields(prefix: str, fields: StructuredOutputs) -> list[Grammar]:
     found = []
     if fields.json is not None:
         param = prefix + "json"
-        found.append(
-            encoded(json_grammar(_schema(fields.json, param), whitespace=fields.whitespace_pattern), "json", param)
-        )
+        whole = json_grammar(_schema(fields.json, param), param, whitespace=fields.whitespace_pattern)
+        found.append(encoded(whole, "json", param))
     if fields.json_object:
-        spaced = json_grammar({"type": "object"}, whitespace=fields.whitespace_pattern)
-        found.append(encoded(spaced, "json", prefix + "json_object"))
+        param = prefix + "json_object"
+        spaced = json_grammar({"type": "object"}, param, whitespace=fields.whitespace_pattern)
+        found.append(encoded(spaced, "json", param))
     if fields.regex is not None:
         regex = lark_grammar(f"start: /{regex_to_lark(fields.regex)}/")
         found.append(encoded(regex, "regex", prefix + "regex"))

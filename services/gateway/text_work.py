@@ -131,6 +131,8 @@ def _tried(task: TryGrammar) -> Result:
         reason = str(error)
     reason = (reason or LLMatcher.validate_grammar(text) or _why_no_token(text)).strip()
     taken_s = time.process_time() - begun_s
+    if "coerce_one_of" in reason:
+        reason = "oneOf: it cannot be shown that its schemas exclude each other; anyOf can be had"
     if not reason and taken_s > MAX_GRAMMAR_CPU_S:
         reason = f"it takes {taken_s:.2f} s of computing to be tried; the limit is {MAX_GRAMMAR_CPU_S:g} s."
     if len(reason) > MAX_REASON_CHARACTERS:

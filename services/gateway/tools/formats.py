@@ -132,7 +132,7 @@ class ToolFormat:
 
 
 def _json_of(schema: dict[str, Any], function: FunctionDefinition) -> str:
-    return json.dumps(json_grammar(schema, is_lenient=not function.strict)["json_schema"])
+    return json.dumps(json_grammar(schema, "tools", is_lenient=not function.strict)["json_schema"])
 
 
 def _keyed_rules(

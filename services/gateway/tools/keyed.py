@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.json_schemas import kind_of, types_of
 from services.gateway.schemas import is_nested_deep
 from services.gateway.tools.call_reader import in_utf8
 from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser, parted
-
-MAX_REFERENCES = 32
-"""Of a schema that are followed for the types of one argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +184,7 @@ def typed(text: str, schema: Any, key: str) -> Any:
     one, else JSON, or the text if it is none."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     own = properties.get(key) if isinstance(properties, dict) else None
-    types = set(_types(own, schema)) if own is not None else set()
+    types = set(types_of(own, schema)) if own is not None else set()
     if types == {"string"}:
         return text
     if not types.difference({"string", "null"}) and types:
@@ -197,7 +195,7 @@ def typed(text: str, schema: Any, key: str) -> Any:
         value = _PYTHON.get(text.strip(), text)
     if is_nested_deep(value) or value != value:  # not a number
         return text
-    kind = _KINDS.get(type(value), "")
+    kind = kind_of(value)
     if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
         return text
     if kind == "number" and "integer" in types and "number" not in types and value.is_integer():
@@ -206,52 +204,11 @@ def typed(text: str, schema: Any, key: str) -> Any:
 
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_KINDS = {
-    dict: "object",
-    list: "array",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-    str: "string",
-}
-
-
-def _types(schema: Any, root: Any, num_followed: int = 0) -> Iterator[str]:
-    """The types that values of a schema may have, as far as it names them."""
-    if not isinstance(schema, dict) or num_followed > MAX_REFERENCES:
-        return
-    named = schema.get("type")
-    if isinstance(named, str | list):
-        yield from [named] if isinstance(named, str) else [one for one in named if isinstance(one, str)]
-    else:
-        if "enum" in schema or "const" in schema:
-            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-            yield from (_KINDS[type(value)] for value in values)
-        for one in ("anyOf", "oneOf", "allOf"):
-            if isinstance(schema.get(one), list):
-                for each in schema[one]:
-                    yield from _types(each, root, num_followed + 1)
-        if (found := referred(schema, root)) is not None:
-            yield from _types(found, root, num_followed + 1)
-    if schema.get("nullable") is True:
-        yield "null"
-
-
-def referred(schema: Mapping[str, Any], root: Any) -> Any:
-    """What `$ref` names within the schema `root`; None: nothing there."""
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
 
 
 def texts_of(own: Any, schema: Any) -> list[str] | None:
     """The texts that an argument with the schema `own` may be, empty for any; None: it may be no text. See `typed`."""
-    types = set(_types(own, schema))
+    types = set(types_of(own, schema))
     if "string" not in types:
         return None
     named = own.get("enum") or ([own["const"]] if "const" in own else [])
