@@ -91,7 +91,9 @@ class Collector:
                 ChatChoice(
                     index,
                     part.message(),
-                    None if num_top is None else chat_logprobs(tokenizer, part.tokens, num_top),
+                    None
+                    if num_top is None
+                    else chat_logprobs(tokenizer, part.tokens, num_top, by_id=options.names_token_ids),
                     part.finish_reason,
                 )
                 for index, part in enumerate(self._parts)
@@ -102,7 +104,9 @@ class Collector:
                 CompletionChoice(
                     index,
                     "".join(part.texts),
-                    None if num_top is None else completion_logprobs(tokenizer, part.tokens, num_top),
+                    None
+                    if num_top is None
+                    else completion_logprobs(tokenizer, part.tokens, num_top, by_id=options.names_token_ids),
                     part.finish_reason,
                     prompts[index],
                 )
@@ -220,9 +224,10 @@ class ChunkWriter:
         num_top = self._options.num_top_logprobs
         if num_top is None or not delta.tokens:
             return b"null"
+        by_id = self._options.names_token_ids
         if self._is_chat:
-            return _ENCODE(chat_logprobs(self._tokenizer, delta.tokens, num_top))
-        return _ENCODE(completion_logprobs(self._tokenizer, delta.tokens, num_top))
+            return _ENCODE(chat_logprobs(self._tokenizer, delta.tokens, num_top, by_id=by_id))
+        return _ENCODE(completion_logprobs(self._tokenizer, delta.tokens, num_top, by_id=by_id))
 
     async def before_end(self, usage: Usage) -> None:
         pass

@@ -124,10 +124,30 @@ def _forms(annotation: Any) -> list[Any]:
     return [form for argument in arguments for form in _forms(argument)] or [annotation]
 
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Before the body in what some editors and shells write."""
+
+
+def _with_integers(value: Any) -> Any:
+    """JSON in which numbers such as 4096.0 are integers."""
+    if isinstance(value, dict):
+        return {key: _with_integers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """The typed request in `body`; what is wrong with it is a 400 that names the field."""
+    body = body.removeprefix(BYTE_ORDER_MARK)
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            # Some clients have no integers. They are the exception, so only what failed is gone through.
+            return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
     except msgspec.ValidationError as error:
         # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"; a struct's own check names its field first.
         sentence, *places = str(error).split(" - at ")

@@ -71,6 +71,8 @@ class Options:
     """Reasoning is parted from the answer."""
     shows_reasoning: bool
     """And told of."""
+    names_token_ids: bool
+    """In log-probabilities, instead of the text of tokens."""
 
     @property
     def num_prompt_top(self) -> int:
@@ -107,6 +109,11 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     if isinstance(request, ChatRequest):
         if request.top_logprobs is not None and not request.logprobs and request.top_logprobs > 0:
             raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise invalid(
+                "continue_final_message",
+                "'continue_final_message' cannot be had with 'add_generation_prompt': no message of the model is begun.",
+            )
         num_top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         echo = False
     else:
@@ -118,11 +125,16 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
             )
     if request.prompt_logprobs is not None and request.stream:
         raise invalid("prompt_logprobs", "'prompt_logprobs' cannot be had in a stream.")
+    stream_options = request.stream_options
+    if stream_options is not None and not request.stream:
+        raise invalid("stream_options", "'stream_options' needs 'stream' to be true.")
     urgent = request.priority == "high" or (isinstance(request.priority, int) and request.priority < 0)
     is_offline = request.service_tier == "flex"
     is_high = not is_offline and (urgent or request.service_tier == "priority")
     tier = "flex" if is_offline else "priority" if is_high else "default"
-    stream_options = request.stream_options
+    usage_in_chunks = bool(stream_options and stream_options.continuous_usage_stats)
+    if stream_options is not None and stream_options.include_usage is False:
+        usage_in_chunks = False
     stop = request.stop or ()
     grammar = grammar_of(request)
     tools = tool_use_of(request) if isinstance(request, ChatRequest) else None
@@ -135,8 +147,8 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     return Options(
         num_choices=request.n or 1,
         is_stream=bool(request.stream),
-        includes_usage=bool(stream_options and (stream_options.include_usage or stream_options.continuous_usage_stats)),
-        has_continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+        includes_usage=usage_in_chunks or bool(stream_options and stream_options.include_usage),
+        has_continuous_usage=usage_in_chunks,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         shows_stop=bool(request.include_stop_str_in_output),
         skips_special_tokens=request.skip_special_tokens is not False,
@@ -149,6 +161,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         prompt_logprobs=request.prompt_logprobs,
         parts_reasoning=request.separate_reasoning is not False and request.reasoning_format != "none",
         shows_reasoning=request.include_reasoning is not False,
+        names_token_ids=bool(request.return_tokens_as_token_ids),
         grammar=grammar,
         tools=tools,
     )
@@ -295,8 +308,8 @@ def sampling_of(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=or_default(request.temperature, 1.0),
-        top_k=max(0, request.top_k or 0),
-        top_p=or_default(request.top_p, 1.0),
+        top_k=1 if request.top_p == 0 else max(0, request.top_k or 0),
+        top_p=or_default(request.top_p, 1.0) or 1.0,
         min_p=or_default(request.min_p, 0.0),
         repetition_penalty=or_default(request.repetition_penalty, 1.0),
         presence_penalty=or_default(request.presence_penalty, 0.0),

@@ -23,7 +23,6 @@ from services.gateway.schemas import (
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
-    StructuredOutputs,
     is_nested_deep,
 )
 
@@ -136,41 +135,50 @@ def _of_format(request: GenerationFields) -> Grammar | None:
 
 
 def _of_guided(request: GenerationFields) -> list[Grammar]:
-    return _of_fields(
-        "guided_",
-        StructuredOutputs(
-            json=request.guided_json,
-            regex=request.guided_regex,
-            choice=request.guided_choice,
-            grammar=request.guided_grammar,
-        ),
-    )
+    """Those of vLLM's older fields, and of SGLang's and llama.cpp's."""
+    whitespace = request.guided_whitespace_pattern
+    return [
+        *_of_json(request.guided_json, "guided_json", whitespace),
+        *_of_json(request.json_schema, "json_schema", whitespace),
+        *_of_texts("guided_", request.guided_regex, request.guided_choice, request.guided_grammar),
+        *_of_texts("", request.regex, None, request.grammar),
+        *([] if request.ebnf is None else [_of_source(request.ebnf, "ebnf")]),
+    ]
 
 
 def _of_structured(request: GenerationFields) -> list[Grammar]:
-    return [] if request.structured_outputs is None else _of_fields("structured_outputs.", request.structured_outputs)
+    fields, prefix = request.structured_outputs, "structured_outputs."
+    if fields is None:
+        return []
+    schema = {"type": "object"} if fields.json_object else None
+    return [
+        *_of_json(fields.json, prefix + "json", fields.whitespace_pattern),
+        *_of_json(schema, prefix + "json_object", fields.whitespace_pattern),
+        *_of_texts(prefix, fields.regex, fields.choice, fields.grammar),
+    ]
 
 
-def _of_fields(prefix: str, fields: StructuredOutputs) -> list[Grammar]:
+def _of_json(schema: str | dict[str, Any] | bool | None, param: str, whitespace: str | None) -> list[Grammar]:
+    if schema is None:
+        return []
+    return [encoded(json_grammar(_schema(schema, param), param, whitespace=whitespace), "json", param)]
+
+
+def _of_texts(prefix: str, regex: str | None, choice: list[str] | None, grammar: str | None) -> list[Grammar]:
     found = []
-    if fields.json is not None:
-        param = prefix + "json"
-        whole = json_grammar(_schema(fields.json, param), param, whitespace=fields.whitespace_pattern)
-        found.append(encoded(whole, "json", param))
-    if fields.json_object:
-        param = prefix + "json_object"
-        spaced = json_grammar({"type": "object"}, param, whitespace=fields.whitespace_pattern)
-        found.append(encoded(spaced, "json", param))
-    if fields.regex is not None:
-        regex = lark_grammar(f"start: /{regex_to_lark(fields.regex)}/")
-        found.append(encoded(regex, "regex", prefix + "regex"))
-    if fields.choice is not None:
-        found.append(encoded(choice_grammar(fields.choice), "choice", prefix + "choice"))
-    if fields.grammar is not None:
-        is_ebnf = _EBNF_RULE.search(fields.grammar) is not None
-        source = {EBNF: fields.grammar} if is_ebnf else lark_grammar(fields.grammar)
-        found.append(encoded(source, "grammar", prefix + "grammar"))
+    if regex is not None:
+        found.append(encoded(lark_grammar(f"start: /{regex_to_lark(regex)}/"), "regex", prefix + "regex"))
+    if choice is not None:
+        found.append(encoded(choice_grammar(choice), "choice", prefix + "choice"))
+    if grammar is not None:
+        found.append(_of_source(grammar, prefix + "grammar"))
     return found
+
+
+def _of_source(grammar: str, param: str) -> Grammar:
+    """Of one in Lark or EBNF."""
+    is_ebnf = _EBNF_RULE.search(grammar) is not None
+    return encoded({EBNF: grammar} if is_ebnf else lark_grammar(grammar), "grammar", param)
 
 
 def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:

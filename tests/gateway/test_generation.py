@@ -11,13 +11,17 @@ import pytest
 
 from services.gateway import parsing
 from services.gateway.errors import ApiError
+from services.gateway.logprobs import ShownToken, completion_logprobs
 from services.gateway.parsing import check_prompt_logprobs
 from services.gateway.replies import ChatCompletion, Completion
 from services.gateway.schemas import ChatRequest, CompletionRequest
+from services.gateway.tokenization import load_tokenizer
+from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
     FinishReason,
     Priority,
     RequestClass,
+    TokenLogprob,
     packed_logprob_bytes,
     unpack_tokens,
 )
@@ -486,3 +490,49 @@ async def test_objectives_and_the_class_travel_with_the_request(stack: Stack) ->
         for value in (0, -1, 1e9, "fast"):
             answer = await stack.post("/v1/completions", prompt="x", **{name: value})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+async def test_fields_as_clients_without_integers_write_them(stack: Stack) -> None:
+    """And a byte-order mark, as some shells and editors begin a body with; a `top_p` of 0 takes the most likely token."""
+    body = b'\xef\xbb\xbf{"model": "tide", "prompt": "x", "max_tokens": 40.0, "n": 2.0, "seed": 7.0, "top_p": 0}'
+    answer = await stack.client.post("/v1/completions", content=body)
+    assert answer.status_code == 200, answer.text
+    sampling = stack.peer.submitted[0].sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.top_k, sampling.top_p) == (40, 7, 1, 1.0)
+    assert len(answer.json()["choices"]) == 2
+
+
+async def test_usage_is_told_where_it_is_wanted(stack: Stack) -> None:
+    for options, num_with in (
+        ({"include_usage": True}, 1),
+        ({"include_usage": False}, 0),
+        ({"include_usage": False, "continuous_usage_stats": True}, 0),
+        ({}, 0),
+    ):
+        chunks = await events(stack, "/v1/completions", prompt="x", stream_options=options)
+        assert sum(1 for chunk in chunks if chunk.get("usage")) == num_with, options
+
+
+async def test_a_final_message_goes_on_or_a_new_one_begins(stack: Stack) -> None:
+    body = {"messages": [*HI, {"role": "assistant", "content": "One"}], "continue_final_message": True}
+    assert (await stack.post("/v1/chat/completions", **body, add_generation_prompt=False)).status_code == 200
+    assert (await stack.post("/v1/chat/completions", **body)).status_code == 200
+    both = await stack.post("/v1/chat/completions", **body, add_generation_prompt=True)
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_each_of_the_likely_tokens_has_an_entry(stack: Stack) -> None:
+    """Tokens that are parts of characters too: their text is the same."""
+    first = stack.tokenizer.token_to_id("\u00e6")
+    halves = [first, stack.tokenizer.token_to_id("\u00e7"), stack.tokenizer.token_to_id("\u00e8")]
+    assert None not in halves
+    known = TokenLogprob(-0.5, tuple(halves), (-0.5, -1.5, -2.5), 1)
+    loaded = load_tokenizer(ModelSpec("m", str(stack.gateway.context.catalog.models[0].source)))
+    told = completion_logprobs(loaded, [ShownToken(first, known, 0, 0)], 3)
+    assert told.top_logprobs == [{"bytes:\\xe6": -0.5, "bytes:\\xe7": -1.5, "bytes:\\xe8": -2.5}]
+    assert told.tokens == ["bytes:\\xe6"]
+    by_id = completion_logprobs(loaded, [ShownToken(first, known, 0, 0)], 3, by_id=True)
+    assert by_id.top_logprobs == [dict(zip([f"token_id:{one}" for one in halves], (-0.5, -1.5, -2.5), strict=True))]
+    answer = await stack.post("/v1/chat/completions", messages=HI, logprobs=True, return_tokens_as_token_ids=True)
+    names = [entry["token"] for entry in answer.json()["choices"][0]["logprobs"]["content"]]
+    assert names == [f"token_id:{one}" for one in [*stack.ids("Hello world"), stack.eos]]

@@ -20,6 +20,7 @@ from services.gateway.schemas import (
     OnlyFalse,
     OnlyNull,
     ReasoningEffort,
+    TopP,
     check_nesting,
 )
 
@@ -117,7 +118,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[str] | None = None
     """`message.output_text.logprobs` is what is heeded."""
