@@ -90,6 +90,9 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     API keys are read again when they change."""
     cors_origins: str = ""
     """Origins (https://example.org, comma-separated; * for all) whose pages may call the API from a browser."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: what a request does not say of sampling is as generation_config.json of the model's checkpoint says; none: as
+    OpenAI's API says."""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048

@@ -25,6 +25,7 @@ from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
     MAX_SEQUENCES,
+    NO_DEFAULTS,
     Options,
     check_num_characters,
     check_num_sequences,
@@ -245,6 +246,7 @@ async def make_prompts(
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
             grammar="" if grammar is None else grammar.text,
+            defaults=tokenizer.defaults if context.settings.generation_config == "auto" else NO_DEFAULTS,
         )
         echo_text = ""
         if options.echo and isinstance(text_or_ids, str):

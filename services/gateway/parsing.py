@@ -22,6 +22,7 @@ from services.gateway.schemas import (
 )
 from services.gateway.structured import Grammar, check_options, grammar_of
 from services.gateway.tools.use import ToolUse, tool_use_of
+from shared.checkpoint import SamplingDefaults
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.requests import (
     MAX_PROMPT_LOGPROBS_BYTES,
@@ -41,6 +42,7 @@ MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
 MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
 """Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
 SEED_MASK = 2**63 - 1
+NO_DEFAULTS = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,8 +292,9 @@ def sampling_of(
     eos_token_ids: tuple[int, ...],
     vocab_size: int,
     grammar: str = "",
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """For the first choice; the i-th has `seed + i`."""
+    """For the first choice; the i-th has `seed + i`. `defaults`: the model's, where the request says nothing."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that may come.")
@@ -301,19 +304,21 @@ def sampling_of(
 
     num_prompt_top = min(options.num_prompt_top, vocab_size)
 
-    def or_default(value: float | None, default: float) -> float:
-        return default if value is None else value
+    def or_default(value: float | None, of_model: float | None, default: float) -> float:
+        return value if value is not None else default if of_model is None else of_model
+
+    top_k = request.top_k if request.top_k is not None else defaults.top_k or 0
 
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=or_default(request.temperature, 1.0),
-        top_k=1 if request.top_p == 0 else max(0, request.top_k or 0),
-        top_p=or_default(request.top_p, 1.0) or 1.0,
-        min_p=or_default(request.min_p, 0.0),
-        repetition_penalty=or_default(request.repetition_penalty, 1.0),
-        presence_penalty=or_default(request.presence_penalty, 0.0),
-        frequency_penalty=or_default(request.frequency_penalty, 0.0),
+        temperature=or_default(request.temperature, defaults.temperature, 1.0),
+        top_k=1 if request.top_p == 0 else max(0, top_k),
+        top_p=or_default(request.top_p, defaults.top_p, 1.0) or 1.0,
+        min_p=or_default(request.min_p, defaults.min_p, 0.0),
+        repetition_penalty=or_default(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
         seed=(secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK,
         stop_token_ids=stop_token_ids,
         logprobs=max(-1 if options.num_top_logprobs is None else options.num_top_logprobs, min(0, num_prompt_top)),

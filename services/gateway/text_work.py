@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from services.gateway.chat_templates import ChatTemplate, load_template, read_tokenizer_config
+from services.gateway.chat_templates import ChatTemplate, load_template
 from services.gateway.errors import ApiError
+from shared.checkpoint import read_tokenizer_config
 from shared.messages.cluster import ModelSpec
 
 MEMORY_EXIT_CODE = 3

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers import Tokenizer, decoders
 
-from services.gateway.chat_templates import load_template, read_tokenizer_config
+from services.gateway.chat_templates import load_template
 from services.gateway.conversations import plain_messages
 from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError, invalid
@@ -30,7 +30,14 @@ from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
 from services.gateway.tools.formats import PLAIN, ToolFormat, format_of, with_instructions
 from services.gateway.tools.reasoning import Opening, ReasoningFormat, reasoning_format_of
-from shared.checkpoint import CheckpointError, describe, resolve
+from shared.checkpoint import (
+    CheckpointError,
+    SamplingDefaults,
+    describe,
+    read_tokenizer_config,
+    resolve,
+    sampling_defaults,
+)
 from shared.messages.cluster import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -71,6 +78,7 @@ class ModelTokenizer:
         tool_format: ToolFormat = PLAIN,
         takes_tools: bool = False,
         reasoning_format: ReasoningFormat | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
         tokenizer_config.json. `spec`: with the checkpoint's folder as its source. `tool_format`: of the calls that the model
@@ -87,6 +95,8 @@ class ModelTokenizer:
         self.tool_format = tool_format
         self.takes_tools = takes_tools
         self.reasoning_format = reasoning_format
+        self.defaults = defaults or SamplingDefaults()
+        """As the checkpoint's maker would have it sampled."""
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -199,6 +209,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         tool_format=format_of(template.tool_source, spec.tool_format),
         takes_tools=template.takes_tools,
         reasoning_format=reasoning_format_of(template.tool_source),
+        defaults=sampling_defaults(folder),
     )
 
 
@@ -241,6 +252,13 @@ class Tokenizers:
 
         future.add_done_callback(on_loaded)
         return future
+
+    def loaded(self, spec: ModelSpec) -> ModelTokenizer | None:
+        """None: it is not loaded, or being so."""
+        future = self._loading.get(spec)
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result()
 
     def forget(self, keep: set[ModelSpec]) -> None:
         """Drops the tokenizers of models that are not served any more."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +27,8 @@ from shared.messages.requests import (
     packed_logprob_bytes,
     unpack_tokens,
 )
-from tests.gateway.conftest import MODEL, Stack
+from shared.settings import BusSettings
+from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -536,3 +539,27 @@ async def test_each_of_the_likely_tokens_has_an_entry(stack: Stack) -> None:
     answer = await stack.post("/v1/chat/completions", messages=HI, logprobs=True, return_tokens_as_token_ids=True)
     names = [entry["token"] for entry in answer.json()["choices"][0]["logprobs"]["content"]]
     assert names == [f"token_id:{one}" for one in [*stack.ids("Hello world"), stack.eos]]
+
+
+async def test_what_a_request_does_not_say_is_as_the_models_maker_says(
+    nats_settings: BusSettings, tmp_path: Path, checkpoint: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    defaults = {"temperature": 0.01, "top_k": 1, "top_p": 0.9, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "min_p": 7, **defaults}))
+    for switch, expected in (("auto", (0.01, 1, 0.9, 1.5)), ("none", (1.0, 0, 1.0, 1.0))):
+        spec = ModelSpec(MODEL, str(folder))
+        async with running_stack(nats_settings, [spec], generation_config=switch) as stack:
+            stack.say("Hi")
+            for path, body in (("chat/completions", {"messages": HI}), ("completions", {"prompt": "x"})):
+                assert (await stack.post(f"/v1/{path}", **body)).status_code == 200
+                sampling = stack.peer.submitted[-1].sampling
+                found = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+                assert found == expected
+            await stack.post("/v1/completions", prompt="x", temperature=1, top_k=0, top_p=1, repetition_penalty=1)
+            sampling = stack.peer.submitted[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (1, 0, 1, 1)
+            answer = (await stack.post("/v1/responses", input="Hi")).json()
+            assert (answer["temperature"], answer["top_p"]) == (expected[0], expected[2])
+            (shown,) = (await stack.client.get("/admin/models")).json()["models"]
+            assert shown["sampling_defaults"] == (defaults if switch == "auto" else {})

@@ -14,8 +14,8 @@ from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError
 from services.gateway.exchange import EventStream, Exchange
+from services.gateway.generation import Generation
 from services.gateway.other_routes import json_response
-from services.gateway.parsing import Options
 from services.gateway.responses.conversion import chat_request, items_of, renamed
 from services.gateway.responses.messages import (
     DeletedResponse,
@@ -49,7 +49,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
         generation, headers = await begin(context, request, exchange, key, chat_request(message, items))
     except ApiError as error:
         raise renamed(error) from None
-    response = _opened(message, exchange, generation.options)
+    response = _opened(message, exchange, generation)
     called = called_tools(message.tools)
     builder = ResponseBuilder(response, generation.tokenizer, generation.options.num_top_logprobs, called)
 
@@ -69,7 +69,8 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     return Response(msgspec.json.encode(response), media_type="application/json", headers=headers)
 
 
-def _opened(message: ResponseRequest, exchange: Exchange, options: Options) -> ResponseObject:
+def _opened(message: ResponseRequest, exchange: Exchange, generation: Generation) -> ResponseObject:
+    options, sampling = generation.options, generation.prompts[0].sampling
     return ResponseObject(
         id=exchange.call.call_id,
         created_at=int(time.time()),
@@ -81,13 +82,13 @@ def _opened(message: ResponseRequest, exchange: Exchange, options: Options) -> R
         parallel_tool_calls=message.parallel_tool_calls is not False,
         previous_response_id=message.previous_response_id,
         store=message.store is not False,
-        temperature=1.0 if message.temperature is None else message.temperature,
+        temperature=sampling.temperature,
         text=message.text or TextOptions(TextFormat("text")),
         reasoning=message.reasoning,
         tool_choice=message.tool_choice or "auto",
         tools=message.tools or [],
         top_logprobs=options.num_top_logprobs or 0,
-        top_p=1.0 if message.top_p is None else message.top_p,
+        top_p=sampling.top_p if message.top_p is None else message.top_p,
         user=message.user,
         metadata=message.metadata or {},
         service_tier=options.service_tier or "default",
