@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shared import sentencepiece
 from shared.engine.memory.slab import KvGeometry
 from shared.model_families import FAMILIES, TRANSFORMERS, ModelFamily, family_of
 from shared.quantization import (
@@ -213,11 +214,42 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path) -> None:
-    """That the folder has a tokenizer, which the gateway reads. Raises `CheckpointError`."""
-    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+    """That the folder has a tokenizer which the gateway can read, as far as its files' form goes. Raises
+    `CheckpointError`."""
+    if (path / "tokenizer.json").is_file():
+        read_json(path / "tokenizer.json")
+    elif _is_sentencepiece_alone(path):
+        _sentencepiece(path)
+    elif not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         raise CheckpointError(
             f"{path} has no tokenizer: {', '.join(' with '.join(names) for names in _TOKENIZER_FILES)} are looked for."
         )
+
+
+def tokenizer_json(path: Path) -> str | None:
+    """The tokenizer of the checkpoint in `path` as tokenizers reads it; None: it is in older files than this knows. Raises
+    `CheckpointError`."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8-sig")
+    if not _is_sentencepiece_alone(path):
+        return None
+    _sentencepiece(path)
+    return sentencepiece.tokenizer_json(path, read_tokenizer_config(path))
+
+
+def _is_sentencepiece_alone(path: Path) -> bool:
+    others = (path / name for names in _TOKENIZER_FILES if sentencepiece.FILE not in names for name in names[-1:])
+    return (path / sentencepiece.FILE).is_file() and not any(other.is_file() for other in others)
+
+
+def _sentencepiece(path: Path) -> sentencepiece.SentencePieceModel:
+    try:
+        return sentencepiece.read_model(path / sentencepiece.FILE)
+    except (sentencepiece.SentencePieceError, OSError) as error:
+        raise CheckpointError(
+            f"{error}. Without tokenizer.json it has to be one (Git LFS leaves a note in its place until it is fetched)."
+        ) from None
 
 
 def _check_is_supported(file: Path, config: Mapping[str, Any], activation: Any) -> None:
@@ -499,6 +531,8 @@ def _tokenizers_eos(path: Path) -> int | None:
     for key, value in added.items() if isinstance(added, dict) else ():
         if isinstance(value, dict) and value.get("content") == text and key.isdecimal():
             return int(key)
+    if _is_sentencepiece_alone(path):
+        return _sentencepiece(path).ids.get(text)
     file = path / "tokenizer.json"
     tokenizer = read_json(file) if file.is_file() else {}
     for one in tokenizer.get("added_tokens") or ():

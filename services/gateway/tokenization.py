@@ -37,6 +37,7 @@ from shared.checkpoint import (
     read_tokenizer_config,
     resolve,
     sampling_defaults,
+    tokenizer_json,
 )
 from shared.messages.cluster import ModelSpec
 
@@ -189,10 +190,8 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         folder = resolve(spec.source)
         shape = describe(folder)
         config = read_tokenizer_config(folder)
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        else:
-            tokenizer = _convert(folder)
+        text = tokenizer_json(folder)
+        tokenizer = _convert(folder) if text is None else Tokenizer.from_str(text)
         template = load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
     except CheckpointError:
         raise
@@ -214,8 +213,8 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
 
 
 def _convert(folder: Path) -> Tokenizer:
-    """An older checkpoint (vocab.json and merges.txt, or tokenizer.model): transformers converts it. Its import takes
-    seconds and loads torch, so it happens only here."""
+    """An older checkpoint (vocab.json and merges.txt): transformers converts it. Its import takes seconds and loads torch,
+    so it happens only here."""
     logger.info("%s has no tokenizer.json; transformers converts its tokenizer", folder)
     from transformers import AutoTokenizer
 
