@@ -19,7 +19,7 @@ from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
-from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
+from services.gateway.exchange import CLIENT_GONE_STATUS, COMMENT, ClientGone, EventStream, Exchange, KeepAlive
 from services.gateway.generation import Delta, Generation, Prompt
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
@@ -93,13 +93,13 @@ async def _generate(
 ) -> Response:
     key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, decoder, context.bodies)
-    keep_alive_s = keep_alive_of(request)
+    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     generation, headers = await begin(context, request, exchange, key, message)
     call, options, tokenizer = exchange.call, generation.options, generation.tokenizer
     if options.is_stream:
         writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
-        first = await first_deltas(exchange, generation, keep_alive_s)
-        return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
+        first = await first_deltas(exchange, generation, keep_alive)
+        return EventStream(exchange, generation, writer, first, headers, keep_alive)
     collector = Collector(len(generation.choices))
     while not generation.is_done:
         collector.add(await exchange.next_deltas(generation))
@@ -168,9 +168,10 @@ async def prompts_in_time(
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
 
 
-async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: float | None) -> list[Delta]:
-    """Those that a stream begins with; none after `timeout_s` of silence. They decide about the status: until they come, a
-    failure is still an HTTP error."""
+async def first_deltas(exchange: Exchange, generation: Generation, keep_alive: KeepAlive | None) -> list[Delta]:
+    """Those that a stream begins with; none after so much silence that there is to be a sign of life. They decide about the
+    status: until they come, a failure is still an HTTP error."""
+    timeout_s = None if keep_alive is None else keep_alive.interval_s
     with contextlib.suppress(TimeoutError):
         while not (first := await exchange.next_deltas(generation, timeout_s)):
             pass
@@ -178,11 +179,11 @@ async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: fl
     return []
 
 
-def keep_alive_of(request: Request) -> float | None:
-    """Off unless asked for: some clients take any chunk for a token."""
+def keep_alive_of(request: Request, default_s: float) -> KeepAlive | None:
+    """As the client asks, else a comment after `default_s`: some clients take any chunk for a token. None: never."""
     text = request.headers.get("x-keep-alive-interval")
     if text is None:
-        return None
+        return KeepAlive(default_s, COMMENT) if default_s else None
     try:
         interval_s = float(text)
     except ValueError:
@@ -192,7 +193,7 @@ def keep_alive_of(request: Request) -> float | None:
             "x-keep-alive-interval",
             f"The header x-keep-alive-interval must be a number of seconds from {MIN_KEEP_ALIVE_S:g}.",
         )
-    return min(interval_s, 3600.0)
+    return KeepAlive(min(interval_s, 3600.0))
 
 
 async def make_prompts(

@@ -213,6 +213,8 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_any_error)
+    app.router.redirect_slashes = False
+    app.add_middleware(_Paths, base=context.settings.base_path)
     app.add_middleware(_RequestIds)
     if origins := [origin.strip() for origin in context.settings.cors_origins.split(",") if origin.strip()]:
         app.add_middleware(
@@ -257,6 +259,24 @@ def _on_client_gone(request: Request, error: Exception) -> Response:
 def _on_any_error(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return _response(ApiError(500, "Internal error.", type="server_error", code="internal_error"))
+
+
+class _Paths:
+    """Paths as clients and proxies spell them: with a slash at the end, several in a row, or behind a base path. They are
+    served in place, since many clients drop their key or the encryption when they are redirected."""
+
+    def __init__(self, app: ASGIApp, base: str) -> None:
+        self._app = app
+        self._base = base.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = re.sub("/{2,}", "/", scope["path"])
+            path = path.rstrip("/") or "/"
+            scope = {**scope, "path": path}
+            if self._base and (path + "/").startswith(self._base + "/"):
+                scope["root_path"] = self._base
+        await self._app(scope, receive, send)
 
 
 class _RequestIds:

@@ -44,7 +44,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     items = items_of(message)
     if message.previous_response_id is not None:
         items = await context.responses.conversation(message.previous_response_id, key.tenant) + items
-    keep_alive_s = keep_alive_of(request)
+    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     try:
         generation, headers = await begin(context, request, exchange, key, chat_request(message, items))
     except ApiError as error:
@@ -58,8 +58,8 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
 
     if generation.options.is_stream:
         writer = ResponseWriter(builder, keep)
-        first = await first_deltas(exchange, generation, keep_alive_s)
-        return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
+        first = await first_deltas(exchange, generation, keep_alive)
+        return EventStream(exchange, generation, writer, first, headers, keep_alive)
     while not generation.is_done:
         for delta in await exchange.next_deltas(generation):
             builder.take(delta)
