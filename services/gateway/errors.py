@@ -63,6 +63,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.BUSY: (429, "rate_limit_error", "overloaded"),
     ErrorCode.DEADLINE: (408, "timeout_error", "deadline_exceeded"),
     ErrorCode.STORAGE_FULL: (507, "server_error", "storage_full"),
+    ErrorCode.NOT_FOUND: (404, "invalid_request_error", "not_found"),
     ErrorCode.CONFLICT: (409, "invalid_request_error", "conflict"),
     ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
