@@ -319,6 +319,19 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
     for choice in generation.choices:
         if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
             metrics.queue.observe(queue_s(generation, timing.prefill_s))
+            metrics.prefill.observe(timing.prefill_s)
+            metrics.decode.observe(timing.decode_s)
+            metrics.inference.observe(timing.prefill_s + timing.decode_s)
+            if choice.num_tokens > 1:
+                metrics.per_token.observe(timing.decode_s / (choice.num_tokens - 1))
+        if choice.finish_reason is not None:
+            metrics.finished[choice.finish_reason].inc()
+            metrics.output_lengths.observe(choice.num_tokens)
+    if generation.is_done:
+        metrics.prompt_lengths.observe(generation.num_prompt_tokens)
+        metrics.longest_outputs.observe(max(choice.num_tokens for choice in generation.choices))
+        metrics.max_tokens.observe(generation.prompts[0].sampling.max_tokens)
+        metrics.num_choices.observe(generation.options.num_choices)
 
 
 COMMENT = b": keep-alive\n\n"
