@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import admin_routes, batch_routes, file_routes, other_routes, pooling_routes, route_admin
 from services.gateway.admission import RATE_LIMIT_HEADERS
 from services.gateway.answering import answer_chat, answer_completion
+from services.gateway.anthropic import routes as messages
+from services.gateway.anthropic.messages import CountReply, CountRequest, MessageObject, MessageRequest
 from services.gateway.bodies import EarlyAnswer
 from services.gateway.console import pages
 from services.gateway.context import GatewayContext
@@ -129,6 +131,8 @@ ROUTES = (
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
     Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ResponseObject, FILE_ERRORS),
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
+    Route("POST", "/v1/messages", messages.create_message, MessageRequest, MessageObject, GENERATION_ERRORS, True),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, CountReply, TOKENIZER_ERRORS),
     *(
         Route("POST", path, pooling_routes.refuse_pooling, None, dict, (400, 401))
         for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")

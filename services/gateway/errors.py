@@ -15,6 +15,14 @@ from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.nearest import nearest
 
 MODEL_FAILED = "model_failed"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -38,10 +46,15 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.more_headers: dict[str, str] = {}
+        self.is_of_messages = False
+        """It is told as Anthropic's API does."""
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        if not self.is_of_messages:
+            return msgspec.json.encode({"error": error})
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return msgspec.json.encode({"type": "error", "error": {**error, "type": kind}})
 
     def headers(self) -> dict[str, str]:
         headers = dict(self.more_headers)

@@ -148,6 +148,11 @@ class Choice:
         return delta
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the output; None: none did."""
+        return self._stops.matched
+
+    @property
     def _is_in_call(self) -> bool:
         return self._reader is not None and self._reader.is_in_call
 
