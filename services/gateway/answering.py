@@ -41,6 +41,7 @@ from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationF
 from services.gateway.structured import Grammar, check_options
 from services.gateway.tokenization import ModelTokenizer
 from services.gateway.tools.reasoning import Opening
+from services.gateway.tools.use import tool_use_of
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
 from shared.telemetry import current_traceparent
@@ -293,6 +294,14 @@ async def rendered_chat(
     if max_model_len is not None:
         check_num_characters(num_characters, limit, max_model_len, "messages")
     return text
+
+
+async def num_prompt_tokens(context: GatewayContext, message: ChatRequest) -> int:
+    """Of a chat that is not asked for. Raises `ApiError`."""
+    tokenizer = await context.tokenizers.get(context.catalog.spec(context.routes.model_of(message.model)))
+    tools = tool_use_of(message)
+    text = await rendered_chat(context, tokenizer, message, tools=None if tools is None else tools.definitions())
+    return len(await chat_ids(context, tokenizer, message, text))
 
 
 async def chat_ids(context: GatewayContext, tokenizer: ModelTokenizer, message: Any, text: str) -> list[int]:

@@ -45,7 +45,13 @@ from services.gateway.replies import (
     VersionReply,
 )
 from services.gateway.responses import routes as responses
-from services.gateway.responses.messages import DeletedResponse, ResponseObject, ResponseRequest
+from services.gateway.responses.messages import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+    ResponseRequest,
+)
 from services.gateway.schemas import (
     AddModelRequest,
     ChangePlanRequest,
@@ -96,6 +102,11 @@ _FILE_LIST_QUERY = (
     ("order", {"type": "string", "enum": ["asc", "desc"]}),
     ("purpose", {"type": "string"}),
 )
+_ITEMS_QUERY = (
+    ("after", {"type": "string"}),
+    ("limit", {**_LIMITS, "maximum": responses.MAX_ITEMS_LISTED}),
+    ("order", {"type": "string", "enum": ["asc", "desc"]}),
+)
 _INTERVAL = {"type": "integer", "minimum": int(LEAST_INTERVAL_S), "maximum": int(MAX_INTERVAL_S)}
 _MODELS_QUERY = (("interval_s", _INTERVAL),)
 _FLAG = {"type": "string", "enum": ["true", "false"]}
@@ -130,6 +141,23 @@ ROUTES = (
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
     Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ResponseObject, FILE_ERRORS),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        responses.list_input_items,
+        None,
+        ItemList,
+        (400, *FILE_ERRORS),
+        query=_ITEMS_QUERY,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_input_tokens,
+        ResponseRequest,
+        InputTokens,
+        (*TOKENIZER_ERRORS, 500, 507),
+    ),
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
     Route("POST", "/v1/messages", messages.create_message, MessageRequest, MessageObject, GENERATION_ERRORS, True),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, CountReply, TOKENIZER_ERRORS),

@@ -365,3 +365,22 @@ async def test_reasoning_and_calls_of_codex(nats_settings: BusSettings, tmp_path
         replayed = [*[item.model_dump(exclude_none=True) for item in whole.output], result]
         again = await client.responses.create(model=MODEL, input=replayed, tools=CODEX_TOOLS)  # type: ignore[arg-type]
         assert again.output_text == "Done." and prompt_of(stack).endswith("<|tool|>ok<|end|>I see.")
+
+
+async def test_the_input_of_a_stored_response_and_its_tokens(stack: Stack) -> None:
+    async with stack.openai() as client:
+        first = await client.responses.create(model=MODEL, input="Hi", instructions="Be short.")
+        again = await client.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+        shown = [item async for item in client.responses.input_items.list(again.id, order="asc", limit=2)]
+        assert [item.content[0].text for item in shown] == ["Hi", "Hello world", "And?"]
+        assert [(item.type, item.role) for item in shown] == [
+            ("message", role) for role in ("user", "assistant", "user")
+        ]
+        newest = await client.responses.input_items.list(again.id)
+        assert [item.content[0].text for item in newest.data] == ["And?", "Hello world", "Hi"]
+        counted = await client.responses.input_tokens.count(model=MODEL, input="And?", previous_response_id=first.id)
+        assert counted.input_tokens == len(unpack_tokens(stack.peer.submitted[-1].prompt))
+        for query in ("limit=0", "order=up", "after=nobody"):
+            answer = await stack.client.get(f"/v1/responses/{again.id}/input_items?{query}")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+        assert (await stack.client.get("/v1/responses/resp_none/input_items")).status_code == 404

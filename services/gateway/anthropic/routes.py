@@ -13,10 +13,9 @@ from services.gateway.admission import Key
 from services.gateway.answering import (
     answered,
     begin,
-    chat_ids,
     first_deltas,
     keep_alive_of,
-    rendered_chat,
+    num_prompt_tokens,
 )
 from services.gateway.anthropic.conversion import chat_request, renamed
 from services.gateway.anthropic.messages import CountReply, CountRequest, MessageRequest
@@ -26,7 +25,6 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError
 from services.gateway.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.other_routes import json_response
-from services.gateway.tools.use import tool_use_of
 
 ID_PREFIX = "msg_"
 
@@ -86,8 +84,4 @@ async def count_tokens(context: GatewayContext, request: Request) -> Response:
 async def _count(context: GatewayContext, request: Request) -> Response:
     _key(context, request)
     message: CountRequest = await read_message(request, _COUNT, context.bodies)
-    chat = chat_request(message)
-    tokenizer = await context.tokenizers.get(context.catalog.spec(context.routes.model_of(chat.model)))
-    tools = tool_use_of(chat)
-    text = await rendered_chat(context, tokenizer, chat, tools=None if tools is None else tools.definitions())
-    return json_response(CountReply(len(await chat_ids(context, tokenizer, chat, text))))
+    return json_response(CountReply(await num_prompt_tokens(context, chat_request(message))))

@@ -13,6 +13,7 @@ from services.gateway.responses.messages import (
     InputItem,
     OutputItem,
     ResponseRequest,
+    ShownItem,
     TextFormat,
     TextPart,
 )
@@ -78,6 +79,27 @@ def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
                 )
             )
     return found
+
+
+def shown_items(response_id: str, items: Sequence[InputItem]) -> list[ShownItem]:
+    """As `GET .../input_items` tells of them, each with an id."""
+    return [_shown(f"{_ITEM_PREFIXES.get(item.type, 'item')}_{response_id}_{i}", item) for i, item in enumerate(items)]
+
+
+_ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+
+
+def _shown(item_id: str, item: InputItem) -> ShownItem:
+    content = item.content
+    if isinstance(content, str):
+        content = [TextPart("output_text" if item.role == "assistant" else "input_text", content)]
+    fields = {
+        "role": item.role,
+        "content": content,
+        "summary": (item.summary or []) if item.type == "reasoning" else None,
+        **{name: getattr(item, name) for name in ("call_id", "name", "namespace", "arguments", "input", "output")},
+    }
+    return ShownItem(id=item_id, type=item.type, **{name: value for name, value in fields.items() if value is not None})
 
 
 def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRequest:

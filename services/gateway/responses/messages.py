@@ -222,6 +222,36 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     service_tier: str
 
 
+class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An item of a response's input."""
+
+    id: str
+    type: str
+    status: Literal["completed"] | msgspec.UnsetType = "completed"
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    summary: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    call_id: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
+    output: str | list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ItemList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ShownItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(msgspec.Struct):
     id: str
     object: Literal["response"]

@@ -9,16 +9,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.answering import answered, begin, first_deltas, keep_alive_of
+from services.gateway.answering import answered, begin, first_deltas, keep_alive_of, num_prompt_tokens
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid
 from services.gateway.exchange import EventStream, Exchange
 from services.gateway.generation import Generation
 from services.gateway.other_routes import json_response
-from services.gateway.responses.conversion import chat_request, items_of, renamed
+from services.gateway.parsing import whole_number_of
+from services.gateway.responses.conversion import chat_request, items_of, renamed, shown_items
 from services.gateway.responses.messages import (
     DeletedResponse,
+    InputTokens,
+    ItemList,
     ResponseObject,
     ResponseRequest,
     TextFormat,
@@ -27,6 +30,8 @@ from services.gateway.responses.messages import (
 from services.gateway.responses.store import ID_PREFIX
 from services.gateway.responses.tools import called_tools
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
+
+DEFAULT_ITEMS_LISTED, MAX_ITEMS_LISTED = 20, 100
 
 _REQUEST = msgspec.json.Decoder(ResponseRequest)
 
@@ -99,6 +104,39 @@ async def get_response(context: GatewayContext, request: Request) -> Response:
     tenant = context.admission.authenticate(request.headers).tenant
     stored = await context.responses.get(request.path_params["response_id"], tenant)
     return Response(stored.body, media_type="application/json")
+
+
+async def list_input_items(context: GatewayContext, request: Request) -> Response:
+    """The conversation that a stored response answers; the newest item first, unless `order` is asc."""
+    tenant = context.admission.authenticate(request.headers).tenant
+    response_id, query = request.path_params["response_id"], request.query_params
+    limit = whole_number_of(query, "limit", DEFAULT_ITEMS_LISTED, 1, MAX_ITEMS_LISTED)
+    if (order := query.get("order", "desc")) not in ("asc", "desc"):
+        raise invalid("order", "'order' must be asc or desc.")
+    items = shown_items(response_id, await context.responses.input_items(response_id, tenant))
+    items = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        places = [i for i, item in enumerate(items) if item.id == after]
+        if not places:
+            raise invalid("after", f"There is no item '{after[:100]}' in this response's input.")
+        items = items[places[0] + 1 :]
+    shown = items[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return json_response(ItemList("list", shown, first, last, len(items) > limit))
+
+
+async def count_input_tokens(context: GatewayContext, request: Request) -> Response:
+    """How many tokens the prompt of a response would have."""
+    tenant = context.admission.authenticate(request.headers).tenant
+    message = await read_message(request, _REQUEST, context.bodies)
+    items = items_of(message)
+    if message.previous_response_id is not None:
+        items = await context.responses.conversation(message.previous_response_id, tenant) + items
+    try:
+        num_tokens = await num_prompt_tokens(context, chat_request(message, items))
+    except ApiError as error:
+        raise renamed(error) from None
+    return json_response(InputTokens("response.input_tokens", num_tokens))
 
 
 async def delete_response(context: GatewayContext, request: Request) -> Response:
