@@ -78,6 +78,7 @@ class ChatTemplate:
         environment.parse(source)
         self._source = source
         self.tool_source = tool_source or source
+        self.sources = source if tool_source is None else source + tool_source
         self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
         """It tells the model of them."""
         self._special_tokens = special_tokens
@@ -132,7 +133,7 @@ class ChatTemplate:
         first that it takes."""
         refusal: ApiError | None = None
         taken: str | None = None
-        for form in forms(messages, knows_developer="developer" in self.tool_source + self._source):
+        for form in forms(messages, knows_developer="developer" in self.sources):
             try:
                 text = _rendered(template, form, given)
             except ApiError as error:

@@ -207,7 +207,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         vocab_size=shape.vocab_size,
         tool_format=format_of(template.tool_source, spec.tool_format),
         takes_tools=template.takes_tools,
-        reasoning_format=reasoning_format_of(template.tool_source),
+        reasoning_format=reasoning_format_of(template.sources),
         defaults=sampling_defaults(folder),
     )
 
