@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -66,7 +67,14 @@ def test_every_panel_has_its_metric(stack: Stack) -> None:
     )  # fmt: skip
     stack.wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch's end")
     stack.wait_until(lambda: blank_panels(scrape(stack)) <= UNTIL_KV_MOVED, "every panel's metric", 60)
-    traffic = {model["name"]: model["traffic"] for model in httpx.get(f"{stack.url}/admin/models").json()["models"]}
-    online, offline = traffic["llama"]["online"], traffic["llama"]["offline"]
+
+    def traffic() -> dict[str, Any]:
+        models = httpx.get(f"{stack.url}/admin/models").json()["models"]
+        found: dict[str, Any] = next(model["traffic"] for model in models if model["name"] == "llama")
+        return found
+
+    # Placement hears of ended requests by reports, later than the batch does of its lines.
+    stack.wait_until(lambda: traffic()["offline"]["num_finished"] >= 1, "the line in what placement measures")
+    online, offline = traffic()["online"], traffic()["offline"]
     assert online["num_finished"] >= 1 and online["latency_s"]["p99"] > 0 and online["attainment"] is not None
     assert offline["num_finished"] >= 1 and offline["output_tokens"]["mean"] >= 1
