@@ -39,6 +39,9 @@ _REFUSED = {
     "arrow_config": "routing over adapters",
 }
 """Keys of the configuration that ask for more than LoRA, and what they ask for."""
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How initialisations begin that take away from the base weights what the adapter begins with; once converted, PEFT says
+true."""
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Modules that instances hold as one layer."""
 _Pair = dict[str, tuple[re.Match[str], list[int]]]
@@ -155,6 +158,12 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
             raise CheckpointError(f"{file}: {key}: {what} are not supported.")
     if config.get("bias") not in (None, "none"):
         raise CheckpointError(f"{file}: bias {config['bias']!r} is not supported; supported is none.")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
+        raise CheckpointError(
+            f"{file}: init_lora_weights {start!r}: the adapter is for base weights that were changed with it, not for those "
+            "of the base model; save it with PEFT's path_initial_model_for_weight_conversion."
+        )
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
             raise CheckpointError(f"{file}: {key} must be an object.")

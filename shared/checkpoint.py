@@ -7,13 +7,15 @@ must start fast. Every defect of a checkpoint is a `CheckpointError` whose messa
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from shared import sentencepiece
 from shared.engine.memory.slab import KvGeometry
 from shared.model_families import FAMILIES, TRANSFORMERS, ModelFamily, family_of
 from shared.quantization import (
@@ -23,6 +25,8 @@ from shared.quantization import (
     stored_quantization,
 )
 
+logger = logging.getLogger(__name__)
+
 SUPPORTED_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")
 
@@ -30,6 +34,8 @@ ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element of each dtype that a model may run in."""
 
 _HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_OTHER_WEIGHTS = ("consolidated", "adapter", "optimizer", "training")
+_GENERATION_FILE = "generation_config.json"
 _INDEX_FILE = "model.safetensors.index.json"
 _ADAPTER_FILE = "adapter_config.json"
 _ROUTERS = (".gate.weight", ".router.weight")
@@ -167,7 +173,7 @@ def describe(path: Path) -> CheckpointShape:
         linear_bytes=linear_bytes,
         is_divisible=family is not TRANSFORMERS,
         stored_as="" if stored is None else stored.method,
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=_eos_token_ids(path, config, positive_int(config, "vocab_size", file)),
         depends_on_length=_depends_on_length(config, architecture),
     )
 
@@ -186,7 +192,7 @@ def run_dtype(asked: str, stored: str, device: str) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` if the file is missing or holds anything else."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -208,11 +214,42 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path) -> None:
-    """That the folder has a tokenizer, which the gateway reads. Raises `CheckpointError`."""
-    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+    """That the folder has a tokenizer which the gateway can read, as far as its files' form goes. Raises
+    `CheckpointError`."""
+    if (path / "tokenizer.json").is_file():
+        read_json(path / "tokenizer.json")
+    elif _is_sentencepiece_alone(path):
+        _sentencepiece(path)
+    elif not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         raise CheckpointError(
             f"{path} has no tokenizer: {', '.join(' with '.join(names) for names in _TOKENIZER_FILES)} are looked for."
         )
+
+
+def tokenizer_json(path: Path) -> str | None:
+    """The tokenizer of the checkpoint in `path` as tokenizers reads it; None: it is in older files than this knows. Raises
+    `CheckpointError`."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8-sig")
+    if not _is_sentencepiece_alone(path):
+        return None
+    _sentencepiece(path)
+    return sentencepiece.tokenizer_json(path, read_tokenizer_config(path))
+
+
+def _is_sentencepiece_alone(path: Path) -> bool:
+    others = (path / name for names in _TOKENIZER_FILES if sentencepiece.FILE not in names for name in names[-1:])
+    return (path / sentencepiece.FILE).is_file() and not any(other.is_file() for other in others)
+
+
+def _sentencepiece(path: Path) -> sentencepiece.SentencePieceModel:
+    try:
+        return sentencepiece.read_model(path / sentencepiece.FILE)
+    except (sentencepiece.SentencePieceError, OSError) as error:
+        raise CheckpointError(
+            f"{error}. Without tokenizer.json it has to be one (Git LFS leaves a note in its place until it is fetched)."
+        ) from None
 
 
 def _check_is_supported(file: Path, config: Mapping[str, Any], activation: Any) -> None:
@@ -301,7 +338,8 @@ def _why_not_by_transformers(config: Mapping[str, Any]) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that together hold the weights: those of the index if there is one, else all."""
+    """The safetensors files that together hold the weights: those of the index if there is one, else `model*`, else all but
+    what is known to be something else (the same weights as their maker names them, or an adapter)."""
     index = path / _INDEX_FILE
     if index.exists():
         mapping = read_json(index).get("weight_map")
@@ -309,7 +347,9 @@ def weight_files(path: Path) -> list[Path]:
             raise CheckpointError(f"{index} has no weight_map.")
         files = [path / name for name in sorted(set(mapping.values()))]
     else:
-        files = sorted(path.glob("*.safetensors"))
+        found = sorted(path.glob("*.safetensors"))
+        named = [file for file in found if file.name.startswith("model")]
+        files = named or [file for file in found if not file.name.startswith(_OTHER_WEIGHTS)]
     if not files:
         others = sorted(f.name for f in path.glob("*.bin"))
         hint = f" ({', '.join(others)} would have to be converted)" if others else ""
@@ -423,11 +463,82 @@ def _linear_bytes(file: Path, family: ModelFamily) -> int:
     )
 
 
-def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = path / "generation_config.json"
-    value = read_json(generation).get("eos_token_id") if generation.exists() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(int(v) for v in (value if isinstance(value, list) else [value]))
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a checkpoint's maker would have it sampled, where a request says nothing; None: as ever."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+
+
+def sampling_defaults(path: Path) -> SamplingDefaults:
+    """Those of generation_config.json of the checkpoint in `path`, without what is out of range."""
+    file = path / _GENERATION_FILE
+    config = read_json(file) if file.exists() else {}
+    found = SamplingDefaults()
+    for name in SamplingDefaults.__struct_fields__:
+        try:
+            one = msgspec.convert({name: config.get(name)}, SamplingDefaults)
+        except msgspec.ValidationError as error:
+            logger.warning("%s: %s is ignored: %s", file, name, error)
+            continue
+        found = msgspec.structs.replace(found, **{name: getattr(one, name)})
+    return found
+
+
+def read_tokenizer_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json of the checkpoint in `path`, empty where there is none, with the special tokens that only
+    special_tokens_map.json names, as older checkpoints have them. Raises `CheckpointError`."""
+    config, named = (
+        read_json(file) if (file := path / name).is_file() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    missing = {key: value for key, value in named.items() if key.endswith("_token") and config.get(key) is None}
+    return {**config, **missing}
+
+
+def _eos_token_ids(path: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """All that generation_config.json, config.json and the tokenizer name: makers and fine-tuners write one of them each.
+    Ids that the model has not, such as -1, are left out."""
+    generation = path / _GENERATION_FILE
+    named = [read_json(generation).get("eos_token_id") if generation.exists() else None, config.get("eos_token_id")]
+    ids: list[int] = []
+    for value in named:
+        for one in value if isinstance(value, list) else [value]:
+            if one is None:
+                continue
+            if not isinstance(one, int | float) or isinstance(one, bool) or one != int(one):
+                raise CheckpointError(f"{path}: eos_token_id {value!r} is no token id, nor a list of them.")
+            if 0 <= one < vocab_size:
+                ids.append(int(one))
+            else:
+                logger.warning("%s: eos_token_id %s is no token of %d, and left out", path, one, vocab_size)
+    if (of_tokenizer := _tokenizers_eos(path)) is not None and of_tokenizer < vocab_size:
+        ids.append(of_tokenizer)
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizers_eos(path: Path) -> int | None:
+    """The id of the token by which the tokenizer ends a text; None: it names none, or one that it has not."""
+    config = read_tokenizer_config(path)
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    added = config.get("added_tokens_decoder")
+    for key, value in added.items() if isinstance(added, dict) else ():
+        if isinstance(value, dict) and value.get("content") == text and key.isdecimal():
+            return int(key)
+    if _is_sentencepiece_alone(path):
+        return _sentencepiece(path).ids.get(text)
+    file = path / "tokenizer.json"
+    tokenizer = read_json(file) if file.is_file() else {}
+    for one in tokenizer.get("added_tokens") or ():
+        if isinstance(one, dict) and one.get("content") == text and isinstance(one.get("id"), int):
+            return int(one["id"])
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return found if isinstance(found, int) else None

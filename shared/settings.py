@@ -95,6 +95,16 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     API keys are read again when they change."""
     cors_origins: str = ""
     """Origins (https://example.org, comma-separated; * for all) whose pages may call the API from a browser."""
+    base_path: str = ""
+    """Before every path, such as /llm where a proxy leaves it; without it they are served too."""
+    stream_keep_alive_s: float = 15.0
+    """A stream that has been silent for so long has a comment, which proxies take for life and clients for nothing; 0:
+    never."""
+    client_keep_alive_s: int = 120
+    """For how long a connection may idle between requests: longer than a proxy before it keeps its own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: what a request does not say of sampling is as generation_config.json of the model's checkpoint says; none: as
+    OpenAI's API says."""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048

@@ -182,11 +182,20 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 num_waiting=sum(model.num_waiting for model in on_instances.values()),
                 num_queued=None if num_queued is None else num_queued.get(spec.name, 0),
                 traffic=traffic.get(spec.name),
+                sampling_defaults=_sampling_defaults(context, spec),
             )
         )
     return json_response(
         ModelStates(states, [_adapter_state(context, spec, traffic) for spec in context.catalog.adapters])
     )
+
+
+def _sampling_defaults(context: GatewayContext, spec: ModelSpec) -> dict[str, float]:
+    tokenizer = context.tokenizers.loaded(spec)
+    if tokenizer is None or context.settings.generation_config == "none":
+        return {}
+    defaults: dict[str, float] = {k: v for k, v in msgspec.to_builtins(tokenizer.defaults).items() if v is not None}
+    return defaults
 
 
 def _adapter_state(context: GatewayContext, spec: AdapterSpec, traffic: Mapping[str, ModelTraffic]) -> AdapterState:

@@ -20,12 +20,13 @@ from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
-from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
+from services.gateway.exchange import CLIENT_GONE_STATUS, COMMENT, ClientGone, EventStream, Exchange, KeepAlive
 from services.gateway.generation import Delta, Generation, Prompt
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
     MAX_SEQUENCES,
+    NO_DEFAULTS,
     Options,
     check_num_characters,
     check_num_sequences,
@@ -35,10 +36,13 @@ from services.gateway.parsing import (
     options_of,
     prompts_of,
     sampling_of,
+    template_variables,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
-from services.gateway.structured import check_options
+from services.gateway.structured import Grammar, check_options
 from services.gateway.tokenization import ModelTokenizer
+from services.gateway.tools.reasoning import Opening
+from services.gateway.tools.use import tool_use_of
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
 from shared.telemetry import current_traceparent
@@ -91,13 +95,13 @@ async def _generate(
 ) -> Response:
     key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, decoder, context.bodies)
-    keep_alive_s = keep_alive_of(request)
+    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     generation, headers = await begin(context, request, exchange, key, message)
     call, options, tokenizer = exchange.call, generation.options, generation.tokenizer
     if options.is_stream:
         writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
-        first = await first_deltas(exchange, generation, keep_alive_s)
-        return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
+        first = await first_deltas(exchange, generation, keep_alive)
+        return EventStream(exchange, generation, writer, first, headers, keep_alive)
     collector = Collector(len(generation.choices))
     while not generation.is_done:
         collector.add(await exchange.next_deltas(generation))
@@ -171,9 +175,10 @@ async def prompts_in_time(
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
 
 
-async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: float | None) -> list[Delta]:
-    """Those that a stream begins with; none after `timeout_s` of silence. They decide about the status: until they come, a
-    failure is still an HTTP error."""
+async def first_deltas(exchange: Exchange, generation: Generation, keep_alive: KeepAlive | None) -> list[Delta]:
+    """Those that a stream begins with; none after so much silence that there is to be a sign of life. They decide about the
+    status: until they come, a failure is still an HTTP error."""
+    timeout_s = None if keep_alive is None else keep_alive.interval_s
     with contextlib.suppress(TimeoutError):
         while not (first := await exchange.next_deltas(generation, timeout_s)):
             pass
@@ -181,11 +186,11 @@ async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: fl
     return []
 
 
-def keep_alive_of(request: Request) -> float | None:
-    """Off unless asked for: some clients take any chunk for a token."""
+def keep_alive_of(request: Request, default_s: float) -> KeepAlive | None:
+    """As the client asks, else a comment after `default_s`: some clients take any chunk for a token. None: never."""
     text = request.headers.get("x-keep-alive-interval")
     if text is None:
-        return None
+        return KeepAlive(default_s, COMMENT) if default_s else None
     try:
         interval_s = float(text)
     except ValueError:
@@ -195,7 +200,7 @@ def keep_alive_of(request: Request) -> float | None:
             "x-keep-alive-interval",
             f"The header x-keep-alive-interval must be a number of seconds from {MIN_KEEP_ALIVE_S:g}.",
         )
-    return min(interval_s, 3600.0)
+    return KeepAlive(min(interval_s, 3600.0))
 
 
 async def make_prompts(
@@ -207,9 +212,12 @@ async def make_prompts(
     texts_or_ids: list[str] | list[list[int]],
 ) -> list[Prompt]:
     max_model_len = context.catalog.max_model_len(spec, tokenizer)
-    grammar = options.grammar
-    if options.tools is not None:
-        grammar = options.tools.grammar_with(grammar, tokenizer.tool_format, tokenizer.special_token_id) or grammar
+    opening, chat_text = None, ""
+    if isinstance(message, ChatRequest):
+        tools = None if options.tools is None else options.tools.definitions()
+        chat_text = await rendered_chat(context, tokenizer, message, max_model_len, tools)
+        opening = tokenizer.opening(chat_text, message.messages[-1] if message.continue_final_message else None)
+    grammar = grammar_behind(tokenizer, options, opening)
     if grammar is not None:
         check_options(message, grammar)
         grammar = await context.tokenizers.try_grammar(tokenizer, grammar)
@@ -221,8 +229,7 @@ async def make_prompts(
             requested, limit_field = message.max_completion_tokens, "max_completion_tokens"
         default = None
         param = "messages"
-        tools = None if options.tools is None else options.tools.definitions()
-        all_ids = [await chat_ids(context, tokenizer, message, max_model_len, tools)]
+        all_ids = [await chat_ids(context, tokenizer, message, chat_text)]
         texts_or_ids = [""]
     else:
         assert isinstance(message, CompletionRequest)
@@ -247,25 +254,39 @@ async def make_prompts(
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
             grammar="" if grammar is None else grammar.text,
+            defaults=tokenizer.defaults if context.settings.generation_config == "auto" else NO_DEFAULTS,
         )
         echo_text = ""
         if options.echo and isinstance(text_or_ids, str):
             echo_text = text_or_ids
         elif options.echo:
             echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
-        prompts.append(Prompt(ids, sampling, echo_text, shows_output, requested is None and default is None))
+        is_open_ended = requested is None and default is None
+        prompts.append(Prompt(ids, sampling, echo_text, shows_output, is_open_ended, opening))
     return prompts
 
 
-async def chat_ids(
+def grammar_behind(tokenizer: ModelTokenizer, options: Options, opening: Opening | None) -> Grammar | None:
+    """That an output follows, behind the reasoning that a model may do before its answer; None: none. `opening`: None
+    where the output is no chat's. Raises `ApiError`."""
+    spelled, special = tokenizer.tool_format, tokenizer.special_token_id
+    of_calls = None if options.tools is None else options.tools.grammar_with(options.grammar, spelled, special)
+    grammar = of_calls or options.grammar
+    if grammar is None or opening is None:
+        return grammar
+    marks = tokenizer.reasoning_format
+    return spelled.behind_reasoning(grammar, marks, opening, special, has_calls=of_calls is not None)
+
+
+async def rendered_chat(
     context: GatewayContext,
     tokenizer: ModelTokenizer,
     message: Any,
     max_model_len: int | None = None,
     tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
+) -> str:
     """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest.
-    `max_model_len`: a text that is longer for certain is refused untokenised; None: none is."""
+    `max_model_len`: a text that is longer for certain is refused; None: none is."""
     limit = None if max_model_len is None else tokenizer.max_characters(max_model_len)
     text, num_characters = await context.tokenizers.render(
         tokenizer,
@@ -274,10 +295,22 @@ async def chat_ids(
         tools,
         add_generation_prompt=message.add_generation_prompt is not False,
         continue_final_message=bool(message.continue_final_message),
-        variables=message.chat_template_kwargs,
+        variables=template_variables(message),
     )
     if max_model_len is not None:
         check_num_characters(num_characters, limit, max_model_len, "messages")
-    # Templates write the special tokens themselves.
+    return text
+
+
+async def num_prompt_tokens(context: GatewayContext, message: ChatRequest) -> int:
+    """Of a chat that is not asked for. Raises `ApiError`."""
+    tokenizer = await context.tokenizers.get(context.catalog.spec(context.routes.model_of(message.model)))
+    tools = tool_use_of(message)
+    text = await rendered_chat(context, tokenizer, message, tools=None if tools is None else tools.definitions())
+    return len(await chat_ids(context, tokenizer, message, text))
+
+
+async def chat_ids(context: GatewayContext, tokenizer: ModelTokenizer, message: Any, text: str) -> list[int]:
+    """The tokens of a chat's prompt. Templates write the special tokens themselves."""
     (ids,) = await context.tokenizers.encode(tokenizer, [text], message.add_special_tokens is True, "messages")
     return ids

@@ -1,15 +1,15 @@
 """A call's deltas as its answer: put together in one piece (`Collector`), or as server-sent events (`ChunkWriter`).
 
 What is the same in all chunks of a call is encoded once; a chunk encodes its text only. Order of a stream: chunks with text
-(the first of each choice carries the role), one with the finish_reason of each choice, one with the usage and no choices if
-asked for, `[DONE]`. A failure is an error object, and then the end.
+(the first of each choice carries the role), one with the finish_reason of each choice (of a chat without text), one with
+the usage and no choices if asked for, `[DONE]`. A failure is an error object, and then the end.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -39,9 +39,11 @@ class _Part:
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: FinishedBy = "length"
     calls: dict[int, ToolCall] = field(default_factory=dict)
+    reasoning: list[str] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        self.reasoning.append(delta.reasoning)
         self.tokens.extend(delta.tokens)
         self.finish_reason = delta.finish_reason or self.finish_reason
         for chunk in delta.calls:
@@ -51,9 +53,14 @@ class _Part:
 
     def message(self) -> AssistantMessage:
         text = "".join(self.texts)
-        if not self.calls:
-            return AssistantMessage("assistant", text)
-        return AssistantMessage("assistant", text or None, tool_calls=list(self.calls.values()))
+        reasoning = "".join(self.reasoning) or msgspec.UNSET
+        return AssistantMessage(
+            "assistant",
+            (text or None) if self.calls else text,
+            tool_calls=list(self.calls.values()) or msgspec.UNSET,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+        )
 
 
 class Collector:
@@ -84,7 +91,9 @@ class Collector:
                 ChatChoice(
                     index,
                     part.message(),
-                    None if num_top is None else chat_logprobs(tokenizer, part.tokens, num_top),
+                    None
+                    if num_top is None
+                    else chat_logprobs(tokenizer, part.tokens, num_top, by_id=options.names_token_ids),
                     part.finish_reason,
                 )
                 for index, part in enumerate(self._parts)
@@ -95,7 +104,9 @@ class Collector:
                 CompletionChoice(
                     index,
                     "".join(part.texts),
-                    None if num_top is None else completion_logprobs(tokenizer, part.tokens, num_top),
+                    None
+                    if num_top is None
+                    else completion_logprobs(tokenizer, part.tokens, num_top, by_id=options.names_token_ids),
                     part.finish_reason,
                     prompts[index],
                 )
@@ -166,11 +177,16 @@ class ChunkWriter:
         end = self._end if usage is None else b'],"usage":' + _ENCODE(usage) + b"}\n\n"
         parts: list[bytes] = []
         for delta in deltas:
-            if delta.finish_reason is None and not delta.is_first and not delta.tokens and not delta.calls:
+            is_plain = not (delta.is_first or delta.tokens or delta.calls or delta.reasoning)
+            if delta.finish_reason is None and is_plain:
                 if delta.text:
                     parts += (self._before(delta.index), _ENCODE(delta.text), self._after_text, end)
-            elif delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens or delta.calls:
-                parts += (self._head, self._choice(delta), end)
+                continue
+            if self._is_chat and delta.finish_reason is not None and not (is_plain and not delta.text):
+                # Some clients take nothing from the chunk that says why a chat has ended.
+                parts += (self._head, self._choice(replace(delta, finish_reason=None)), end)
+                delta = Delta(delta.index, "", False, delta.finish_reason)
+            parts += (self._head, self._choice(delta), end)
         return on_one_line(b"".join(parts))
 
     def _before(self, index: int) -> bytes:
@@ -190,8 +206,10 @@ class ChunkWriter:
                 finish,
             )
         fields: dict[str, object] = {"role": "assistant"} if delta.is_first else {}
+        if delta.reasoning:
+            fields |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
         if delta.text or delta.is_first:
-            fields["content"] = delta.text if delta.text or not delta.calls else None
+            fields["content"] = delta.text if delta.text or not (delta.calls or delta.reasoning) else None
         if delta.calls:
             fields["tool_calls"] = delta.calls
         content = _ENCODE(fields)
@@ -206,9 +224,10 @@ class ChunkWriter:
         num_top = self._options.num_top_logprobs
         if num_top is None or not delta.tokens:
             return b"null"
+        by_id = self._options.names_token_ids
         if self._is_chat:
-            return _ENCODE(chat_logprobs(self._tokenizer, delta.tokens, num_top))
-        return _ENCODE(completion_logprobs(self._tokenizer, delta.tokens, num_top))
+            return _ENCODE(chat_logprobs(self._tokenizer, delta.tokens, num_top, by_id=by_id))
+        return _ENCODE(completion_logprobs(self._tokenizer, delta.tokens, num_top, by_id=by_id))
 
     async def before_end(self, usage: Usage) -> None:
         pass

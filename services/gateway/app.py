@@ -28,6 +28,8 @@ from services.gateway import (
 )
 from services.gateway.admission import RATE_LIMIT_HEADERS
 from services.gateway.answering import answer_chat, answer_completion
+from services.gateway.anthropic import routes as messages
+from services.gateway.anthropic.messages import CountReply, CountRequest, MessageObject, MessageRequest
 from services.gateway.bodies import EarlyAnswer
 from services.gateway.console import pages
 from services.gateway.context import GatewayContext
@@ -51,7 +53,13 @@ from services.gateway.replies import (
     VersionReply,
 )
 from services.gateway.responses import routes as responses
-from services.gateway.responses.messages import DeletedResponse, ResponseObject, ResponseRequest
+from services.gateway.responses.messages import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+    ResponseRequest,
+)
 from services.gateway.schemas import (
     AddModelRequest,
     ChangePlanRequest,
@@ -110,6 +118,11 @@ _FILE_LIST_QUERY = (
     ("order", {"type": "string", "enum": ["asc", "desc"]}),
     ("purpose", {"type": "string"}),
 )
+_ITEMS_QUERY = (
+    ("after", {"type": "string"}),
+    ("limit", {**_LIMITS, "maximum": responses.MAX_ITEMS_LISTED}),
+    ("order", {"type": "string", "enum": ["asc", "desc"]}),
+)
 _INTERVAL = {"type": "integer", "minimum": int(LEAST_INTERVAL_S), "maximum": int(MAX_INTERVAL_S)}
 _MODELS_QUERY = (("interval_s", _INTERVAL),)
 _FLAG = {"type": "string", "enum": ["true", "false"]}
@@ -144,7 +157,26 @@ ROUTES = (
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
     Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ResponseObject, FILE_ERRORS),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        responses.list_input_items,
+        None,
+        ItemList,
+        (400, *FILE_ERRORS),
+        query=_ITEMS_QUERY,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_input_tokens,
+        ResponseRequest,
+        InputTokens,
+        (*TOKENIZER_ERRORS, 500, 507),
+    ),
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
+    Route("POST", "/v1/messages", messages.create_message, MessageRequest, MessageObject, GENERATION_ERRORS, True),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, CountReply, TOKENIZER_ERRORS),
     *(
         Route("POST", path, pooling_routes.refuse_pooling, None, dict, (400, 401))
         for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")
@@ -230,6 +262,8 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_any_error)
+    app.router.redirect_slashes = False
+    app.add_middleware(_Paths, base=context.settings.base_path)
     app.add_middleware(_RequestIds)
     if origins := [origin.strip() for origin in context.settings.cors_origins.split(",") if origin.strip()]:
         app.add_middleware(
@@ -274,6 +308,24 @@ def _on_client_gone(request: Request, error: Exception) -> Response:
 def _on_any_error(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return _response(ApiError(500, "Internal error.", type="server_error", code="internal_error"))
+
+
+class _Paths:
+    """Paths as clients and proxies spell them: with a slash at the end, several in a row, or behind a base path. They are
+    served in place, since many clients drop their key or the encryption when they are redirected."""
+
+    def __init__(self, app: ASGIApp, base: str) -> None:
+        self._app = app
+        self._base = base.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = re.sub("/{2,}", "/", scope["path"])
+            path = path.rstrip("/") or "/"
+            scope = {**scope, "path": path}
+            if self._base and (path + "/").startswith(self._base + "/"):
+                scope["root_path"] = self._base
+        await self._app(scope, receive, send)
 
 
 class _RequestIds:

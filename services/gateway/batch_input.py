@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from services.gateway.errors import BYTE_ORDER_MARK
 from services.gateway.files import Files
 from shared.bus.interface import BusError, RevisionConflict
 from shared.messages.requests import ErrorCode
@@ -23,7 +24,6 @@ PASSING_CODES = frozenset(
 """NATS is away, or a store or its disk is full."""
 MAX_FAILURES = 5
 """In a row, of other kinds: they do not pass by themselves."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class InputError(Exception):

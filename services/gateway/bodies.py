@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from typing import TypeVar
 
 import msgspec
@@ -49,6 +50,40 @@ class BodyRoom:
         self._num_bytes -= max(0, num_bytes - FREE_BYTES)
 
 
+MAX_ENCODINGS = 3
+
+
+def decompressed(body: bytes | bytearray, encodings: str, max_bytes: int) -> bytes | bytearray:
+    """The body without its content encodings, named as in the header. Raises `ApiError`: 415 for one that is not known, 413
+    where more than `max_bytes` come of it, 400 where it is broken."""
+    names = [name for one in encodings.lower().split(",") if (name := one.strip()) not in ("", "identity")]
+    if len(names) > MAX_ENCODINGS or not _WINDOW_BITS.keys() >= set(names):
+        raise ApiError(
+            415,
+            f"Content-Encoding '{encodings[:100]}' is not supported here; {' and '.join(_WINDOW_BITS)} are.",
+            param="content-encoding",
+            code="unsupported_content_encoding",
+        )
+    for name in reversed(names):
+        engine = zlib.decompressobj(_WINDOW_BITS[name])
+        try:
+            body = engine.decompress(body, max_bytes + 1)
+            if len(body) > max_bytes:
+                raise ApiError(
+                    413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large"
+                )
+            if not engine.eof:
+                raise zlib.error("it is cut off")
+        except zlib.error as error:
+            message = f"The request body is not what its Content-Encoding says ({name}): {error}."
+            raise ApiError(400, message, param="content-encoding", code="invalid_body") from None
+    return body
+
+
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}
+"""Of zlib."""
+
+
 async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room: BodyRoom) -> T:
     """The decoded JSON body. Raises `ApiError` 400, 413 (before all of it is read), 415 or 429, or `ClientDisconnect`."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -71,6 +106,11 @@ async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room:
             room.grow(num_taken, num_taken + len(chunk))
             num_taken += len(chunk)
             body += chunk
+        if encodings := request.headers.get("content-encoding"):
+            plain = decompressed(body, encodings, room.max_body_bytes)
+            room.grow(num_taken, max(num_taken, len(plain)))
+            num_taken = max(num_taken, len(plain))
+            return decode(decoder, plain)
         return decode(decoder, body)
     finally:
         room.release(num_taken)

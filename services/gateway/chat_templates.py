@@ -78,6 +78,7 @@ class ChatTemplate:
         environment.parse(source)
         self._source = source
         self.tool_source = tool_source or source
+        self.sources = source if tool_source is None else source + tool_source
         self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
         """It tells the model of them."""
         self._special_tokens = special_tokens
@@ -132,7 +133,7 @@ class ChatTemplate:
         first that it takes."""
         refusal: ApiError | None = None
         taken: str | None = None
-        for form in forms(messages, knows_developer="developer" in self.tool_source + self._source):
+        for form in forms(messages, knows_developer="developer" in self.sources):
             try:
                 text = _rendered(template, form, given)
             except ApiError as error:
@@ -158,16 +159,9 @@ def _rendered(template: jinja2.Template, messages: list[dict[str, Any]], given: 
         raise invalid("messages", f"The model's chat template fails on these messages: {error!r}") from None
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, empty where there is none."""
-    file = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config
-
-
 def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
     """The template of the checkpoint in `folder`; `config` is its tokenizer_config.json."""
-    source, tool_source = _source(folder, config), _named(config.get("chat_template"), "tool_use")
+    source, tool_source = _source(folder, config), _tool_source(folder, config)
     if source is None:
         logger.warning("%s has no chat template; the default is used (one line a message, 'Role: text')", folder)
         source = DEFAULT_TEMPLATE
@@ -189,6 +183,12 @@ def _source(folder: Path, config: dict[str, Any]) -> str | None:
     if found is None and file.is_file():
         found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
     return found if isinstance(found, str) else _named(found, "default")
+
+
+def _tool_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """Of chats with tools, where there is another: one of a list, or in a file as newer transformers save it."""
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else _named(config.get("chat_template"), "tool_use")
 
 
 def _named(templates: Any, name: str) -> str | None:

@@ -90,7 +90,7 @@ class StopStrings:
     """Finds the stop string whose last character comes first (of several ending there, the longest), however the text
     is cut into pieces, and holds back what may become part of one."""
 
-    __slots__ = ("_held", "_include", "_stops", "num_released")
+    __slots__ = ("_held", "_include", "_stops", "matched", "num_released")
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
@@ -99,6 +99,8 @@ class StopStrings:
         self._held = ""
         self.num_released = 0
         """Characters released so far."""
+        self.matched: str | None = None
+        """The stop string that was found."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """(text that may be shown now, whether a stop string is complete). After True nothing more may be fed."""
@@ -108,6 +110,7 @@ class StopStrings:
         text = self._held + piece
         if match := self._first_match(text):
             start, end = match
+            self.matched = text[start:end]
             return self._release(text[: end if self._include else start], ""), True
         num_held = self._num_held(text)
         cut = len(text) - num_held

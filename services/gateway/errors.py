@@ -15,6 +15,14 @@ from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.nearest import nearest
 
 MODEL_FAILED = "model_failed"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -38,10 +46,15 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.more_headers: dict[str, str] = {}
+        self.is_of_messages = False
+        """It is told as Anthropic's API does."""
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        if not self.is_of_messages:
+            return msgspec.json.encode({"error": error})
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return msgspec.json.encode({"type": "error", "error": {**error, "type": kind}})
 
     def headers(self) -> dict[str, str]:
         headers = dict(self.more_headers)
@@ -63,6 +76,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.BUSY: (429, "rate_limit_error", "overloaded"),
     ErrorCode.DEADLINE: (408, "timeout_error", "deadline_exceeded"),
     ErrorCode.STORAGE_FULL: (507, "server_error", "storage_full"),
+    ErrorCode.NOT_FOUND: (404, "invalid_request_error", "not_found"),
     ErrorCode.CONFLICT: (409, "invalid_request_error", "conflict"),
     ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
@@ -124,10 +138,30 @@ def _forms(annotation: Any) -> list[Any]:
     return [form for argument in arguments for form in _forms(argument)] or [annotation]
 
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Before the body in what some editors and shells write."""
+
+
+def _with_integers(value: Any) -> Any:
+    """JSON in which numbers such as 4096.0 are integers."""
+    if isinstance(value, dict):
+        return {key: _with_integers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """The typed request in `body`; what is wrong with it is a 400 that names the field."""
+    body = body.removeprefix(BYTE_ORDER_MARK)
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            # Some clients have no integers. They are the exception, so only what failed is gone through.
+            return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
     except msgspec.ValidationError as error:
         # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"; a struct's own check names its field first.
         sentence, *places = str(error).split(" - at ")

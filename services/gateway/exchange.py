@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -328,6 +329,31 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
     for choice in generation.choices:
         if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
             metrics.queue.observe(queue_s(generation, timing.prefill_s))
+            metrics.prefill.observe(timing.prefill_s)
+            metrics.decode.observe(timing.decode_s)
+            metrics.inference.observe(timing.prefill_s + timing.decode_s)
+            if choice.num_tokens > 1:
+                metrics.per_token.observe(timing.decode_s / (choice.num_tokens - 1))
+        if choice.finish_reason is not None:
+            metrics.finished[choice.finish_reason].inc()
+            metrics.output_lengths.observe(choice.num_tokens)
+    if generation.is_done:
+        metrics.prompt_lengths.observe(generation.num_prompt_tokens)
+        metrics.longest_outputs.observe(max(choice.num_tokens for choice in generation.choices))
+        metrics.max_tokens.observe(generation.prompts[0].sampling.max_tokens)
+        metrics.num_choices.observe(generation.options.num_choices)
+
+
+COMMENT = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """What a stream has in silence."""
+
+    interval_s: float
+    sign: bytes = b""
+    """Empty: as its writer has it."""
 
 
 class EventStream(Response):
@@ -344,10 +370,10 @@ class EventStream(Response):
         writer: StreamWriter,
         first: list[Delta],
         headers: dict[str, str],
-        keep_alive_s: float | None,
+        keep_alive: KeepAlive | None,
     ) -> None:
-        """`first`: what was there when the answer was begun; empty after `keep_alive_s` of silence. `keep_alive_s`: a
-        chunk without choices is sent after so much silence; None: never."""
+        """`first`: what was there when the answer was begun; empty after `keep_alive.interval_s` of silence. `keep_alive`:
+        the sign of life after so much of it; None: there is none."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self.headers["content-type"] = "text/event-stream; charset=utf-8"
@@ -355,9 +381,11 @@ class EventStream(Response):
         self._generation = generation
         self._writer = writer
         self._first = first
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
+        self._has_written = False
+        """News, since silence was looked for last."""
         self._body: AnswerBody | None = None
-        """None: the task writes all, since the server has no such way or the client is to hear of silence."""
+        """None: the task writes all, since the server has no such way."""
         self._is_due = False
         """`_write_news` is about to run."""
         self._broken: Exception | None = None
@@ -365,8 +393,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
-        if self._keep_alive_s is None:
-            self._body = scope["state"].get("answer_body")
+        self._body = scope["state"].get("answer_body")
         parent = trace.set_span_in_context(exchange.call.span)
         failure: BaseException | None = None
         with exchange.context.telemetry.tracer.start_as_current_span("stream", parent):
@@ -406,14 +433,16 @@ class EventStream(Response):
             try:
                 deltas = await self._next_deltas()
             except TimeoutError:
-                await send(self._silence())
-                deltas = []
+                if not self._has_written:
+                    await send(self._silence())
+                self._has_written, deltas = False, []
 
     async def _next_deltas(self) -> list[Delta]:
         """Those that are the task's to write."""
         self._generation.listener = None if self._body is None else self._on_news
+        timeout_s = None if self._keep_alive is None else self._keep_alive.interval_s
         try:
-            deltas = await self._exchange.next_deltas(self._generation, self._keep_alive_s)
+            deltas = await self._exchange.next_deltas(self._generation, timeout_s)
         finally:
             self._generation.listener = None
         if self._broken is not None:
@@ -438,10 +467,12 @@ class EventStream(Response):
             usage = generation.usage() if generation.options.has_continuous_usage else None
             if chunks := self._writer.chunks(deltas, usage):
                 body.write(chunks)
+                self._has_written = True
         except Exception as error:
             self._broken = error
         if generation.is_done or generation.failure is not None or self._broken is not None:
             generation.wake()
 
     def _silence(self) -> Message:
-        return {"type": "http.response.body", "body": self._writer.keep_alive(), "more_body": True}
+        sign = (self._keep_alive.sign if self._keep_alive is not None else b"") or self._writer.keep_alive()
+        return {"type": "http.response.body", "body": sign, "more_body": True}

@@ -17,11 +17,18 @@ from services.gateway.detokenization import StopStrings
 from services.gateway.logprobs import ShownToken
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import SEED_MASK, Options
-from services.gateway.replies import FinishedBy, PromptTokensDetails, ToolCallChunk, Usage
+from services.gateway.replies import (
+    CompletionTokensDetails,
+    FinishedBy,
+    PromptTokensDetails,
+    ToolCallChunk,
+    Usage,
+)
 from services.gateway.stream import Stream
 from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import ModelTokenizer
-from services.gateway.tools.calls import CallWatch
+from services.gateway.tools.output_reader import OutputReader, Told
+from services.gateway.tools.reasoning import Opening, ReasoningSplitter
 from shared.messages.requests import (
     ErrorInfo,
     FinishReason,
@@ -44,6 +51,8 @@ class Delta:
     tokens: Sequence[ShownToken] = ()
     """Those whose text is shown by now, where log-probabilities were asked for."""
     calls: Sequence[ToolCallChunk] = ()
+    reasoning: str = ""
+    """Before the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,8 @@ class Prompt:
     """Else the request ends with its first token, which is not shown."""
     is_open_ended: bool = False
     """See `GenerationRequest`."""
+    opening: Opening | None = None
+    """How the output of a chat begins; None: it is the text of a completion."""
 
 
 class Choice:
@@ -74,8 +85,13 @@ class Choice:
         self._is_first = True
         self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
         self._min_tokens = prompt.sampling.min_tokens
-        self._calls = None if options.tools is None else CallWatch(tokenizer.tool_format, options.tools)
-        self._detokenizer = tokenizer.detokenizer(options.skips_special_tokens, has_calls=self._calls is not None)
+        self.num_reasoning_tokens = 0
+        self._reader = None if prompt.opening is None else _reader(prompt.opening, options, tokenizer)
+        self._detokenizer = tokenizer.detokenizer(
+            options.skips_special_tokens,
+            has_calls=options.tools is not None,
+            has_reasoning=self._reader is not None,
+        )
         self._stops = StopStrings(options.stops, options.shows_stop)
         self._options = options
         self._tokenizer = tokenizer
@@ -106,23 +122,45 @@ class Choice:
                 start = len(self.prompt.echo_text) + self._num_decoded
                 self._hidden.append(ShownToken(token_id, state.logprobs[self.num_tokens], start, start + len(piece)))
             self.num_tokens += 1
-            text += self._show(piece, self.num_tokens <= self._min_tokens)
+            if self._reader is None:
+                text += self._show(piece, self.num_tokens <= self._min_tokens)
+            else:
+                self._read(self._reader, piece)
             if self.finish_reason is not None:
                 break
         if has_ended and self.finish_reason is None:
-            text += self._show(self._detokenizer.flush(), False)
+            last = self._show(self._detokenizer.flush(), self._is_in_call)
             if self.finish_reason is None:
-                text += self._stops.flush()
+                last += self._stops.flush()
                 self.finish_reason = "stop" if state.finish_reason is FinishReason.STOP else "length"
-        calls: Sequence[ToolCallChunk] = ()
-        if self._calls is not None:
-            text, calls = self._calls.take(text, is_over=self.finish_reason is not None)
-            if self._calls.has_calls and self.finish_reason == "stop":
-                self.finish_reason = "tool_calls"
+            if self._reader is None:
+                text += last
+            else:
+                self._reader.feed(last)
+        told = Told(content=text)
+        if self._reader is not None and self.finish_reason is not None:
+            told, self.finish_reason = self._reader.end(self.finish_reason)
+        elif self._reader is not None:
+            told = self._reader.take()
         tokens = (*echoed, *self._tokens_now_shown())
-        delta = Delta(self.index, text, self._is_first, self.finish_reason, tokens, calls)
+        delta = Delta(self.index, told.content, self._is_first, self.finish_reason, tokens, told.calls, told.reasoning)
         self._is_first = False
         return delta
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the output; None: none did."""
+        return self._stops.matched
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._reader is not None and self._reader.is_in_call
+
+    def _read(self, reader: OutputReader, piece: str) -> None:
+        """Of one token, so that it is known which ones are reasoning."""
+        was_reasoning = reader.is_reasoning
+        reader.feed(self._show(piece, self.num_tokens <= self._min_tokens or reader.is_in_call))
+        self.num_reasoning_tokens += was_reasoning or reader.is_reasoning
 
     def _show(self, piece: str, is_exempt: bool) -> str:
         """`is_exempt`: stop strings do not count before `min_tokens`."""
@@ -163,6 +201,17 @@ class Choice:
             start, end = end, min(last, end + len(detokenizer.push(token_id)))
             shown.append(ShownToken(token_id, logprob, start, end))
         return shown
+
+
+def _reader(opening: Opening, options: Options, tokenizer: ModelTokenizer) -> OutputReader | None:
+    """Of an output of a chat; None: all of it is content."""
+    spelled, marks = tokenizer.tool_format, tokenizer.reasoning_format
+    splitter = None
+    if marks is not None and options.parts_reasoning and not spelled.has_reasoning:
+        splitter = ReasoningSplitter(marks, is_open=opening is Opening.WITHIN)
+    if splitter is None and options.tools is None and not spelled.has_reasoning:
+        return None
+    return OutputReader(spelled, options.tools, splitter, shows_reasoning=options.shows_reasoning)
 
 
 @dataclass(kw_only=True)
@@ -316,4 +365,10 @@ class Generation:
             if choice.stream is not None:
                 num_cached += choice.stream.state.num_cached_tokens or 0
         num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
-        return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
+        return Usage(
+            num_prompt,
+            num_output,
+            num_prompt + num_output,
+            PromptTokensDetails(num_cached),
+            CompletionTokensDetails(sum(choice.num_reasoning_tokens for choice in self.choices)),
+        )

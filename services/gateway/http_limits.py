@@ -140,6 +140,22 @@ class AnswerBody:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
+class _UntilClosed(int):
+    """The length of a body that ends with its connection, for uvicorn's count of what is missing: never too little nor too
+    much."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UntilClosed:
+        return self
+
+    __hash__ = int.__hash__
+
+
 class _RefusedError(Exception):
     """Raised to httptools, which stops there."""
 
@@ -224,8 +240,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._has_moved = True
+        if self.url.startswith(b"//"):  # else what follows would be taken for a host
+            self.url = b"/" + self.url.lstrip(b"/")
         super().on_headers_complete()
         self.scope["state"]["answer_body"] = AnswerBody(self.cycle)
+        if self.scope["http_version"] == "1.0":  # nginx's default; it knows no chunks
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UntilClosed()
         self._is_in_head = False
         self._waiting.begin(is_head=False)
         if self._all.is_leaving:

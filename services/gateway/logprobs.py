@@ -34,37 +34,60 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
 
-def chat_logprobs(tokenizer: ModelTokenizer, tokens: Sequence[ShownToken], num_top: int) -> ChatLogprobs:
+class TokenNames:
+    """What tokens are called: by their text, or by their ids."""
+
+    def __init__(self, tokenizer: ModelTokenizer, *, by_id: bool) -> None:
+        self._tokenizer = tokenizer
+        self._by_id = by_id
+
+    def of(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
+
+    def distinct(self, token_id: int) -> str:
+        """Another for each token whose bytes differ: those that are no text are spelled `bytes:\\xe2\\x80`, as OpenAI
+        does."""
+        name, spelled = self.of(token_id), self._tokenizer.token_bytes(token_id)
+        if self._by_id or name.encode() == spelled:
+            return name
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def chat_logprobs(
+    tokenizer: ModelTokenizer, tokens: Sequence[ShownToken], num_top: int, *, by_id: bool = False
+) -> ChatLogprobs:
+    names = TokenNames(tokenizer, by_id=by_id)
     content = []
     for shown in tokens:
         assert shown.logprob is not None, "prompts are no part of the text of a chat"
         top = [
-            TopLogprob(tokenizer.token_text(i), _finite(logprob), list(tokenizer.token_bytes(i)))
+            TopLogprob(names.of(i), _finite(logprob), list(tokenizer.token_bytes(i)))
             for i, logprob in zip(shown.logprob.top_ids[:num_top], shown.logprob.top_logprobs[:num_top], strict=True)
         ]
         own_bytes = list(tokenizer.token_bytes(shown.token_id))
-        text = tokenizer.token_text(shown.token_id)
-        content.append(ChatTokenLogprob(text, _finite(shown.logprob.logprob), own_bytes, top))
+        content.append(ChatTokenLogprob(names.of(shown.token_id), _finite(shown.logprob.logprob), own_bytes, top))
     return ChatLogprobs(content)
 
 
-def completion_logprobs(tokenizer: ModelTokenizer, tokens: Sequence[ShownToken], num_top: int) -> CompletionLogprobs:
-    """The most likely tokens of each position include the chosen one."""
+def completion_logprobs(
+    tokenizer: ModelTokenizer, tokens: Sequence[ShownToken], num_top: int, *, by_id: bool = False
+) -> CompletionLogprobs:
+    """The most likely tokens of each position include the chosen one. Of two of one name the more likely counts."""
+    names = TokenNames(tokenizer, by_id=by_id)
     answer = CompletionLogprobs([], [], [], [])
     for shown in tokens:
-        text, known = tokenizer.token_text(shown.token_id), shown.logprob
+        known = shown.logprob
         answer.text_offset.append(shown.start)
-        answer.tokens.append(text)
+        answer.tokens.append(names.distinct(shown.token_id))
         if known is None:
             answer.token_logprobs.append(None)
             answer.top_logprobs.append(None)
             continue
         logprob = _finite(known.logprob)
-        top = {
-            tokenizer.token_text(i): _finite(value)
-            for i, value in zip(known.top_ids[:num_top], known.top_logprobs[:num_top], strict=True)
-        }
-        top.setdefault(text, logprob)
+        top: dict[str, float] = {}
+        for i, value in zip(known.top_ids[:num_top], known.top_logprobs[:num_top], strict=True):
+            top.setdefault(names.distinct(i), _finite(value))
+        top.setdefault(names.distinct(shown.token_id), logprob)
         answer.token_logprobs.append(logprob)
         answer.top_logprobs.append(top)
     return answer

@@ -16,6 +16,8 @@ from shared.policies.tenant_labels import TenantLabels
 OUTCOMES = ("ok", "invalid", "refused", "overloaded", "deadline", "disconnected", "failed")
 """invalid: 4xx for what was asked; refused: 401, 403; overloaded: 429; failed: 5xx or an error in the stream."""
 
+FINISH_REASONS = ("stop", "length", "tool_calls")
+
 CONNECTION_REFUSALS = (
     "bad_http", "head_too_large", "too_many_headers", "uri_too_long", "slow_head", "slow_body", "slow_reader",
     "too_many_connections",
@@ -24,6 +26,9 @@ TEXT_ENDS = ("time", "memory", "cancelled", "failed")
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 30.0, 60.0, 120.0, 600.0)
 TENANT_BUCKETS = (0.02, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
+LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+"""Tokens, as vLLM's."""
+CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 # OpenTelemetry's GenAI conventions advise these for the gen_ai.server.* histograms.
 GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**k for k in range(14))
@@ -47,6 +52,16 @@ class CallMetrics:
     gen_ai_duration: Histogram
     gen_ai_first_token: Histogram
     gen_ai_per_token: Histogram
+    prompt_lengths: Histogram
+    output_lengths: Histogram
+    longest_outputs: Histogram
+    max_tokens: Histogram
+    num_choices: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    per_token: Histogram
+    finished: dict[str, Counter]
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,16 @@ class GatewayMetrics:
         )
         self._duration = of_model("request_duration_seconds", "Arrival to last token")
         self._queue = of_model("queue_time_seconds", "Submission to the start of prefill")
+        self._prompt_lengths = of_model("request_prompt_tokens", "Prompt tokens of a request", LENGTH_BUCKETS)
+        self._output_lengths = of_model("request_output_tokens", "Tokens of a sequence", LENGTH_BUCKETS)
+        self._longest_outputs = of_model("request_max_output_tokens", "Longest sequence of a request", LENGTH_BUCKETS)
+        self._max_tokens = of_model("request_max_tokens", "Tokens that might have come", LENGTH_BUCKETS)
+        self._num_choices = of_model("request_n", "Choices that were asked for", CHOICE_BUCKETS)
+        self._prefill = of_model("prefill_time_seconds", "First step to first token")
+        self._decode = of_model("decode_time_seconds", "First token to last")
+        self._inference = of_model("inference_time_seconds", "First step to last token")
+        self._per_token = of_model("time_per_output_token_seconds", "Mean after a sequence's first", TOKEN_BUCKETS)
+        self.finished = counter("finished_sequences", "Sequences that ended, by reason", *both, "reason")
         self._gen_ai_duration = gen_ai("request.duration", GEN_AI_DURATION_BUCKETS)
         self._gen_ai_first_token = gen_ai("time_to_first_token", GEN_AI_FIRST_TOKEN_BUCKETS)
         self._gen_ai_per_token = gen_ai("time_per_output_token", GEN_AI_TOKEN_BUCKETS)
@@ -181,6 +206,16 @@ class GatewayMetrics:
             ("vllm:inter_token_latency_seconds", self._inter_token),
             ("vllm:e2e_request_latency_seconds", self._duration),
             ("vllm:request_queue_time_seconds", self._queue),
+            ("vllm:request_prefill_time_seconds", self._prefill),
+            ("vllm:request_decode_time_seconds", self._decode),
+            ("vllm:request_inference_time_seconds", self._inference),
+            ("vllm:request_time_per_output_token_seconds", self._per_token),
+            ("vllm:request_prompt_tokens", self._prompt_lengths),
+            ("vllm:request_generation_tokens", self._output_lengths),
+            ("vllm:request_max_num_generation_tokens", self._longest_outputs),
+            ("vllm:request_params_max_tokens", self._max_tokens),
+            ("vllm:request_params_n", self._num_choices),
+            ("vllm:request_success", self.finished),
             ("vllm:prompt_tokens", self._prompt_tokens),
             ("vllm:generation_tokens", self._output_tokens),
         ):
@@ -204,5 +239,15 @@ class GatewayMetrics:
                 gen_ai_duration=self._gen_ai_duration.labels(*gen_ai),
                 gen_ai_first_token=self._gen_ai_first_token.labels(*gen_ai),
                 gen_ai_per_token=self._gen_ai_per_token.labels(*gen_ai),
+                prompt_lengths=self._prompt_lengths.labels(*both),
+                output_lengths=self._output_lengths.labels(*both),
+                longest_outputs=self._longest_outputs.labels(*both),
+                max_tokens=self._max_tokens.labels(*both),
+                num_choices=self._num_choices.labels(*both),
+                prefill=self._prefill.labels(*both),
+                decode=self._decode.labels(*both),
+                inference=self._inference.labels(*both),
+                per_token=self._per_token.labels(*both),
+                finished={reason: self.finished.labels(*both, reason) for reason in FINISH_REASONS},
             )
         return found

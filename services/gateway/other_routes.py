@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.answering import chat_ids
+from services.gateway.answering import chat_ids, rendered_chat
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import invalid
@@ -103,7 +103,7 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     spec = _spec(context, message.model)
     tokenizer = await context.tokenizers.get(spec)
     if message.prompt is None:
-        ids = await chat_ids(context, tokenizer, message)
+        ids = await chat_ids(context, tokenizer, message, await rendered_chat(context, tokenizer, message))
     else:
         add_special = message.add_special_tokens is not False
         (ids,) = await context.tokenizers.encode(tokenizer, [message.prompt], add_special, "prompt")

@@ -13,9 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.errors import ApiError, invalid
-from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields, allowed_values
+from services.gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    TokenizeRequest,
+    allowed_values,
+)
 from services.gateway.structured import Grammar, check_options, grammar_of
 from services.gateway.tools.use import ToolUse, tool_use_of
+from shared.checkpoint import SamplingDefaults
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.requests import (
     MAX_PROMPT_LOGPROBS_BYTES,
@@ -35,6 +42,7 @@ MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
 MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
 """Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
 SEED_MASK = 2**63 - 1
+NO_DEFAULTS = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,12 @@ class Options:
     tools: ToolUse | None
     prompt_logprobs: int | None
     """As the field of that name."""
+    parts_reasoning: bool
+    """Reasoning is parted from the answer."""
+    shows_reasoning: bool
+    """And told of."""
+    names_token_ids: bool
+    """In log-probabilities, instead of the text of tokens."""
 
     @property
     def num_prompt_top(self) -> int:
@@ -97,6 +111,11 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     if isinstance(request, ChatRequest):
         if request.top_logprobs is not None and not request.logprobs and request.top_logprobs > 0:
             raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise invalid(
+                "continue_final_message",
+                "'continue_final_message' cannot be had with 'add_generation_prompt': no message of the model is begun.",
+            )
         num_top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         echo = False
     else:
@@ -108,11 +127,16 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
             )
     if request.prompt_logprobs is not None and request.stream:
         raise invalid("prompt_logprobs", "'prompt_logprobs' cannot be had in a stream.")
+    stream_options = request.stream_options
+    if stream_options is not None and not request.stream:
+        raise invalid("stream_options", "'stream_options' needs 'stream' to be true.")
     urgent = request.priority == "high" or (isinstance(request.priority, int) and request.priority < 0)
     is_offline = request.service_tier == "flex"
     is_high = not is_offline and (urgent or request.service_tier == "priority")
     tier = "flex" if is_offline else "priority" if is_high else "default"
-    stream_options = request.stream_options
+    usage_in_chunks = bool(stream_options and stream_options.continuous_usage_stats)
+    if stream_options is not None and stream_options.include_usage is False:
+        usage_in_chunks = False
     stop = request.stop or ()
     grammar = grammar_of(request)
     tools = tool_use_of(request) if isinstance(request, ChatRequest) else None
@@ -125,8 +149,8 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     return Options(
         num_choices=request.n or 1,
         is_stream=bool(request.stream),
-        includes_usage=bool(stream_options and (stream_options.include_usage or stream_options.continuous_usage_stats)),
-        has_continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+        includes_usage=usage_in_chunks or bool(stream_options and stream_options.include_usage),
+        has_continuous_usage=usage_in_chunks,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         shows_stop=bool(request.include_stop_str_in_output),
         skips_special_tokens=request.skip_special_tokens is not False,
@@ -137,9 +161,21 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         timeout_s=timeout_of(request, headers, limit_s),
         echo=echo,
         prompt_logprobs=request.prompt_logprobs,
+        parts_reasoning=request.separate_reasoning is not False and request.reasoning_format != "none",
+        shows_reasoning=request.include_reasoning is not False,
+        names_token_ids=bool(request.return_tokens_as_token_ids),
         grammar=grammar,
         tools=tools,
     )
+
+
+def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
+    """What a chat template is given beside the messages: what the request names, and its effort at reasoning."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs
+    of_effort: dict[str, Any] = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+    return of_effort | (request.chat_template_kwargs or {})
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str] | list[list[int]]:
@@ -256,8 +292,9 @@ def sampling_of(
     eos_token_ids: tuple[int, ...],
     vocab_size: int,
     grammar: str = "",
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """For the first choice; the i-th has `seed + i`."""
+    """For the first choice; the i-th has `seed + i`. `defaults`: the model's, where the request says nothing."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that may come.")
@@ -267,19 +304,21 @@ def sampling_of(
 
     num_prompt_top = min(options.num_prompt_top, vocab_size)
 
-    def or_default(value: float | None, default: float) -> float:
-        return default if value is None else value
+    def or_default(value: float | None, of_model: float | None, default: float) -> float:
+        return value if value is not None else default if of_model is None else of_model
+
+    top_k = request.top_k if request.top_k is not None else defaults.top_k or 0
 
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=or_default(request.temperature, 1.0),
-        top_k=max(0, request.top_k or 0),
-        top_p=or_default(request.top_p, 1.0),
-        min_p=or_default(request.min_p, 0.0),
-        repetition_penalty=or_default(request.repetition_penalty, 1.0),
-        presence_penalty=or_default(request.presence_penalty, 0.0),
-        frequency_penalty=or_default(request.frequency_penalty, 0.0),
+        temperature=or_default(request.temperature, defaults.temperature, 1.0),
+        top_k=1 if request.top_p == 0 else max(0, top_k),
+        top_p=or_default(request.top_p, defaults.top_p, 1.0) or 1.0,
+        min_p=or_default(request.min_p, defaults.min_p, 0.0),
+        repetition_penalty=or_default(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
         seed=(secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK,
         stop_token_ids=stop_token_ids,
         logprobs=max(-1 if options.num_top_logprobs is None else options.num_top_logprobs, min(0, num_prompt_top)),

@@ -15,11 +15,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(msgspec.Struct):
@@ -91,6 +96,9 @@ class AssistantMessage(msgspec.Struct):
     """None: it has tool calls alone."""
     refusal: None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same by another name."""
 
 
 class ChatChoice(msgspec.Struct):

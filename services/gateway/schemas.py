@@ -32,6 +32,8 @@ INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
+"""0 takes the most likely token."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
@@ -45,6 +47,8 @@ OnlyFalse = Annotated[Any, Meta(extra_json_schema={"enum": [None, False]})]
 OnlyEmptyText = Annotated[Any, Meta(extra_json_schema={"enum": [None, ""]})]
 OnlyEmptyList = Annotated[Any, Meta(extra_json_schema={"enum": [None, []]})]
 OnlyNoTool = Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})]
+OnlyZero = Annotated[Any, Meta(extra_json_schema={"enum": [None, 0]})]
+OnlyOne = Annotated[Any, Meta(extra_json_schema={"enum": [None, 1]})]
 OnlyText = Annotated[Any, Meta(extra_json_schema={"enum": [None, ["text"]]})]
 
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
@@ -97,7 +101,11 @@ class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    pass
+    schema: dict[str, Any] | None = None
+    """Of the object, as llama.cpp has it."""
+
+    def __post_init__(self) -> None:
+        check_nesting(schema=self.schema)
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -120,7 +128,7 @@ Source = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """As vLLM has it. One of `json`, `regex`, `choice`, `grammar` and `json_object`."""
 
     json: str | dict[str, Any] | bool | None = None
@@ -132,9 +140,20 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     json_object: bool | None = None
     whitespace_pattern: Source | None = None
     """Of white space in JSON, where any is allowed."""
+    disable_fallback: bool | None = None
+    """Without effect, as are the next two: nothing falls back, and JSON is on one line."""
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: OnlyFalse = None
+    structural_tag: OnlyNull = None
 
     def __post_init__(self) -> None:
         check_nesting(json=self.json)
+        forms = (self.json, self.regex, self.choice, self.grammar, self.json_object)
+        if all(form is None for form in forms):
+            raise ValueError("One of json, regex, choice, grammar and json_object is needed")
+        if self.structural_tag is not None or self.disable_additional_properties:
+            name = "structural_tag" if self.structural_tag is not None else "disable_additional_properties"
+            raise ValueError(f"It is not supported by this server - at `$.{name}`")
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -149,7 +168,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     seed: Annotated[int, INT64] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """-1 and 0 are off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -176,6 +195,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """The log-probability of each token of the prompt, with so many of the most likely. Not in a stream."""
     user: str | None = None
+    include_reasoning: bool | None = None
+    """false: reasoning is not told of."""
+    separate_reasoning: bool | None = None
+    """false: it is part of the answer's text."""
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    """none: the same."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
@@ -183,6 +208,16 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: Source | None = None
     guided_choice: Choices | None = None
     guided_grammar: Source | None = None
+    guided_whitespace_pattern: Source | None = None
+    regex: Source | None = None
+    """As SGLang spells `structured_outputs.regex`; `ebnf` is its grammar, `json_schema` its schema."""
+    ebnf: Source | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    """As SGLang and llama.cpp spell `structured_outputs.json`."""
+    grammar: Source | None = None
+    """As llama.cpp spells `structured_outputs.grammar`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens by their ids, `token_id:7`."""
     best_of: int | None = None
     """Only `n`."""
     suffix: OnlyEmptyText = None
@@ -196,9 +231,27 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: OnlyNull = None
     chat_template: OnlyNull = None
     documents: OnlyEmptyList = None
+    allowed_token_ids: OnlyEmptyList = None
+    bad_words: OnlyEmptyList = None
+    return_token_ids: OnlyFalse = None
+    logprob_token_ids: OnlyEmptyList = None
+    logits_processors: OnlyEmptyList = None
+    structural_tag: OnlyNull = None
+    format: OnlyEmptyText = None
+    web_search_options: OnlyNull = None
+    prompt_embeds: OnlyNull = None
+    thinking_token_budget: OnlyNull = None
+    repetition_detection: OnlyNull = None
+    no_repeat_ngram_size: OnlyZero = None
+    length_penalty: OnlyOne = None
+    early_stopping: OnlyFalse = None
+    typical_p: OnlyOne = None
+    mirostat: OnlyZero = None
+    dry_multiplier: OnlyZero = None
+    xtc_probability: OnlyZero = None
 
     def __post_init__(self) -> None:
-        check_nesting(guided_json=self.guided_json)
+        check_nesting(guided_json=self.guided_json, json_schema=self.json_schema)
 
 
 @functools.cache
@@ -275,12 +328,26 @@ class NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     function: NamedFunction
 
 
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """Some of `tools`, of all of which the model is told."""
+
+    allowed_tools: AllowedTools
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+ReasoningEffort = Annotated[str, Meta(pattern="^[a-z]{1,16}$")]
+"""none, minimal, low, medium, high, or what else a template knows."""
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -292,11 +359,13 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """For the chat template, as a variable; with none `enable_thinking` is false too."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
 
@@ -316,6 +385,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
     def __post_init__(self) -> None:

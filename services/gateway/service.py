@@ -45,7 +45,6 @@ from shared.tls import is_loopback, server_tls
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-CLIENT_KEEP_ALIVE_S = 75
 ENDING_S = 5.0
 """At a stop, for what is left after all graces to be told so."""
 OTHER_DESCRIPTORS = 256
@@ -153,7 +152,7 @@ class GatewayService:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=CLIENT_KEEP_ALIVE_S,
+            timeout_keep_alive=context.settings.client_keep_alive_s,
             timeout_graceful_shutdown=int(context.settings.stop_grace_s + 2 * ENDING_S),
             backlog=BACKLOG,
             ssl_context_factory=(lambda *_: tls) if tls is not None else None,

@@ -17,12 +17,12 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.gateway.errors import invalid
+from services.gateway.json_schemas import SchemaError, prepared
 from services.gateway.schemas import (
     MAX_NESTING,
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
-    StructuredOutputs,
     is_nested_deep,
 )
 
@@ -57,11 +57,16 @@ class Grammar:
         return len(self.text.encode())
 
 
-def json_grammar(schema: Any, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
-    """Of values of a JSON schema. `is_lenient`: keywords that cannot be enforced are ignored."""
+def json_grammar(schema: Any, param: str, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
+    """Of values of a JSON schema. `param`: the field at fault where it cannot be had. `is_lenient`: keywords that cannot be
+    enforced are ignored. Raises `ApiError`."""
     spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    try:
+        schema = prepared(schema, is_lenient=is_lenient)
+    except SchemaError as error:
+        raise invalid(param, f"'{param}' cannot be had: {error}.", "unsupported_value") from None
     return {"json_schema": {**schema, "x-guidance": {**spacing, "lenient": is_lenient}}}
 
 
@@ -80,10 +85,21 @@ def lark_text(text: str) -> str:
 
 def encoded(grammar: dict[str, Any], kind: str, param: str) -> Grammar:
     """Raises `ApiError` where it is too long."""
-    text = msgspec.json.encode({"grammars": [grammar]})
+    return _checked([grammar], kind, param, grammar.get("json_schema"))
+
+
+def _checked(grammars: list[dict[str, Any]], kind: str, param: str, schema: dict[str, Any] | None) -> Grammar:
+    text = msgspec.json.encode({"grammars": grammars})
     if len(text) > MAX_GRAMMAR_BYTES:
         raise invalid(param, f"'{param}' makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
-    return Grammar(text.decode(), kind, param, grammar.get("json_schema"))
+    return Grammar(text.decode(), kind, param, schema)
+
+
+def behind(grammar: Grammar, rules: str, start: str) -> Grammar:
+    """What comes before it is as `start` says, by rules in Lark. Raises `ApiError` where that is too long."""
+    (own,) = msgspec.json.decode(grammar.text)["grammars"]
+    whole = [lark_grammar(f"start: {start} @answer\n{rules}"), {"name": "answer", **own}]
+    return _checked(whole, grammar.kind, grammar.param, grammar.schema)
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
@@ -105,51 +121,64 @@ def check_options(request: GenerationFields, grammar: Grammar) -> None:
 
 def _of_format(request: GenerationFields) -> Grammar | None:
     match request.response_format:
-        case JsonObjectFormat():
-            return encoded(json_grammar({"type": "object"}), "json", "response_format")
+        case JsonObjectFormat(None):
+            return encoded(json_grammar({"type": "object"}, "response_format"), "json", "response_format")
+        case JsonObjectFormat(schema):
+            param = "response_format.schema"
+            return encoded(json_grammar(schema, param), "json", param)
         case JsonSchemaFormat(json_schema):
             param = "response_format.json_schema.schema"
-            return encoded(json_grammar(json_schema.schema, is_lenient=json_schema.strict is False), "json", param)
+            grammar = json_grammar(json_schema.schema, param, is_lenient=json_schema.strict is False)
+            return encoded(grammar, "json", param)
         case _:
             return None
 
 
 def _of_guided(request: GenerationFields) -> list[Grammar]:
-    return _of_fields(
-        "guided_",
-        StructuredOutputs(
-            json=request.guided_json,
-            regex=request.guided_regex,
-            choice=request.guided_choice,
-            grammar=request.guided_grammar,
-        ),
-    )
+    """Those of vLLM's older fields, and of SGLang's and llama.cpp's."""
+    whitespace = request.guided_whitespace_pattern
+    return [
+        *_of_json(request.guided_json, "guided_json", whitespace),
+        *_of_json(request.json_schema, "json_schema", whitespace),
+        *_of_texts("guided_", request.guided_regex, request.guided_choice, request.guided_grammar),
+        *_of_texts("", request.regex, None, request.grammar),
+        *([] if request.ebnf is None else [_of_source(request.ebnf, "ebnf")]),
+    ]
 
 
 def _of_structured(request: GenerationFields) -> list[Grammar]:
-    return [] if request.structured_outputs is None else _of_fields("structured_outputs.", request.structured_outputs)
+    fields, prefix = request.structured_outputs, "structured_outputs."
+    if fields is None:
+        return []
+    schema = {"type": "object"} if fields.json_object else None
+    return [
+        *_of_json(fields.json, prefix + "json", fields.whitespace_pattern),
+        *_of_json(schema, prefix + "json_object", fields.whitespace_pattern),
+        *_of_texts(prefix, fields.regex, fields.choice, fields.grammar),
+    ]
 
 
-def _of_fields(prefix: str, fields: StructuredOutputs) -> list[Grammar]:
+def _of_json(schema: str | dict[str, Any] | bool | None, param: str, whitespace: str | None) -> list[Grammar]:
+    if schema is None:
+        return []
+    return [encoded(json_grammar(_schema(schema, param), param, whitespace=whitespace), "json", param)]
+
+
+def _of_texts(prefix: str, regex: str | None, choice: list[str] | None, grammar: str | None) -> list[Grammar]:
     found = []
-    if fields.json is not None:
-        param = prefix + "json"
-        found.append(
-            encoded(json_grammar(_schema(fields.json, param), whitespace=fields.whitespace_pattern), "json", param)
-        )
-    if fields.json_object:
-        spaced = json_grammar({"type": "object"}, whitespace=fields.whitespace_pattern)
-        found.append(encoded(spaced, "json", prefix + "json_object"))
-    if fields.regex is not None:
-        regex = lark_grammar(f"start: /{regex_to_lark(fields.regex)}/")
-        found.append(encoded(regex, "regex", prefix + "regex"))
-    if fields.choice is not None:
-        found.append(encoded(choice_grammar(fields.choice), "choice", prefix + "choice"))
-    if fields.grammar is not None:
-        is_ebnf = _EBNF_RULE.search(fields.grammar) is not None
-        source = {EBNF: fields.grammar} if is_ebnf else lark_grammar(fields.grammar)
-        found.append(encoded(source, "grammar", prefix + "grammar"))
+    if regex is not None:
+        found.append(encoded(lark_grammar(f"start: /{regex_to_lark(regex)}/"), "regex", prefix + "regex"))
+    if choice is not None:
+        found.append(encoded(choice_grammar(choice), "choice", prefix + "choice"))
+    if grammar is not None:
+        found.append(_of_source(grammar, prefix + "grammar"))
     return found
+
+
+def _of_source(grammar: str, param: str) -> Grammar:
+    """Of one in Lark or EBNF."""
+    is_ebnf = _EBNF_RULE.search(grammar) is not None
+    return encoded({EBNF: grammar} if is_ebnf else lark_grammar(grammar), "grammar", param)
 
 
 def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
@@ -168,11 +197,14 @@ def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
 def as_lark(text: str) -> str:
     """The text of a grammar, translated where it is EBNF. How long that takes is for whoever sent it to say: not in the
     event loop. Raises `ValueError`."""
-    source = msgspec.json.decode(text)["grammars"][0].get(EBNF)
-    if source is None:
+    grammars = msgspec.json.decode(text)["grammars"]
+    if not any(EBNF in one for one in grammars):
         return text
     try:
-        translated = msgspec.json.encode({"grammars": [lark_grammar(gbnf_to_lark(source))]})
+        for one in grammars:
+            if (source := one.pop(EBNF, None)) is not None:
+                one.update(lark_grammar(gbnf_to_lark(source)))
+        translated = msgspec.json.encode({"grammars": grammars})
     except MemoryError:
         raise
     except Exception as error:  # the translator raises plain Exception

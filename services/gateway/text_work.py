@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from services.gateway.chat_templates import ChatTemplate, load_template, read_tokenizer_config
+from services.gateway.chat_templates import ChatTemplate, load_template
 from services.gateway.errors import ApiError
+from shared.checkpoint import read_tokenizer_config
 from shared.messages.cluster import ModelSpec
 
 MEMORY_EXIT_CODE = 3
@@ -131,6 +132,8 @@ def _tried(task: TryGrammar) -> Result:
         reason = str(error)
     reason = (reason or LLMatcher.validate_grammar(text) or _why_no_token(text)).strip()
     taken_s = time.process_time() - begun_s
+    if "coerce_one_of" in reason:
+        reason = "oneOf: it cannot be shown that its schemas exclude each other; anyOf can be had"
     if not reason and taken_s > MAX_GRAMMAR_CPU_S:
         reason = f"it takes {taken_s:.2f} s of computing to be tried; the limit is {MAX_GRAMMAR_CPU_S:g} s."
     if len(reason) > MAX_REASON_CHARACTERS:

@@ -19,16 +19,26 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers import Tokenizer, decoders
 
-from services.gateway.chat_templates import load_template, read_tokenizer_config
+from services.gateway.chat_templates import load_template
 from services.gateway.conversations import plain_messages
 from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError, invalid
+from services.gateway.schemas import ChatMessage
 from services.gateway.structured import Grammar
 from services.gateway.text_bounds import longest_token_characters
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
 from services.gateway.tools.formats import PLAIN, ToolFormat, format_of, with_instructions
-from shared.checkpoint import CheckpointError, describe, resolve
+from services.gateway.tools.reasoning import Opening, ReasoningFormat, reasoning_format_of
+from shared.checkpoint import (
+    CheckpointError,
+    SamplingDefaults,
+    describe,
+    read_tokenizer_config,
+    resolve,
+    sampling_defaults,
+    tokenizer_json,
+)
 from shared.messages.cluster import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -68,10 +78,13 @@ class ModelTokenizer:
         vocab_size: int,
         tool_format: ToolFormat = PLAIN,
         takes_tools: bool = False,
+        reasoning_format: ReasoningFormat | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
         tokenizer_config.json. `spec`: with the checkpoint's folder as its source. `tool_format`: of the calls that the model
-        writes; `takes_tools`: its chat template tells it of tools."""
+        writes; `takes_tools`: its chat template tells it of tools. `reasoning_format`: of its reasoning, where it has
+        some."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -82,9 +95,17 @@ class ModelTokenizer:
         self.vocab_size = vocab_size
         self.tool_format = tool_format
         self.takes_tools = takes_tools
+        self.reasoning_format = reasoning_format
+        self.defaults = defaults or SamplingDefaults()
+        """As the checkpoint's maker would have it sampled."""
         added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._hidden_beside_calls = self._special_ids.difference(map(tokenizer.token_to_id, tool_format.marks))
+        marks = () if reasoning_format is None else (reasoning_format.begin, reasoning_format.end)
+        shown = map(tokenizer.token_to_id, (*marks, *(tool_format.marks if tool_format.has_reasoning else ())))
+        self._hidden_beside_reasoning = self._special_ids.difference(shown)
+        of_calls = map(tokenizer.token_to_id, tool_format.marks)
+        self._hidden_beside_calls = self._hidden_beside_reasoning.difference(of_calls)
         self._is_byte_level = b'"ByteLevel"' in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         self._decoding = Decoding(decode, joins_bytes=isinstance(tokenizer.decoder, decoders.ByteLevel))
@@ -92,10 +113,19 @@ class ModelTokenizer:
         self._bos_id = tokenizer.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
         self._add_bos: bool | None = config.get("add_bos_token")
 
+    def opening(self, prompt: str, continued: ChatMessage | None) -> Opening:
+        """How the output of a chat begins after its prompt. `continued`: the assistant's message that the prompt ends in."""
+        if self.reasoning_format is None:
+            return Opening.FREE
+        text = None if continued is None else plain_messages([continued])[0]["content"]
+        return self.reasoning_format.opening(prompt, text)
+
     def special_token_id(self, piece: str) -> int | None:
-        """None: there is no such special token."""
+        """Of a token that grammars name by its id; None: there is none. To llguidance an added token in angle brackets is
+        special, whether or not the tokenizer says so."""
         token_id: int | None = self._tokenizer.token_to_id(piece)
-        return token_id if token_id in self._special_ids else None
+        is_bracketed = token_id in self._added_ids and piece.startswith("<") and piece.endswith(">")
+        return token_id if is_bracketed or token_id in self._special_ids else None
 
     # ------------------------------------------------------------------------------------------- text to ids
 
@@ -121,9 +151,13 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, skip_special_tokens: bool = True, *, has_calls: bool = False) -> Detokenizer:
-        """`has_calls`: calls of tools are looked for, so the marks of these have text, special tokens or not."""
-        hidden_ids = self._hidden_beside_calls if has_calls else self._special_ids
+    def detokenizer(
+        self, skip_special_tokens: bool = True, *, has_calls: bool = False, has_reasoning: bool = False
+    ) -> Detokenizer:
+        """`has_calls`, `has_reasoning`: calls of tools, and reasoning, are looked for, so the marks of these have text,
+        special tokens or not."""
+        hidden_ids = self._hidden_beside_reasoning if has_reasoning else self._special_ids
+        hidden_ids = self._hidden_beside_calls if has_calls else hidden_ids
         return Detokenizer(self._decoding, hidden_ids if skip_special_tokens else frozenset())
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -156,10 +190,8 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         folder = resolve(spec.source)
         shape = describe(folder)
         config = read_tokenizer_config(folder)
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        else:
-            tokenizer = _convert(folder)
+        text = tokenizer_json(folder)
+        tokenizer = _convert(folder) if text is None else Tokenizer.from_str(text)
         template = load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
     except CheckpointError:
         raise
@@ -175,12 +207,14 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         vocab_size=shape.vocab_size,
         tool_format=format_of(template.tool_source, spec.tool_format),
         takes_tools=template.takes_tools,
+        reasoning_format=reasoning_format_of(template.sources),
+        defaults=sampling_defaults(folder),
     )
 
 
 def _convert(folder: Path) -> Tokenizer:
-    """An older checkpoint (vocab.json and merges.txt, or tokenizer.model): transformers converts it. Its import takes
-    seconds and loads torch, so it happens only here."""
+    """An older checkpoint (vocab.json and merges.txt): transformers converts it. Its import takes seconds and loads torch,
+    so it happens only here."""
     logger.info("%s has no tokenizer.json; transformers converts its tokenizer", folder)
     from transformers import AutoTokenizer
 
@@ -217,6 +251,13 @@ class Tokenizers:
 
         future.add_done_callback(on_loaded)
         return future
+
+    def loaded(self, spec: ModelSpec) -> ModelTokenizer | None:
+        """None: it is not loaded, or being so."""
+        future = self._loading.get(spec)
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result()
 
     def forget(self, keep: set[ModelSpec]) -> None:
         """Drops the tokenizers of models that are not served any more."""

@@ -34,11 +34,15 @@ def vllm_text(metrics: GatewayMetrics, instances: list[InstanceState], models: I
     return metrics_text(registry)
 
 
+_LABELS = {"model": "model_name", "reason": "finished_reason"}
+"""As vLLM calls ours."""
+
+
 def _renamed(name: str, family: Metric) -> Metric:
     """With `model_name` for `model`, as vLLM calls it."""
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
-        labels = {"model_name" if label == "model" else label: value for label, value in sample.labels.items()}
+        labels = {_LABELS.get(label, label): value for label, value in sample.labels.items()}
         renamed.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
     return renamed
 
@@ -46,12 +50,18 @@ def _renamed(name: str, family: Metric) -> Metric:
 def _gauges(instances: list[InstanceState], models: Iterable[str]) -> list[Metric]:
     running = GaugeMetricFamily("vllm:num_requests_running", "Sequences in batches", labels=["model_name"])
     waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences waiting on instances", labels=["model_name"])
+    by_reason = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences waiting on instances, for room",
+        labels=["model_name", "reason"],
+    )
     usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV pools in use, 0 to 1", labels=["model_name"])
     for name in models:
         found = [(model, instance.load) for instance in instances for model in instance.models if model.name == name]
         running.add_metric([name], sum(model.num_running for model, _ in found))
         waiting.add_metric([name], sum(model.num_waiting for model, _ in found))
+        by_reason.add_metric([name, "capacity"], sum(model.num_waiting for model, _ in found))
         uses = [load.pool_use for _, load in found if load is not None and load.pool_use is not None]
         if uses:
             usage.add_metric([name], sum(uses) / len(uses))
-    return [running, waiting, usage]
+    return [running, waiting, by_reason, usage]

@@ -44,7 +44,7 @@ from services.placement.requests import check_length, check_quantization, check_
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
-from shared.checkpoint import CheckpointError, quantized
+from shared.checkpoint import CheckpointError, CheckpointMissing, quantized
 from shared.messages.admin import (
     AddAdapter,
     AddModel,
@@ -487,6 +487,8 @@ class ActivePlacement:
         try:
             async with asyncio.timeout(ADD_READ_S):
                 files = await asyncio.to_thread(read_adapter, spec.source, base, shape, self._max_adapter_rank)
+        except CheckpointMissing as error:
+            raise refuse(str(error), "source", ErrorCode.NOT_FOUND) from None
         except CheckpointError as error:
             raise refuse(str(error), "source") from None
         except TimeoutError:

@@ -25,7 +25,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from shared.checkpoint import CheckpointError, describe
+from shared.checkpoint import CheckpointError, describe, tokenizer_json
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,8 @@ class Vocabulary:
 
 
 def _tokenizer_json(folder: Path) -> str:
-    file = folder / "tokenizer.json"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if (known := tokenizer_json(folder)) is not None:
+        return known
     from transformers import AutoTokenizer  # seconds; only an older checkpoint needs it
 
     text: str = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer.to_str()

@@ -208,6 +208,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     """Over the interval that was asked for; None: no placement says it."""
     quantization: str = ""
     """Of weights that the checkpoint has unquantised; empty: none."""
+    sampling_defaults: dict[str, float] = {}
+    """Of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
 
 
 class AdapterState(msgspec.Struct, kw_only=True):

@@ -9,7 +9,21 @@ import msgspec
 
 from shared.messages.requests import Adapter, Amount, Epoch, FinishReason, HeldRequest, Number, RequestClass, Seconds
 
-ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral-named", "json"]
+ToolFormatName = Literal[
+    "harmony",
+    "kimi",
+    "deepseek-v3",
+    "deepseek-v3.1",
+    "minimax",
+    "seed",
+    "glm",
+    "qwen3-coder",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral-named",
+    "json",
+]
 """As of services/gateway/tools/formats.py."""
 TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormatName)
 

@@ -102,6 +102,8 @@ class ErrorCode(StrEnum):
     """The needed peer (scheduler, instance, NATS) cannot be reached."""
     STORAGE_FULL = "storage_full"
     """NATS cannot write to its disk, which is full."""
+    NOT_FOUND = "not_found"
+    """What an operator names is not there: a folder, or a repository of the hub."""
 
 
 PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})

@@ -362,7 +362,7 @@ class ScriptedPeer:
 
     async def _add_adapter(self, message: AddAdapter) -> AdapterSpec:
         if not await asyncio.to_thread(os.path.isdir, message.spec.source):
-            raise ServiceError.of(ErrorCode.BAD_REQUEST, f"{message.spec.source} does not exist", "source")
+            raise ServiceError.of(ErrorCode.NOT_FOUND, f"{message.spec.source} does not exist", "source")
         spec = msgspec.structs.replace(message.spec, version="1", rank=4, added_s=7.0)
         await (await self.bus.key_value(ADAPTERS)).put(bucket_key(spec.name), spec)
         return spec

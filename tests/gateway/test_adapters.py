@@ -55,7 +55,7 @@ async def test_vllms_endpoints(stack: Stack, tmp_path: Path) -> None:
     replaced = await stack.client.post("/v1/load_lora_adapter", json=body | {"load_inplace": True})
     assert replaced.status_code == 200, replaced.text
     absent = await stack.client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/nowhere"})
-    assert (absent.status_code, absent.json()["error"]["param"]) == (400, "lora_path")
+    assert (absent.status_code, absent.json()["error"]["param"]) == (404, "lora_path")
     for field, value in (("dtype", "float32"), ("tool_format", "hermes")):
         odd = await stack.client.post(
             "/admin/models", json={"name": "x", "source": str(tmp_path), "base": MODEL, field: value}

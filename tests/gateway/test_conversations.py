@@ -1,5 +1,5 @@
-"""Conversations as clients send them, in templates as checkpoints bring them: nothing is dropped, and what a template refuses
-is said in another form."""
+"""Conversations as clients send them, in templates as checkpoints bring them: nothing is dropped, and what a template
+refuses is said in another form."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,17 +13,22 @@ import pytest
 
 from services.gateway import parsing
 from services.gateway.errors import ApiError
+from services.gateway.logprobs import ShownToken, completion_logprobs
 from services.gateway.parsing import check_prompt_logprobs
 from services.gateway.replies import ChatCompletion, Completion
 from services.gateway.schemas import ChatRequest, CompletionRequest
+from services.gateway.tokenization import load_tokenizer
+from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
     FinishReason,
     Priority,
     RequestClass,
+    TokenLogprob,
     packed_logprob_bytes,
     unpack_tokens,
 )
-from tests.gateway.conftest import MODEL, Stack
+from shared.settings import BusSettings
+from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -486,3 +493,73 @@ async def test_objectives_and_the_class_travel_with_the_request(stack: Stack) ->
         for value in (0, -1, 1e9, "fast"):
             answer = await stack.post("/v1/completions", prompt="x", **{name: value})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+async def test_fields_as_clients_without_integers_write_them(stack: Stack) -> None:
+    """And a byte-order mark, as some shells and editors begin a body with; a `top_p` of 0 takes the most likely token."""
+    body = b'\xef\xbb\xbf{"model": "tide", "prompt": "x", "max_tokens": 40.0, "n": 2.0, "seed": 7.0, "top_p": 0}'
+    answer = await stack.client.post("/v1/completions", content=body)
+    assert answer.status_code == 200, answer.text
+    sampling = stack.peer.submitted[0].sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.top_k, sampling.top_p) == (40, 7, 1, 1.0)
+    assert len(answer.json()["choices"]) == 2
+
+
+async def test_usage_is_told_where_it_is_wanted(stack: Stack) -> None:
+    for options, num_with in (
+        ({"include_usage": True}, 1),
+        ({"include_usage": False}, 0),
+        ({"include_usage": False, "continuous_usage_stats": True}, 0),
+        ({}, 0),
+    ):
+        chunks = await events(stack, "/v1/completions", prompt="x", stream_options=options)
+        assert sum(1 for chunk in chunks if chunk.get("usage")) == num_with, options
+
+
+async def test_a_final_message_goes_on_or_a_new_one_begins(stack: Stack) -> None:
+    body = {"messages": [*HI, {"role": "assistant", "content": "One"}], "continue_final_message": True}
+    assert (await stack.post("/v1/chat/completions", **body, add_generation_prompt=False)).status_code == 200
+    assert (await stack.post("/v1/chat/completions", **body)).status_code == 200
+    both = await stack.post("/v1/chat/completions", **body, add_generation_prompt=True)
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_each_of_the_likely_tokens_has_an_entry(stack: Stack) -> None:
+    """Tokens that are parts of characters too: their text is the same."""
+    first = stack.tokenizer.token_to_id("\u00e6")
+    halves = [first, stack.tokenizer.token_to_id("\u00e7"), stack.tokenizer.token_to_id("\u00e8")]
+    assert None not in halves
+    known = TokenLogprob(-0.5, tuple(halves), (-0.5, -1.5, -2.5), 1)
+    loaded = load_tokenizer(ModelSpec("m", str(stack.gateway.context.catalog.models[0].source)))
+    told = completion_logprobs(loaded, [ShownToken(first, known, 0, 0)], 3)
+    assert told.top_logprobs == [{"bytes:\\xe6": -0.5, "bytes:\\xe7": -1.5, "bytes:\\xe8": -2.5}]
+    assert told.tokens == ["bytes:\\xe6"]
+    by_id = completion_logprobs(loaded, [ShownToken(first, known, 0, 0)], 3, by_id=True)
+    assert by_id.top_logprobs == [dict(zip([f"token_id:{one}" for one in halves], (-0.5, -1.5, -2.5), strict=True))]
+    answer = await stack.post("/v1/chat/completions", messages=HI, logprobs=True, return_tokens_as_token_ids=True)
+    names = [entry["token"] for entry in answer.json()["choices"][0]["logprobs"]["content"]]
+    assert names == [f"token_id:{one}" for one in [*stack.ids("Hello world"), stack.eos]]
+
+
+async def test_what_a_request_does_not_say_is_as_the_models_maker_says(
+    nats_settings: BusSettings, tmp_path: Path, checkpoint: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    defaults = {"temperature": 0.01, "top_k": 1, "top_p": 0.9, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "min_p": 7, **defaults}))
+    for switch, expected in (("auto", (0.01, 1, 0.9, 1.5)), ("none", (1.0, 0, 1.0, 1.0))):
+        spec = ModelSpec(MODEL, str(folder))
+        async with running_stack(nats_settings, [spec], generation_config=switch) as stack:
+            stack.say("Hi")
+            for path, body in (("chat/completions", {"messages": HI}), ("completions", {"prompt": "x"})):
+                assert (await stack.post(f"/v1/{path}", **body)).status_code == 200
+                sampling = stack.peer.submitted[-1].sampling
+                found = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+                assert found == expected
+            await stack.post("/v1/completions", prompt="x", temperature=1, top_k=0, top_p=1, repetition_penalty=1)
+            sampling = stack.peer.submitted[-1].sampling
+            assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (1, 0, 1, 1)
+            answer = (await stack.post("/v1/responses", input="Hi")).json()
+            assert (answer["temperature"], answer["top_p"]) == (expected[0], expected[2])
+            (shown,) = (await stack.client.get("/admin/models")).json()["models"]
+            assert shown["sampling_defaults"] == (defaults if switch == "auto" else {})

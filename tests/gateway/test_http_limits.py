@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from services.gateway.bodies import FREE_BYTES, BodyRoom
+from services.gateway.bodies import FREE_BYTES, BodyRoom, decompressed
 from services.gateway.errors import ApiError
 from services.gateway.http_limits import MIN_BODY_BYTES_PER_S, Waiting
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import FinishReason
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
@@ -212,3 +215,96 @@ def test_bodies_share_their_room() -> None:
     assert too_many.value.status == 429 and too_many.value.headers()["retry-after"]
     room.release(10 * FREE_BYTES)
     room.grow(FREE_BYTES, 5 * FREE_BYTES)
+
+
+async def test_a_stream_to_a_client_that_knows_no_chunks(narrow: Stack) -> None:
+    """HTTP/1.0, as nginx speaks by default: the answer ends with the connection."""
+    for body, end in ((b'"stream": true', b"data: [DONE]\n\n"), (b'"stream": false', b"}")):
+        connection = await Connection.open(narrow)
+        content = b'{"model": "%b", "prompt": "x", "max_tokens": 100, %b}' % (MODEL.encode(), body)
+        head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n" % len(content)
+        connection.send(head + content)
+        async with asyncio.timeout(20):
+            answer = await connection.reader.read()
+        head, _, text = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head and b"connection: close" in head
+        assert text[:1] in (b"d", b"{") and text.endswith(end)
+        assert b"Hello" in text and b"world" in text
+    connection = await Connection.open(narrow)
+    connection.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
+    async with asyncio.timeout(20):
+        answer = await connection.reader.read()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress)]
+)
+async def test_bodies_may_be_compressed(stack: Stack, name: str, compress: Callable[[bytes], bytes]) -> None:
+    content = json.dumps({"model": MODEL, "prompt": "x" * 50, "max_tokens": 100}).encode()
+    answer = await stack.client.post("/v1/completions", content=compress(content), headers={"content-encoding": name})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "Hello world", answer.text
+
+
+def test_what_is_compressed_has_its_limits() -> None:
+    plain = b'{"a": "' + b"a" * 100_000 + b'"}'
+    small = gzip.compress(plain)
+    assert decompressed(small, "gzip", len(plain)) == plain
+    assert decompressed(zlib.compress(small), "gzip, deflate", len(plain)) == plain
+    assert decompressed(plain, "identity", 10) == plain
+    cases = [
+        (small, "gzip", len(plain) - 1, 413),
+        (small, "zstd", len(plain), 415),
+        (small, "br, gzip", len(plain), 415),
+        (small, "gzip, gzip, gzip, gzip", len(plain), 415),
+        (plain, "gzip", len(plain), 400),
+        (small[:-9], "gzip", len(plain), 400),
+    ]
+    for body, encodings, limit, status in cases:
+        with pytest.raises(ApiError) as error:
+            decompressed(body, encodings, limit)
+        assert error.value.status == status, encodings
+        assert status == 413 or (error.value.param == "content-encoding" and "Content-Encoding" in error.value.message)
+
+
+async def test_paths_are_served_as_clients_spell_them(nats_settings: BusSettings, checkpoint: Path) -> None:
+    spec = ModelSpec(MODEL, str(checkpoint))
+    async with running_stack(nats_settings, [spec], base_path="/llm/") as stack:
+        stack.say("Hello")
+        for path in ("/v1/models", "/v1/models/", "/v1//models//", "/llm/v1/models/"):
+            answer = await stack.client.get(path)
+            assert (answer.status_code, answer.json().get("object")) == (200, "list"), path
+        for target in (b"//v1/models", b"///v1/models/", b"//llm//v1/models"):
+            connection = await Connection.open(stack)
+            connection.send(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await connection.answer())[0] == 200, target
+            connection.close()
+        for path in ("/v1/completions/", "/llm/v1/completions"):
+            assert (await stack.post(path, prompt="x")).status_code == 200, path
+        assert (await stack.client.get(f"/v1/models/{MODEL}/")).json()["id"] == MODEL
+        assert (
+            (await stack.client.get("/llm/docs")).status_code == (await stack.client.get("/docs/")).status_code == 200
+        )
+        for path in ("/v1/model", "/llmv1/models", "/llm/llm/v1/models", "/other/v1/models"):
+            assert (await stack.client.get(path)).status_code == 404, path
+
+
+async def test_a_stream_that_waits_shows_that_it_lives(nats_settings: BusSettings, checkpoint: Path) -> None:
+    """By comments, which are no events, and none where tokens come."""
+    spec = ModelSpec(MODEL, str(checkpoint))
+    for interval_s, is_shown in ((0.2, True), (0.0, False)):
+        async with running_stack(nats_settings, [spec], stream_keep_alive_s=interval_s) as stack:
+            tokens = stack.say("one two three")
+            stack.peer.automatic = False
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
+            asking = asyncio.create_task(stack.client.post("/v1/completions", json=body))
+            request = await stack.next_request()
+            await asyncio.sleep(0.7)
+            for offset, token in enumerate(tokens[:-1]):
+                stack.peer.emit(request, offset, [token])
+                await asyncio.sleep(0.08)
+            stack.peer.emit(request, len(tokens) - 1, tokens[-1:], FinishReason.STOP)
+            text = (await asking).text
+            before, _, after = text.partition("data: ")
+            assert (": keep-alive\n\n" in before) == is_shown
+            assert after.endswith("data: [DONE]\n\n")

@@ -332,6 +332,21 @@ async def test_metrics(stack: Stack) -> None:
         assert samples["gen_ai_server_request_duration_seconds_count", request_class, None] == 1
         assert samples["vllm:time_to_first_token_seconds_count", request_class, None] == 1
         assert samples["vllm:generation_tokens_total", request_class, None] == num_tokens
+        for name in (
+            "prefill_time_seconds",
+            "decode_time_seconds",
+            "inference_time_seconds",
+            "params_n",
+            "params_max_tokens",
+        ):
+            assert samples[f"vllm:request_{name}_count", request_class, None] == 1
+        assert samples["vllm:request_generation_tokens_sum", request_class, None] == num_tokens
+        assert samples["vllm:request_max_num_generation_tokens_sum", request_class, None] == num_tokens
+        assert samples["vllm:request_prompt_tokens_sum", request_class, None] > 0
+        assert (
+            f'finished_reason="stop",model_name="{MODEL}"' in text
+            and f'class="{request_class}",finished_reason' in text
+        )
     assert samples[prefix + "open_streams", None, None] == 0
     assert f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0' in text
     assert "mmmm" not in text, "names that clients make up are no labels"

@@ -129,7 +129,15 @@ async def test_what_cannot_be_had_is_told(stack: Stack) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "teleport"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "custom"}]}, "tools[0].name"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"input": [{"type": "teleport"}]}, "input[0].type"),
+        ({"input": "x", "tool_choice": {"type": "teleport"}}, "tool_choice.type"),
+        ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         (
@@ -232,3 +240,147 @@ async def test_calls_of_functions_and_what_they_returned(nats_settings: BusSetti
         assert prompt_of(stack).endswith(
             "<|user|>Hi<|end|><|assistant|>Let me see.weather(Rome)now()<|end|><|tool|>21 C<|end|><|tool|>21 C<|end|>"
         )
+
+
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
+}
+CODEX_TOOLS = [
+    {"type": "function", "name": "weather", "strict": False, "parameters": TOOLS[0]["function"]["parameters"]},
+    PATCH,
+    {"type": "namespace", "name": "mcp__docs", "tools": [{"type": "function", "name": "find", "parameters": {}}]},
+    {"type": "web_search", "external_web_access": True},
+    {"type": "web_search_preview_2025_03_11"},
+    {"type": "local_shell"},
+]
+
+
+def request_of(**fields: Any) -> ResponseRequest:
+    return msgspec.convert({"model": "m", "input": "x", **fields}, ResponseRequest)
+
+
+def test_tools_of_codex_become_functions() -> None:
+    request = request_of(tools=CODEX_TOOLS, reasoning={"effort": "high", "summary": "auto"})
+    chat = chat_request(request, items_of(request))
+    assert [tool.function.name for tool in chat.tools or ()] == ["weather", "apply_patch", "mcp__docs__find"]
+    patch = (chat.tools or [])[1].function
+    assert "start: /x/" in (patch.description or "") and (patch.parameters or {})["required"] == ["input"]
+    assert chat.reasoning_effort == "high"
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    [
+        ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
+        ({"type": "custom", "name": "apply_patch"}, {"type": "function", "function": {"name": "apply_patch"}}),
+        ({"type": "function", "name": "find"}, {"type": "function", "function": {"name": "mcp__docs__find"}}),
+        (
+            {"type": "function", "name": "find", "namespace": "mcp__docs"},
+            {"type": "function", "function": {"name": "mcp__docs__find"}},
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "weather"}, {"type": "mcp"}],
+            },
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]},
+            },
+        ),
+        ({"type": "web_search"}, None),
+        ("required", "required"),
+    ],
+)
+def test_what_is_chosen_of_tools(choice: Any, chosen: Any) -> None:
+    request = request_of(tools=CODEX_TOOLS, tool_choice=choice)
+    assert msgspec.to_builtins(chat_request(request, items_of(request)).tool_choice) == chosen
+    only_hosted = request_of(tools=[{"type": "web_search"}], tool_choice="required")
+    assert chat_request(only_hosted, items_of(only_hosted)).tool_choice is None
+
+
+def test_what_codex_sends_again_becomes_messages() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Do"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "S"}],
+            "encrypted_content": "e",
+        },
+        {"type": "function_call", "call_id": "1", "name": "find", "namespace": "mcp__docs", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "apply_patch", "input": 'a\n"b'},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "R1"}]},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "R2"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    request = request_of(input=items)
+    messages = chat_request(request, items_of(request)).messages
+    assert [message.role for message in messages] == ["developer", "user", "assistant", "tool", "tool", "assistant"]
+    assert [message.reasoning_content for message in messages] == [None, None, "S", None, None, "T"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in messages[2].tool_calls or ()]
+    assert calls == [("mcp__docs__find", "{}"), ("apply_patch", json.dumps({"input": 'a\n"b'}))]
+    assert [messages[i].content for i in (3, 4, 5)] == ["R1", "R2", "No."]
+
+
+async def test_reasoning_and_calls_of_codex(nats_settings: BusSettings, tmp_path: Path) -> None:
+    template = TEMPLATE + "{# </think> #}{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+    folder = write_checkpoint(tmp_path / "codex", byte_level_tokenizer(), template, MAX_LEN)
+    patch = json.dumps({"name": "apply_patch", "arguments": {"input": "*** Begin"}})
+    find = json.dumps({"name": "mcp__docs__find", "arguments": {"q": 1}})
+    async with with_room(nats_settings, folder) as stack, stack.openai() as client:
+        stack.say(f"<think>I see.</think>\n<tool_call>\n{patch}\n</tool_call>\n<tool_call>\n{find}\n</tool_call>")
+        whole = await client.responses.create(model=MODEL, input="Hi", tools=CODEX_TOOLS)  # type: ignore[arg-type]
+        async with client.responses.stream(model=MODEL, input="Hi", tools=CODEX_TOOLS) as stream:  # type: ignore[arg-type]
+            events = [event async for event in stream]
+        streamed = events[-1].response  # type: ignore[union-attr]
+        for answer in (whole, streamed):
+            reasoning, custom, call = answer.output
+            assert reasoning.type == "reasoning" and reasoning.content[0].text == "I see."
+            assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "apply_patch", "*** Begin")
+            assert (call.type, call.name, call.namespace) == ("function_call", "find", "mcp__docs")
+            assert json.loads(call.arguments) == {"q": 1}
+            assert answer.usage.output_tokens_details.reasoning_tokens > 0
+        kinds = [event.type for event in events]
+        assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+        deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        assert "".join(deltas) == "I see."
+        inputs = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]
+        assert inputs == ["*** Begin"]
+        stack.say("Done.")
+        result = {"type": "custom_tool_call_output", "call_id": whole.output[1].call_id, "output": "ok"}
+        again = await client.responses.create(
+            model=MODEL,
+            input=[result],  # type: ignore[list-item]
+            previous_response_id=whole.id,
+            tools=CODEX_TOOLS,  # type: ignore[arg-type]
+        )
+        assert again.output_text == "Done." and prompt_of(stack).endswith("<|tool|>ok<|end|>I see.")
+        replayed = [*[item.model_dump(exclude_none=True) for item in whole.output], result]
+        again = await client.responses.create(model=MODEL, input=replayed, tools=CODEX_TOOLS)  # type: ignore[arg-type]
+        assert again.output_text == "Done." and prompt_of(stack).endswith("<|tool|>ok<|end|>I see.")
+
+
+async def test_the_input_of_a_stored_response_and_its_tokens(stack: Stack) -> None:
+    async with stack.openai() as client:
+        first = await client.responses.create(model=MODEL, input="Hi", instructions="Be short.")
+        again = await client.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+        shown = [item async for item in client.responses.input_items.list(again.id, order="asc", limit=2)]
+        assert [item.content[0].text for item in shown] == ["Hi", "Hello world", "And?"]
+        assert [(item.type, item.role) for item in shown] == [
+            ("message", role) for role in ("user", "assistant", "user")
+        ]
+        newest = await client.responses.input_items.list(again.id)
+        assert [item.content[0].text for item in newest.data] == ["And?", "Hello world", "Hi"]
+        counted = await client.responses.input_tokens.count(model=MODEL, input="And?", previous_response_id=first.id)
+        assert counted.input_tokens == len(unpack_tokens(stack.peer.submitted[-1].prompt))
+        for query in ("limit=0", "order=up", "after=nobody"):
+            answer = await stack.client.get(f"/v1/responses/{again.id}/input_items?{query}")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+        assert (await stack.client.get("/v1/responses/resp_none/input_items")).status_code == 404

@@ -29,12 +29,13 @@ def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 def json_grammar_text(schema: Any) -> str:
-    return encoded(json_grammar(schema), "json", "guided_json").text
+    return encoded(json_grammar(schema, "guided_json"), "json", "guided_json").text
 
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [
     (json_schema(SCHEMA, strict=True), '{"a": 1}', '{"b": 1}'),
     ({"response_format": {"type": "json_object"}}, '{"b": [1, {}]}', "[1]"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 1}', "{}"),
     ({"structured_outputs": {"json": SCHEMA}}, '{"a": 12}', '{"a": "1"}'),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a": 12}', "{}"),
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}}, '{"a":12}', '{"a":  12}'),
@@ -44,6 +45,12 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": 'start: "a" DIGIT+\nDIGIT: /[0-9]/'}}, "a12", "12"),
     ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]+'}}, "x12", "12"),
     ({"structured_outputs": {"grammar": 'start: "a ::= b"'}}, "a ::= b", "a"),
+    ({"regex": "[ab]{2}"}, "ab", "abc"),
+    ({"ebnf": 'root ::= "x" [0-9]+'}, "x12", "12"),
+    ({"grammar": 'root ::= "x" [0-9]+'}, "x12", "12"),
+    ({"json_schema": SCHEMA}, '{"a": 1}', "null"),
+    ({"json_schema": json.dumps(SCHEMA)}, '{"a": 1}', "null"),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, '{"a":12}', '{"a":  12}'),
     ({"guided_json": SCHEMA}, '{"a": -1}', "null"),
     ({"guided_regex": "[ab]{2}"}, "ab", "abc"),
     ({"guided_choice": ["red", "blue"]}, "red", "redblue"),
@@ -91,6 +98,9 @@ async def test_lines_of_batches_have_forms_too(stack: Stack) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (json_schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
+    (json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "response_format.json_schema.schema", "anyOf"),
+    (json_schema({"const": 2**53 + 1}), "response_format.json_schema.schema", "2^53"),
+    ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format.schema", "not"),
     (json_schema({"type": "strng"}), "response_format.json_schema.schema", "strng"),
     (json_schema({"$ref": "#/$defs/gone"}), "response_format.json_schema.schema", "gone"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),

@@ -16,7 +16,6 @@ from services.gateway.chat_templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
     load_template,
-    read_tokenizer_config,
 )
 from services.gateway.conversations import plain_messages
 from services.gateway.errors import ApiError
@@ -24,7 +23,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.schemas import ChatMessage, ContentPart
 from services.gateway.text_pool import TextPool
 from services.gateway.tokenization import Tokenizers, load_tokenizer
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import CheckpointError, read_tokenizer_config
 from shared.messages.cluster import ModelSpec
 from shared.settings import GatewaySettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
@@ -131,6 +130,26 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path, where: 
     else:
         (tmp_path / where).write_text(template if where.endswith("jinja") else json.dumps({"chat_template": template}))
     assert load_template(tmp_path, config).render(HI) == "<s>Hi"
+
+
+def test_a_template_of_chats_with_tools_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", byte_level_tokenizer(), "PLAIN")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call> {{ tools | length }}")
+    template = load_template(folder, read_tokenizer_config(folder))
+    assert template.render(HI, tools=[{"type": "function"}]) == "<tool_call> 1" and template.render(HI) == "PLAIN"
+    loaded = load_tokenizer(ModelSpec("m", str(folder)))
+    assert loaded.takes_tools and loaded.tool_format.name == "hermes"
+
+
+def test_special_tokens_that_only_the_older_file_names(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", byte_level_tokenizer(), "{{ bos_token }}{{ eos_token }}")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": config["chat_template"]}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    assert load_template(folder, read_tokenizer_config(folder)).render(HI) == "<s></s>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|end|>"}))
+    assert load_template(folder, read_tokenizer_config(folder)).render(HI) == "<|end|></s>"
 
 
 def test_the_default_template(tmp_path: Path) -> None:

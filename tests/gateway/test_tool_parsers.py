@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from services.gateway.schemas import FunctionDefinition, Tool
-from services.gateway.tools.calls import CallWatch
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
+from services.gateway.tools.keyed import typed
+from services.gateway.tools.output_reader import OutputReader
 from services.gateway.tools.parsers import Parsed, ToolParser
 from services.gateway.tools.use import ToolUse
 from shared.messages.cluster import TOOL_FORMATS
 
-NAMES = {"weather", "now"}
 ARGUMENTS = '{"city": "Ro\\"me {[", "days": [1, {"a": null}], "x": -2.5e3}'
 WEATHER: tuple[str, Any] = ("weather", json.loads(ARGUMENTS))
 NOW: tuple[str, Any] = ("now", {})
@@ -26,6 +26,60 @@ NOW: tuple[str, Any] = ("now", {})
 def call(name: str = "weather", arguments: str = ARGUMENTS, key: str = "arguments") -> str:
     return f'{{"name": "{name}", "{key}": {arguments}}}'
 
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "n": {"type": "integer"},
+        "list": {"type": "array", "items": {"type": "number"}},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "flag": {"type": "boolean"},
+    },
+    "required": ["text"],
+}
+NAMES: dict[str, Any] = {"weather": None, "now": None, "code": SCHEMA}
+CODE: tuple[str, Any] = (
+    "code",
+    {"text": "1\n</tool_call> <b>\u6f6e", "n": 1, "list": [1, 2.5], "maybe": None, "flag": True, "new": {"a": "b"}},
+)
+ONE: tuple[str, Any] = ("code", {"n": 1})
+SHOWN = {"text": CODE[1]["text"], "n": "1", "list": "[1, 2.5]", "maybe": "null", "flag": "True", "new": '{"a": "b"}'}
+"""As the families that mark each argument write them."""
+CODED_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+CODED = CODED_NOW.replace(
+    "now>", "code>\n" + "\n".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in SHOWN.items())
+)
+GLM = "\n".join(
+    (
+        "<tool_call>code",
+        *(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in SHOWN.items()),
+        "</tool_call>",
+    )
+)
+MINIMAX = "\n".join(
+    (
+        '<minimax:tool_call>\n<invoke name="code">',
+        *(f'<parameter name="{key}">{value}</parameter>' for key, value in SHOWN.items()),
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    )
+)
+KIMI = (
+    "<|tool_calls_section_begin|>"
+    f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK_V31 = (
+    "<CALLS_begin><CALL_begin>weather<SEP>" + ARGUMENTS + "<CALL_end><CALL_begin>now<SEP>{}<CALL_end><CALLS_end>"
+)
+DEEPSEEK_V3 = (
+    f"<CALLS_begin><CALL_begin>function<SEP>weather\n```json\n{ARGUMENTS}\n```<CALL_end>\n"
+    "<CALL_begin>function<SEP>now\n```json\n{}\n```<CALL_end><CALLS_end>"
+)
+for short, mark in (("CALLS", "tool\u2581calls"), ("CALL", "tool\u2581call"), ("SEP", "tool\u2581sep")):
+    for end in ("_begin", "_end", ""):
+        long = f"<\uff5c{mark}{end.replace('_', chr(0x2581))}\uff5c>"
+        DEEPSEEK_V3, DEEPSEEK_V31 = (each.replace(f"<{short}{end}>", long) for each in (DEEPSEEK_V3, DEEPSEEK_V31))
 
 # (format, text, content, calls)
 OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
@@ -37,8 +91,8 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>\n{call('weather', json.dumps(ARGUMENTS))}\n</tool_call>", "", [WEATHER]),
     ("hermes", '<tool_call>\n{"name": "now"}\n</tool_call>', "", [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": }</tool_call> on', " on", [NOW]),
-    ("hermes", '<tool_call>{"name": "now", "arguments": "[\\"\\ud83d\\"]"}</tool_call>', "", [("now", ["?"])]),
-    ("hermes", f"<tool_call>{call('')}</tool_call>", f"<tool_call>{call('')}</tool_call>", []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "[\\"\\ud83d\\"]"}</tool_call>', "", [("now", {"arguments":
+    ["?"]})]), ("hermes", f"<tool_call>{call('')}</tool_call>", f"<tool_call>{call('')}</tool_call>", []),
     ("hermes", "a < b, <tool_box> and </tool_call>  ", "a < b, <tool_box> and </tool_call>  ", []),
     ("hermes", "<tool_call>\nno call\n</tool_call>", "<tool_call>\nno call\n</tool_call>", []),
     ("llama3", call(key="parameters"), "", [WEATHER]),
@@ -55,7 +109,55 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral-named", f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{ARGUMENTS}", "", [WEATHER]),
     ("mistral-named", "[TOOL_CALLS]\v{}", "\v{}", []),
     ("mistral-named", "[TOOL_CALLS]I do not {know}. [TOOL_CALLS]now{}", "I do not {know}.", [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', "", [("now", {"arguments": [1]})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": 7}</tool_call>', "", [("now", {"arguments": 7})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "a"}</tool_call>', "", [("now", {"arguments": "a"})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "", [NOW]),
+    ("llama3", '{"type": "function", "function": "weather", "parameters": {"a": "1"}}', "", [("weather", {"a": "1"})]),
+    ("llama3", '{"function": {"name": "weather", "parameters": {"a": 1}}}', "", [("weather", {"a": 1})]),
+    ("llama3", '{"type": "function", "function": {"arguments": {"a": 1}, "name": "now"}} ', "", [("now", {"a": 1})]),
+    ("llama3", f"<function=weather>{ARGUMENTS}</function>", "", [WEATHER]),
+    ("llama3", f"<function=weather>{ARGUMENTS}</function>\n<function=now>{{}}</function>", "", [WEATHER, NOW]),
+    ("llama3", "<function=nobody>{}</function>", "<function=nobody>{}</function>", []),
+    ("llama3", f"```json\n{call()}\n```", "", [WEATHER]),
+    ("json", f"```\n[{call()}, {call('now', '{}')}]\n```\n", "", [WEATHER, NOW]),
+    ("json", '```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', []),
+    ("json", "```python\nx = 1\n```", "```python\nx = 1\n```", []),
     ("json", f"[{call()}, {call('now', '{}')}]", "", [WEATHER, NOW]),
+    ("qwen3-coder", CODED, "", [CODE]),
+    ("qwen3-coder", f"I look.\n{CODED}\n{CODED_NOW}\n", "I look.", [CODE, NOW]),
+    ("qwen3-coder", CODED.removeprefix("<tool_call>\n"), "", [CODE]),
+    ("qwen3-coder", CODED.removesuffix("\n</function>\n</tool_call>"), "", [CODE]),
+    ("qwen3-coder", CODED.replace("\n</parameter>", ""), "", [CODE]),
+    ("qwen3-coder", "<tool_call><function=code><parameter=n>1</parameter></function></tool_call>", "", [ONE]),
+    ("qwen3-coder", "<tool_call>\n<function=>\n</function>", "<tool_call>\n<function=>\n</function>", []),
+    ("qwen3-coder", "a <function> of <tool_call> here", "a <function> of <tool_call> here", []),
+    ("seed", "<seed:" + CODED[1:].removesuffix("</tool_call>") + "</seed:tool_call>", "", [CODE]),
+    ("glm", GLM, "", [CODE]),
+    ("glm", f"Well.\n{GLM}\n<tool_call>now\n</tool_call>", "Well.", [CODE, NOW]),
+    ("glm", GLM.replace("\n<arg", "<arg").replace(">\n</tool", "></tool"), "", [CODE]),
+    ("glm", "<tool_call>now</tool_call> and on", " and on", [NOW]),
+    ("glm", f"<tool_call>{call()}</tool_call>", f"<tool_call>{call()}</tool_call>", []),
+    ("minimax", MINIMAX, "", [CODE, NOW]),
+    ("minimax", f"Well.\n{MINIMAX}\nDone", "Well.\n\nDone", [CODE, NOW]),
+    ("kimi", KIMI, "", [WEATHER, NOW]),
+    ("kimi", f"Well. {KIMI}", "Well.", [WEATHER, NOW]),
+    ("kimi", KIMI.replace("<|tool_calls_section_begin|>", ""), "", [WEATHER, NOW]),
+    ("kimi", KIMI.replace("{}", "null"), "", [WEATHER, NOW]),
+    ("kimi", KIMI.replace("{}", ""), "", [WEATHER, NOW]),
+    ("deepseek-v3", DEEPSEEK_V3, "", [WEATHER, NOW]),
+    ("deepseek-v3", f"Well.{DEEPSEEK_V3} Done", "Well. Done", [WEATHER, NOW]),
+    ("deepseek-v3.1", DEEPSEEK_V31, "", [WEATHER, NOW]),
+    ("deepseek-v3.1", "a <\uff5ctool\u2581call and", "a <\uff5ctool\u2581call and", []),
+    ("harmony", f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}", "", [WEATHER]),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.now"
+     "<|message|>{}<|call|>", "I look.", [NOW]),
+    ("harmony", " to=functions.now<|channel|>commentary json<|message|>{}", "", [NOW]),
+    ("harmony", "<|channel|>final<|message|>Hello <b>", "Hello <b>", []),
+    ("harmony", "Hello <|channel", "Hello <|channel", []),
     ("json", "[1, 2] and {", "[1, 2] and {", []),
     ("json", " text", " text", []),
 ]  # fmt: skip
@@ -64,8 +166,12 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 PIECES = [
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|py",
     "{", "}", "[", "]", '"', ": ", ",", ";", " ", "\n", "\\", "\\ud83d", '"name"', '"arguments"', '"now"',
-    "weather", "12", "\u6f6e", call(), call("now", "{}", "parameters"), call("nobody", '"[]"'),
-]  # fmt: skip
+    "<function=", "now>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg",
+    "_value>", "<minimax:tool_call>", '<invoke name="', '">', "</invoke>", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "functions.now:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|channel|>",
+    "analysis", "commentary to=now", "<|message|>", "<|end|>", "<|start|>", "assistant", "```", "```json\n", "null",
+    DEEPSEEK_V3, DEEPSEEK_V31[:40], DEEPSEEK_V31[-30:], CODED[:30], GLM[:40], "weather", "12", "\u6f6e", call(),
+    call("now", "{}", "parameters"), call("nobody", '"[]"'), ]  # fmt: skip
 
 
 def deltas(parser: ToolParser, pieces: list[str]) -> tuple[str, list[str], list[str]]:
@@ -112,13 +218,14 @@ def test_a_chunk_has_one_entry_a_call_however_much_comes_at_once(
     name: str, text: str, content: str, calls: list[tuple[str, Any]]
 ) -> None:
     """The first of a call has its id, type and name, later ones its arguments alone."""
-    tools = tuple(Tool("function", FunctionDefinition(each)) for each in sorted(NAMES))
+    tools = tuple(Tool("function", FunctionDefinition(each, None, NAMES[each])) for each in sorted(NAMES))
     for size in range(1, len(text) + 1):
         use = ToolUse(tools=tools, all_tools=tools, is_required=False, is_parallel=True)
-        watch, said, found = CallWatch(FORMATS[name], use), "", dict[int, list[str]]()
+        reader, said, found = OutputReader(FORMATS[name], use, None), "", dict[int, list[str]]()
         for start in range(0, len(text), size):
-            more, chunks = watch.take(text[start : start + size], is_over=start + size >= len(text))
-            said += more
+            reader.feed(text[start : start + size])
+            told = reader.end("stop")[0] if start + size >= len(text) else reader.take()
+            said, chunks = said + told.content, told.calls
             assert len({chunk.index for chunk in chunks}) == len(chunks)
             for chunk in chunks:
                 is_new = chunk.index not in found
@@ -138,6 +245,172 @@ def test_arguments_come_as_they_are_written() -> None:
     assert [delta.name for delta in parser.feed('<tool_call>\n{"name": "weather"').calls] == ["weather"]
     assert parser.feed(', "arguments": {"ci').calls[0].arguments == '{"ci'
     assert parser.feed('ty": ').calls[0].arguments == 'ty": '
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "num_calls"),
+    [
+        ("hermes", '<tool_call>\n{"na', "", 0),
+        ("hermes", "I look.<tool", "I look.", 0),
+        ("hermes", "a <", "a <", 0),
+        ("hermes", f'<tool_call>\n{call()}\n</tool_call>\n<tool_call>\n{{"name": "no', "", 1),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a', "", 1),
+        ("llama3", '{"name": "wea', "", 0),
+        ("llama3", '{"name": "Ada", "a', '{"name": "Ada", "a', 0),
+        ("llama3", '{"answer": 1', '{"answer": 1', 0),
+        ("json", f'[{call()}, {{"na', "", 1),
+        ("json", '[{"name": "wea', "", 0),
+        ("mistral", '[TOOL_CALLS] [{"na', "", 0),
+        ("mistral-named", "[TOOL_CALLS]wea", "", 0),
+        ("qwen3-coder", "<tool_call>\n<function=wea", "", 0),
+        ("qwen3-coder", CODED[:70], "", 1),
+        ("glm", "<tool_call>wea", "", 0),
+        ("minimax", '<minimax:tool_call>\n<invoke name="wea', "", 0),
+        ("kimi", KIMI[:60], "", 0),
+        ("kimi", KIMI[:-80], "", 1),
+        ("deepseek-v3", DEEPSEEK_V3[:50], "", 0),
+        ("harmony", "<|channel|>commentary to=functions.wea", "", 0),
+    ],
+)
+def test_a_call_that_is_cut_off_is_no_content(name: str, text: str, content: str, num_calls: int) -> None:
+    for first in range(len(text) + 1):
+        parser = FORMATS[name].parser(NAMES)
+        parsed = [parser.feed(text[:first]), parser.feed(text[first:]), parser.flush(is_cut=True)]
+        assert "".join(one.content for one in parsed) == content
+        assert len({delta.index for one in parsed for delta in one.calls}) == num_calls
+
+
+def reader_of(name: str, *, is_required: bool = False, is_parallel: bool = True) -> OutputReader:
+    tools = tuple(Tool("function", FunctionDefinition(each, None, NAMES[each])) for each in sorted(NAMES))
+    use = ToolUse(tools=tools, all_tools=tools, is_required=is_required, is_parallel=is_parallel)
+    return OutputReader(FORMATS[name], use, None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_output_that_has_to_be_calls_has_no_content_where_it_is_cut_off(name: str) -> None:
+    for text in ('[{"name', "[", "<tool_call>\n{", FORMATS[name].begin[:9] or "{"):
+        reader = reader_of(name, is_required=True)
+        reader.feed(text)
+        told, reason = reader.end("length")
+        assert (told.content, told.calls, reason) == ("", [], "length"), text
+    reader = reader_of(name, is_required=True)
+    reader.feed("I will not.")
+    assert reader.end("stop")[0].content == "I will not."
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "reason"),
+    [
+        (f"<tool_call>\n{call()}\n</tool_call>", "stop", "tool_calls"),
+        (f"<tool_call>\n{call()}\n</tool_call>", "length", "length"),
+        ('<tool_call>\n{"name": "now", "arguments": {"a', "stop", "stop"),
+        ('<tool_call>\n{"name": "now", "arguments": {"a": 1,, }}', "stop", "stop"),
+        ('<tool_call>\n{"name": "now", "arguments": null}', "stop", "tool_calls"),
+        (f"<tool_call>{call()}</tool_call><tool_call>" + '{"name": "now", "arguments": {"a', "stop", "stop"),
+        ("Hello", "stop", "stop"),
+    ],
+)
+def test_an_output_ends_by_calls_only_where_their_arguments_are_objects(text: str, ended: Any, reason: str) -> None:
+    reader = reader_of("hermes")
+    reader.feed(text)
+    assert reader.end(ended)[1] == reason
+
+
+def test_a_model_that_gives_its_calls_ids_has_them_told() -> None:
+    reader = reader_of("kimi")
+    for character in KIMI:
+        reader.feed(character)
+    told, _ = reader.end("stop")
+    assert [chunk.id for chunk in told.calls] == ["functions.weather:0", "functions.now:1"]
+
+
+def test_one_call_where_several_are_not_wanted() -> None:
+    reader = reader_of("kimi", is_parallel=False)
+    reader.feed(KIMI)
+    assert [chunk.function.name for chunk in reader.end("stop")[0].calls] == ["weather"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("1", {"type": "string"}, "1"),
+        ("null", {"type": "string"}, "null"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("1", {"type": "integer"}, 1),
+        ("1.0", {"type": "integer"}, 1),
+        ("1.5", {"type": "number"}, 1.5),
+        ("9007199254740993", {"type": "integer"}, 9007199254740993),
+        ("true", {"type": "boolean"}, True),
+        ("False", {"type": "boolean"}, False),
+        ("one", {"type": "integer"}, "one"),
+        ("[1", {"type": "array"}, "[1"),
+        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("1", {"enum": [1, 2]}, 1),
+        ("1", {"const": "1"}, "1"),
+        ("1", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, 1),
+        ("x", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "x"),
+        ("true", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "true"),
+        ("1", {"$ref": "#/$defs/s"}, "1"),
+        ("1", {"$ref": "#/$defs/loop"}, 1),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("text", {}, "text"),
+        ("1", {}, 1),
+        ("[" * 200 + "]" * 200, {}, "[" * 200 + "]" * 200),
+    ],
+)
+def test_arguments_between_marks_have_the_types_of_their_schema(text: str, schema: Any, value: Any) -> None:
+    whole = {"properties": {"a": schema}, "$defs": {"s": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+    found = typed(text, whole, "a")
+    assert found == value and type(found) is type(value)
+    assert typed(text, {"properties": []}, "a") == typed(text, None, "a") == typed(text, {}, "a")
+
+
+SPELLED = {
+    "qwen3-coder": f"{CODED}\n{CODED_NOW}",
+    "seed": "\n".join(
+        (
+            "<seed:tool_call>\n<function=code>",
+            *(f"<parameter={key}>{value}</parameter>" for key, value in SHOWN.items()),
+            "</function>\n</seed:tool_call>",
+        )
+    ),
+    "glm": f"{GLM}\n<tool_call>now\n</tool_call>",
+    "minimax": MINIMAX,
+    "kimi": KIMI,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.1": DEEPSEEK_V31,
+    "harmony": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
+    "hermes": f"<tool_call>\n{call()}\n</tool_call>\n<tool_call>\n{call('now', '{}')}\n</tool_call>",
+    "llama3": f"{call(key='parameters')}; {call('now', '{}', 'parameters')}",
+    "mistral": f"[TOOL_CALLS][{call()}, {call('now', '{}')}]",
+    "mistral-named": f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}",
+    "json": f"[{call()}, {call('now', '{}')}]",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_grammar_takes_what_the_family_writes(name: str) -> None:
+    """And no arguments that the schema has not, nor of another type."""
+    functions = [
+        FunctionDefinition("weather", None, {"type": "object"}),
+        FunctionDefinition("now", None, {"type": "object", "additionalProperties": False}),
+        FunctionDefinition("code", None, {**SCHEMA, "properties": {**SCHEMA["properties"], "new": {"type": "object"}}}),
+    ]
+    source = json.dumps({"grammars": [{"lark_grammar": FORMATS[name].grammar(functions, True, lambda piece: None)}]})
+    spelled = SPELLED[name].replace("True", "true")
+    assert _takes(source, spelled)
+    assert not _takes(source, spelled.replace("now", "nobody").replace("weather", "nobody").replace("code", "nobody"))
+    assert not _takes(source, spelled[: len(spelled) // 2])
+    if "code" in spelled:
+        assert not _takes(source, spelled.replace("[1, 2.5]", "2.5"))
+        assert not _takes(source, spelled.replace("flag", "other"))
+    assert read(FORMATS[name].parser(NAMES), [spelled])[1]
+
+
+def _takes(grammar: str, text: str) -> bool:
+    matcher, written = LLMatcher(LLTokenizer("byte"), grammar, log_level=0), list(text.encode())
+    return matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -163,7 +436,8 @@ def test_the_template_says_which_format() -> None:
     assert format_of('Respond {"name": f, "parameters": d} <|eot_id|>').name == "llama3"
     assert format_of("[TOOL_CALLS]").name == "mistral"
     assert format_of("[TOOL_CALLS] [ARGS]").name == "mistral-named"
-    assert format_of("<tool_call><function=x>").name == format_of("{{ messages }}").name == "json"
+    assert format_of("<tool_call><function=x>").name == "qwen3-coder"
+    assert format_of("{{ messages }}").name == "json"
     assert format_of("{{ messages }}", "hermes").name == "hermes"
     assert len(FORMATS["mistral"].new_id()) == 9
 

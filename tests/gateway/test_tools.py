@@ -132,6 +132,19 @@ async def test_calls_that_are_asked_for_are_a_grammar(tools: Stack) -> None:
     assert [follows(tools, either, text) for text in texts] == [True, True, True, False, False, True]
 
 
+async def test_some_tools_may_be_allowed_of_all(tools: Stack) -> None:
+    tools.say(CALL)
+    for mode in ("required", "auto"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        answer = await tools.post("/v1/chat/completions", messages=HI, tools=TOOLS, tool_choice=choice)
+        assert answer.json()["choices"][0]["finish_reason"] == "tool_calls", answer.text
+    required, auto = (request.sampling.grammar for request in tools.peer.submitted)
+    now = CALL.replace("weather", "now").replace('{"city": "Rome"}', "{}")
+    assert [follows(tools, required, text) for text in (CALL, now)] == [True, False] and auto == ""
+    assert '"now"' in tools.tokenizer.decode(unpack_tokens(tools.peer.submitted[0].prompt))
+
+
 async def test_arguments_in_the_history_reach_the_template_as_objects(tools: Stack) -> None:
     tools.say("Rain.")
     called = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}

@@ -73,7 +73,7 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
             (AdapterSpec("poet", "m", wide.source), ErrorCode.CONFLICT, "name", "another definition"),
             (AdapterSpec("m", "m", adapter.source), ErrorCode.CONFLICT, "name", "a model's name"),
             (AdapterSpec("x", "nobody", adapter.source), ErrorCode.UNKNOWN_MODEL, "base", "no model 'nobody'"),
-            (AdapterSpec("x", "m", str(tmp_path / "none")), ErrorCode.BAD_REQUEST, "source", "does not exist"),
+            (AdapterSpec("x", "m", str(tmp_path / "none")), ErrorCode.NOT_FOUND, "source", "does not exist"),
             (AdapterSpec("x", "m", str(base)), ErrorCode.BAD_REQUEST, "source", "adapter_config.json is missing"),
             (AdapterSpec("wide", "m", wide.source), ErrorCode.BAD_REQUEST, "source", "is 40; the limit is 32"),
             (AdapterSpec("x y", "m", adapter.source), ErrorCode.BAD_REQUEST, "name", "no model name"),

@@ -113,15 +113,95 @@ def test_a_length_makes_another_model_by_its_factors_or_windows(
 
 @pytest.mark.parametrize(
     ("generation", "expected"),
-    [(None, (2,)), ({"eos_token_id": [7, 8]}, (7, 8)), ({"eos_token_id": 9}, (9,)), ({"temperature": 1}, (2,))],
+    [
+        (None, (2,)),
+        ({"eos_token_id": [7, 8]}, (7, 8, 2)),
+        ({"eos_token_id": 9}, (9, 2)),
+        ({"temperature": 1}, (2,)),
+        ({"eos_token_id": None}, (2,)),
+        ({"eos_token_id": []}, (2,)),
+        ({"eos_token_id": [7, -1, 100, 10**12, 7.0]}, (7, 2)),
+    ],
 )
-def test_eos_ids_come_from_the_generation_config_first(
+def test_eos_ids_come_from_both_configs(
     tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]
 ) -> None:
     make(tmp_path)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert checkpoint.describe(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<e>", "added_tokens_decoder": {"5": {"content": "<e>"}}}}, (2, 5)),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": {"content": "<e>"}},
+                "tokenizer.json": {"added_tokens": [{"id": 6, "content": "<e>"}]},
+            },
+            (2, 6),
+        ),
+        ({"tokenizer_config.json": {"eos_token": "e"}, "tokenizer.json": {"model": {"vocab": {"e": 7}}}}, (2, 7)),
+        ({"special_tokens_map.json": {"eos_token": "e"}, "tokenizer.json": {"model": {"vocab": {"e": 7}}}}, (2, 7)),
+        ({"tokenizer_config.json": {"eos_token": "e"}, "tokenizer.json": {"model": {"vocab": [["e", 0.5]]}}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": "e"}, "tokenizer.json": {"model": {"vocab": {"e": 500}}}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": None}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": "<e>"}}, (2,)),
+    ],
+)
+def test_an_eos_id_that_only_the_tokenizer_names(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    make(tmp_path)
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    assert checkpoint.describe(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", [True], [1.5], {"a": 1}])
+def test_an_eos_id_that_is_none_is_a_defect(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        checkpoint.describe(make(tmp_path, eos_token_id=value))
+
+
+def test_how_the_maker_would_have_it_sampled(tmp_path: Path) -> None:
+    assert checkpoint.sampling_defaults(tmp_path) == checkpoint.SamplingDefaults()
+    config = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": None,
+        "repetition_penalty": -1,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    expected = checkpoint.SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert checkpoint.sampling_defaults(tmp_path) == expected
+
+
+def test_a_byte_order_mark_before_a_config(tmp_path: Path) -> None:
+    file = make(tmp_path) / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert checkpoint.describe(tmp_path).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("others", "used"),
+    [
+        (["consolidated.safetensors", "adapter_model.safetensors"], ["model.safetensors"]),
+        (["model-00001-of-00002.safetensors"], ["model-00001-of-00002.safetensors", "model.safetensors"]),
+    ],
+)
+def test_weights_that_are_no_part_of_the_model_are_left(tmp_path: Path, others: list[str], used: list[str]) -> None:
+    make(tmp_path)
+    for name in others:
+        write_safetensors(tmp_path / name, a=("BF16", [1], 2))
+    assert [file.name for file in checkpoint.weight_files(tmp_path)] == used
+    if others[0] == "consolidated.safetensors":
+        (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+        assert [file.name for file in checkpoint.weight_files(tmp_path)] == ["weights.safetensors"]
 
 
 def test_no_eos_id_at_all(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_how_models_write_calls_of_tools() -> None:
     specs = parse_models(models, "", ["b=llama3", "hermes"])
     assert [spec.tool_format for spec in specs] == ["hermes", "llama3"]
     assert [spec.tool_format for spec in parse_models(models)] == ["", ""]
-    for argument, sentence in (("xml", "--tool-format xml: write one of hermes"), ("c=json", "no model is named c")):
+    for argument, sentence in (("xml", "--tool-format xml: write one of harmony"), ("c=json", "no model is named c")):
         with pytest.raises(OperatorError, match=sentence):
             parse_models(models, "", [argument])
 

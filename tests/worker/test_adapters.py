@@ -180,6 +180,8 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
         ({"peft_type": "IA3"}, {}, "peft_type 'IA3' is not supported; supported is LORA"),
         ({"use_dora": True}, {}, "use_dora: DoRA's magnitudes are not supported"),
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: whole modules"),
+        ({"init_lora_weights": "pissa_niter_16"}, {}, "init_lora_weights 'pissa_niter_16'.*conversion"),
+        ({"init_lora_weights": "olora"}, {}, "init_lora_weights 'olora'.*not for those of the base model"),
         ({"bias": "all"}, {}, "bias 'all' is not supported; supported is none"),
         ({"lora_alpha": 0}, {}, "lora_alpha of model.layers.0.*must be a positive number, but is 0"),
         ({"r": 7}, {}, "r of model.layers.0.* is 7, but its tensors are of rank 4"),

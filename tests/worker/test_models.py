@@ -105,6 +105,26 @@ def test_bfloat16_logits_are_close_to_transformers(tmp_path: Path, variant: str)
     assert torch.allclose(got, expected[list(logprob.top_ids)], atol=0.05 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("is_said", [True, False])
+def test_a_head_of_its_own_goes_before_what_the_config_says(
+    tmp_path: Path, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_checkpoint(tmp_path, "llama-tied-bias")
+    tied = generate(path, [prompt_of(30)], 10)
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": is_said}
+    (path / "config.json").write_text(json.dumps(config))
+    for head, differs in ((embedding.clone(), False), (embedding.flip(0).contiguous(), True)):
+        save_file({**tensors, "lm_head.weight": head}, path / "model.safetensors")
+        caplog.clear()
+        assert (generate(path, [prompt_of(30)], 10) != tied) == differs
+        assert ("lm_head.weight is used" in caplog.text) == (differs and is_said)
+    save_file(tensors, path / "model.safetensors")
+    caplog.clear()
+    assert generate(path, [prompt_of(30)], 10) == tied and ("has no lm_head" in caplog.text) == (not is_said)
+
+
 def test_older_config_and_tensor_names(tmp_path: Path) -> None:
     """rope_theta and rope_scaling at the top level with `type`, torch_dtype, no module prefix, stored inv_freq."""
     path = write_checkpoint(tmp_path, "llama-linear")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ import msgspec
 
 from services.gateway.errors import ApiError, invalid
 from services.gateway.responses.messages import (
-    FunctionTool,
     InputItem,
-    NamedFunctionTool,
     OutputItem,
     ResponseRequest,
+    ShownItem,
     TextFormat,
     TextPart,
 )
+from services.gateway.responses.tools import CUSTOM_ARGUMENT, called_tools, chat_choice, chat_name
 from services.gateway.schemas import ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
@@ -31,37 +32,79 @@ _NAMES = {
 
 
 def items_of(request: ResponseRequest) -> list[InputItem]:
+    """Of a request; those of hosted tools are left out. Raises `ApiError` 400."""
     if isinstance(request.input, str):
         return [InputItem(role="user", content=request.input)]
     for index, item in enumerate(request.input):
-        if missing := next((name for name in _NEEDED[item.type] if getattr(item, name) is None), None):
+        needed = _NEEDED.get(item.type)
+        if needed is None and not item.type.endswith(_HOSTED_ITEMS):
+            param = f"input[{index}].type"
+            raise invalid(param, f"Invalid value for '{param}': '{item.type[:100]}' is not {', '.join(_NEEDED)}.")
+        if missing := next((name for name in needed or () if getattr(item, name) is None), None):
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")
-    return request.input
+    return [item for item in request.input if item.type in _NEEDED]
 
 
 _NEEDED = {
     "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+_HOSTED_ITEMS = ("_call", "_call_output", "_output", "_list_tools", "_approval_request", "_approval_response")
+"""How the types end of items of tools that OpenAI runs itself."""
 
 
 def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
     """As they stand in the conversation of the next request."""
     found = []
     for item in output:
-        if item.type == "function_call":
-            call_id, name, arguments = (text or "" for text in (item.call_id, item.name, item.arguments))
-            found.append(InputItem("function_call", call_id=call_id, name=name, arguments=arguments))
+        text = "".join(part.text for part in item.content or ())
+        if item.type == "message":
+            found.append(InputItem(role="assistant", content=text))
+        elif item.type == "reasoning":
+            found.append(InputItem("reasoning", content=[TextPart("reasoning_text", text)]))
         else:
-            found.append(InputItem(role="assistant", content="".join(part.text for part in item.content or ())))
+            found.append(
+                InputItem(
+                    item.type,
+                    call_id=item.call_id or None,
+                    name=item.name or None,
+                    arguments=item.arguments or None,
+                    namespace=item.namespace or None,
+                    input=None if item.input is msgspec.UNSET else item.input,
+                )
+            )
     return found
+
+
+def shown_items(response_id: str, items: Sequence[InputItem]) -> list[ShownItem]:
+    """As `GET .../input_items` tells of them, each with an id."""
+    return [_shown(f"{_ITEM_PREFIXES.get(item.type, 'item')}_{response_id}_{i}", item) for i, item in enumerate(items)]
+
+
+_ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+
+
+def _shown(item_id: str, item: InputItem) -> ShownItem:
+    content = item.content
+    if isinstance(content, str):
+        content = [TextPart("output_text" if item.role == "assistant" else "input_text", content)]
+    fields = {
+        "role": item.role,
+        "content": content,
+        "summary": (item.summary or []) if item.type == "reasoning" else None,
+        **{name: getattr(item, name) for name in ("call_id", "name", "namespace", "arguments", "input", "output")},
+    }
+    return ShownItem(id=item_id, type=item.type, **{name: value for name, value in fields.items() if value is not None})
 
 
 def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRequest:
     """`items`: the whole conversation. Raises `ApiError` 400."""
+    called = called_tools(request.tools)
     if request.truncation not in (None, "disabled"):
         raise invalid("truncation", "'truncation' is not supported by this server; it may be null, \"disabled\".")
     for name in ("background", "conversation", "prompt"):
@@ -78,8 +121,9 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
         "logprobs": wants_logprobs,
         "top_logprobs": request.top_logprobs,
         "response_format": _format(request.text.format if request.text is not None else None),
-        "tools": [_tool(tool) for tool in request.tools or ()],
-        "tool_choice": _choice(request.tool_choice),
+        "tools": [one.function for one in called],
+        "tool_choice": chat_choice(request.tool_choice, called),
+        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "parallel_tool_calls": request.parallel_tool_calls,
         "user": request.user,
         "service_tier": request.service_tier,
@@ -102,25 +146,37 @@ def renamed(error: ApiError) -> ApiError:
 
 
 def _text(content: str | list[TextPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return content if isinstance(content, str) else "".join(part.shown for part in content or ())
 
 
 def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Calls that follow each other (or their message) are one message's."""
+    """Calls that follow each other (or their message) are one message's, and so is the reasoning before them."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    reasoning = ""
     for item in items:
+        if item.type == "reasoning":
+            reasoning = "\n".join(filter(None, (reasoning, _text(item.content) or _text(item.summary))))
+            continue
         if item.type == "message":
             messages.append({"role": item.role, "content": _text(item.content)})
-        elif item.type == "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
-            if not messages or messages[-1]["role"] != "assistant":
+        elif item.type in ("function_call", "custom_tool_call"):
+            if reasoning or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(
-                {"id": item.call_id, "type": "function", "function": function}
-            )
-        elif item.type == "function_call_output":
+            messages[-1].setdefault("tool_calls", []).append(_call(item))
+        else:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
     return messages
+
+
+def _call(item: InputItem) -> dict[str, Any]:
+    arguments = item.arguments
+    if item.type == "custom_tool_call":
+        arguments = json.dumps({CUSTOM_ARGUMENT: item.input}, ensure_ascii=False)
+    function = {"name": chat_name(item.name or "", item.namespace), "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
 
 
 def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
@@ -132,14 +188,3 @@ def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
         raise invalid("text.format.schema", "Missing required parameter: 'text.format.schema'.")
     schema = {"name": wanted.name, "description": wanted.description, "schema": wanted.schema, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": fields}
-
-
-def _choice(choice: str | NamedFunctionTool | None) -> Any:
-    if isinstance(choice, NamedFunctionTool):
-        return {"type": "function", "function": {"name": choice.name}}
-    return choice

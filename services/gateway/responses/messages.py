@@ -10,6 +10,7 @@ from msgspec import Meta
 from services.gateway.replies import ChatTokenLogprob
 from services.gateway.schemas import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     FunctionName,
     MetadataKey,
@@ -18,21 +19,29 @@ from services.gateway.schemas import (
     ModelName,
     OnlyFalse,
     OnlyNull,
+    ReasoningEffort,
+    TopP,
     check_nesting,
 )
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    type: Literal["input_text", "output_text", "text", "refusal"]
+class TextPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str = ""
+    refusal: str = ""
+
+    @property
+    def shown(self) -> str:
+        return self.text or self.refusal
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the conversation: a message, a call of a function, or what that returned."""
+    """Of the conversation: a message, reasoning, a call of a tool, or what that returned. Those of tools that OpenAI runs
+    itself are left out."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[TextPart] | None = None
     call_id: str | None = None
@@ -40,22 +49,46 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: str | None = None
     """JSON."""
     output: str | list[TextPart] | None = None
+    namespace: str | None = None
+    """Of the tool that is called."""
+    input: str | None = None
+    """Of a custom tool."""
+    summary: list[TextPart] | None = None
+    """Of reasoning; `content` has the whole of it."""
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    name: FunctionName
+class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function, a custom tool (a text instead of arguments), a namespace of tools, or one that OpenAI runs itself and
+    that is left out."""
+
+    type: str
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
+    """Of a custom tool's input: a grammar is told to the model, and not enforced."""
+    tools: list[ResponseTool] | None = None
+    """Of a namespace."""
 
     def __post_init__(self) -> None:
-        check_nesting(parameters=self.parameters)
+        check_nesting(parameters=self.parameters, format=self.format)
 
 
-class NamedFunctionTool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    name: str
+class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tool, or several of which it may be one (`allowed_tools`)."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolChoice] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+    """Not made."""
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -85,13 +118,14 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[str] | None = None
     """`message.output_text.logprobs` is what is heeded."""
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    reasoning: ReasoningOptions | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
     user: str | None = None
@@ -105,24 +139,32 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     prompt: OnlyNull = None
 
 
-class OutputText(msgspec.Struct, kw_only=True):
-    type: Literal["output_text"] = "output_text"
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str = ""
     annotations: list[Any] = []
     logprobs: list[ChatTokenLogprob] = []
 
 
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
 class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A message, or a call of a function."""
+    """A message, reasoning, or a call of a function or a custom tool."""
 
     id: str
-    type: Literal["message", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
-    content: list[OutputText] | msgspec.UnsetType = msgspec.UNSET
+    content: list[OutputText | ReasoningText] | msgspec.UnsetType = msgspec.UNSET
+    summary: list[ReasoningText] | msgspec.UnsetType = msgspec.UNSET
+    """Of reasoning; always empty."""
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a custom tool."""
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -168,8 +210,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     """False too where there was no room for it."""
     temperature: float
     text: TextOptions
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool
-    tools: list[FunctionTool]
+    reasoning: ReasoningOptions | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice
+    tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -177,6 +220,36 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None
     metadata: dict[str, str]
     service_tier: str
+
+
+class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An item of a response's input."""
+
+    id: str
+    type: str
+    status: Literal["completed"] | msgspec.UnsetType = "completed"
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    summary: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    call_id: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
+    output: str | list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ItemList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ShownItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class DeletedResponse(msgspec.Struct):

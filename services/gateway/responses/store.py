@@ -25,6 +25,13 @@ MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 4096
 _ITEMS = msgspec.json.Decoder(list[InputItem])
 
 
+class _Answered(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+_OUTPUT = msgspec.json.Decoder(_Answered)
+
+
 class Responses:
     def __init__(self, bus: Bus, metrics: GatewayMetrics, max_bytes: int) -> None:
         self._bus = bus
@@ -64,6 +71,13 @@ class Responses:
     async def conversation(self, response_id: str, tenant: str) -> list[InputItem]:
         """Up to and with its answer. Raises as `get`."""
         return _ITEMS.decode((await self.get(response_id, tenant, "previous_response_id")).conversation)
+
+    async def input_items(self, response_id: str, tenant: str) -> list[InputItem]:
+        """The conversation up to its answer. Raises as `get`."""
+        stored = await self.get(response_id, tenant)
+        conversation = _ITEMS.decode(stored.conversation)
+        num_answered = len(_OUTPUT.decode(stored.body).output)
+        return conversation[: len(conversation) - num_answered]
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Those that continue it keep what they have of it. Raises as `get`."""

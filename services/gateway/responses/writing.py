@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -25,10 +25,12 @@ from services.gateway.responses.messages import (
     OutputItem,
     OutputText,
     OutputTokensDetails,
+    ReasoningText,
     ResponseFailure,
     ResponseObject,
     ResponseUsage,
 )
+from services.gateway.responses.tools import Called, custom_input
 from services.gateway.tokenization import ModelTokenizer
 
 Event = tuple[str, dict[str, Any]]
@@ -36,8 +38,16 @@ Event = tuple[str, dict[str, Any]]
 
 
 class ResponseBuilder:
-    def __init__(self, response: ResponseObject, tokenizer: ModelTokenizer, num_top: int | None) -> None:
-        """`num_top`: alternatives to each token that are told of; None: no log-probabilities are."""
+    def __init__(
+        self,
+        response: ResponseObject,
+        tokenizer: ModelTokenizer,
+        num_top: int | None,
+        called: Iterable[Called] = (),
+    ) -> None:
+        """`num_top`: alternatives to each token that are told of; None: no log-probabilities are. `called`: the tools that
+        there are."""
+        self._called = {one.function["function"]["name"]: one for one in called}
         self.response = response
         self._tokenizer = tokenizer
         self._num_top = num_top
@@ -49,7 +59,7 @@ class ResponseBuilder:
 
     def take(self, delta: Delta) -> list[Event]:
         calls = deque(delta.calls)
-        events: list[Event] = []
+        events: list[Event] = self._take_reasoning(delta.reasoning) if delta.reasoning else []
         # What is left of the open call was before the text, which was before the next call.
         while calls and calls[0].id is msgspec.UNSET:
             events += self._take_arguments(calls.popleft())
@@ -70,20 +80,50 @@ class ResponseBuilder:
         self._untold.clear()  # those of a call are told of nowhere
         if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
             events += self._close("completed")
-            item = OutputItem(
-                id=f"fc_{uuid.uuid4().hex}",
-                type="function_call",
-                status="in_progress",
-                call_id=chunk.id,
-                name=chunk.function.name,
-                arguments="",
-            )
-            events.append(self._open(item))
+            events.append(self._open(self._call_item(chunk.id, chunk.function.name)))
         item = self.response.output[-1]
         item.arguments = (item.arguments or "") + chunk.function.arguments
-        if chunk.function.arguments:
+        if chunk.function.arguments and item.type == "function_call":
             fields = {"item_id": item.id, "delta": chunk.function.arguments}
             events.append(("response.function_call_arguments.delta", {**self._place, **fields}))
+        return events
+
+    def _call_item(self, call_id: str, name: str) -> OutputItem:
+        called = self._called.get(name)
+        is_custom = called is not None and called.kind == "custom"
+        item = OutputItem(
+            id=f"{'ctc' if is_custom else 'fc'}_{uuid.uuid4().hex}",
+            type="custom_tool_call" if is_custom else "function_call",
+            status="in_progress",
+            call_id=call_id,
+            name=name if called is None else called.name,
+        )
+        if called is not None and called.namespace is not None:
+            item.namespace = called.namespace
+        if is_custom:
+            item.input = ""
+        else:
+            item.arguments = ""
+        return item
+
+    def _take_reasoning(self, text: str) -> list[Event]:
+        """Its tokens' log-probabilities are told of nowhere."""
+        events: list[Event] = []
+        self._untold.clear()
+        if not (self._is_open and self.response.output[-1].type == "reasoning"):
+            events += self._close("completed")
+            item = OutputItem(
+                id=f"rs_{uuid.uuid4().hex}", type="reasoning", status="in_progress", summary=[], content=[]
+            )
+            events.append(self._open(item))
+            part = {"item_id": item.id, "content_index": 0, "part": ReasoningText()}
+            events.append(("response.content_part.added", {**self._place, **part}))
+            item.content = [ReasoningText()]
+        item = self.response.output[-1]
+        assert item.content
+        item.content[0].text += text
+        fields = {"item_id": item.id, "content_index": 0, "delta": text}
+        events.append(("response.reasoning_text.delta", {**self._place, **fields}))
         return events
 
     def _take_text(self, text: str) -> list[Event]:
@@ -94,15 +134,17 @@ class ResponseBuilder:
                 id=f"msg_{uuid.uuid4().hex}", type="message", status="in_progress", role="assistant", content=[]
             )
             events.append(self._open(item))
-            part = {"item_id": item.id, "content_index": 0, "part": OutputText()}
-            events.append(("response.content_part.added", {**self._place, **part}))
+            added = {"item_id": item.id, "content_index": 0, "part": OutputText()}
+            events.append(("response.content_part.added", {**self._place, **added}))
             item.content = [OutputText(annotations=[], logprobs=[])]
         item = self.response.output[-1]
         assert item.content
         logprobs = [] if self._num_top is None else chat_logprobs(self._tokenizer, self._untold, self._num_top).content
         self._untold.clear()
-        item.content[0].text += text
-        item.content[0].logprobs += logprobs
+        (part,) = item.content
+        assert isinstance(part, OutputText)
+        part.text += text
+        part.logprobs += logprobs
         fields = {"item_id": item.id, "content_index": 0, "delta": text, "logprobs": logprobs}
         events.append(("response.output_text.delta", {**self._place, **fields}))
         return events
@@ -127,12 +169,19 @@ class ResponseBuilder:
         if item.type == "function_call":
             fields = {"arguments": item.arguments, "name": item.name}
             events.append(("response.function_call_arguments.done", {**place, **fields}))
+        elif item.type == "custom_tool_call":
+            item.input, item.arguments = custom_input(item.arguments or ""), msgspec.UNSET
+            events.append(("response.custom_tool_call_input.delta", {**place, "delta": item.input}))
+            events.append(("response.custom_tool_call_input.done", {**place, "input": item.input}))
         else:
             assert item.content
-            (part,) = item.content
-            text = {"content_index": 0, "text": part.text, "logprobs": part.logprobs}
-            events.append(("response.output_text.done", {**place, **text}))
-            events.append(("response.content_part.done", {**place, "content_index": 0, "part": part}))
+            (whole,) = item.content
+            text: dict[str, Any] = {"content_index": 0, "text": whole.text}
+            if isinstance(whole, OutputText):
+                events.append(("response.output_text.done", {**place, **text, "logprobs": whole.logprobs}))
+            else:
+                events.append(("response.reasoning_text.done", {**place, **text}))
+            events.append(("response.content_part.done", {**place, "content_index": 0, "part": whole}))
         events.append(("response.output_item.done", {**self._place, "item": item}))
         return events
 
@@ -146,7 +195,7 @@ class ResponseBuilder:
             usage.prompt_tokens,
             InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(0),
+            OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             usage.total_tokens,
         )
         return events + self._close("incomplete" if is_cut else "completed")

@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
+from services.gateway.conversations import arguments_object
+
+NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 
@@ -58,17 +61,50 @@ class ValueReader:
         return len(text)
 
 
+class ArgumentsText:
+    """Arguments as a model writes them, on their way to those of an answer, which are a JSON object: one is passed on as it
+    comes; what is none (null, JSON in a string, ...) is made one when it is whole."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_object = False
+
+    def feed(self, text: str) -> str:
+        """What may be told now."""
+        if self._is_object:
+            return text
+        self._held += text
+        if not self._held.lstrip().startswith("{"):
+            return ""
+        self._is_object = True
+        return self._held.lstrip()
+
+    def end(self) -> str:
+        """What is told when they are whole."""
+        if self._is_object:
+            return ""
+        written = self._held.strip()
+        # Those in a JSON string are read as leniently as a name.
+        return in_utf8(
+            json.dumps(arguments_object(_text_of(written) if written[:1] == '"' else written), ensure_ascii=False)
+        )
+
+
 class CallReader:
     def __init__(self) -> None:
         self.name: str | None = None
-        self._arguments = ""
+        self._told = ""
+        """Arguments that were not taken yet."""
+        self._arguments: ArgumentsText | None = None
         self._has_arguments = False
-        """Some were taken."""
+        """They are whole: what is named so again is none."""
         self._key = ""
         self._value: ValueReader | None = None
         """Of the key or value that has begun."""
         self._string: str | None = None
-        """What there is of it, if it is a string: that counts when it is whole."""
+        """What there is of it, if it is a string that is no argument: that counts when it is whole."""
+        self._is_nested = False
+        """Within `"function": {...}`."""
         self._at = _At.START
 
     @property
@@ -82,10 +118,9 @@ class CallReader:
 
     def take_arguments(self) -> str:
         """Those that came since this was asked last; `{}` where the call ends without any."""
-        taken, self._arguments = self._arguments, ""
-        if not self._has_arguments and not taken and (self.is_done or self.is_broken):
-            taken = "{}"
-        self._has_arguments |= bool(taken)
+        if (self.is_done or self.is_broken) and self._arguments is None:
+            self._arguments, self._told = ArgumentsText(), "{}"
+        taken, self._told = self._told, ""
         return taken
 
     def feed(self, text: str) -> int:
@@ -109,11 +144,16 @@ class CallReader:
             case _At.KEY, ",":
                 pass
             case _At.KEY, "}":
-                self._at = _At.END
+                self._at = _At.KEY if self._is_nested else _At.END
+                self._is_nested = False
             case _At.COLON, ":":
                 self._at = _At.VALUE
+            case _At.VALUE, "{" if self._key == "function" and not self._is_nested:
+                self._at, self._is_nested = _At.KEY, True
             case (_At.KEY, '"') | (_At.VALUE, _) if character not in ",:]}":
                 self._value, self._string = ValueReader(), "" if character == '"' else None
+                if self._at is _At.VALUE and self._key in ARGUMENT_KEYS and self._arguments is None:
+                    self._arguments, self._string = ArgumentsText(), None
             case _:
                 self._at = _At.BROKEN
 
@@ -121,23 +161,31 @@ class CallReader:
         count = value.feed(text)
         if self._string is not None:
             self._string += text[:count]
-        elif self._key in ARGUMENT_KEYS:
-            self._arguments += text[:count]
+        elif self._is_in_arguments:
+            assert self._arguments is not None
+            self._told += self._arguments.feed(text[:count])
         if value.is_done:
             self._value = None
-            self._end(None if self._string is None else _text_of(self._string))
+            self._end()
         return count
 
-    def _end(self, text: str | None) -> None:
-        """Of a key or value. `text`: if it was a string."""
+    @property
+    def _is_in_arguments(self) -> bool:
+        return self._at is _At.VALUE and self._key in ARGUMENT_KEYS and not self._has_arguments
+
+    def _end(self) -> None:
+        """Of a key or value."""
+        text = None if self._string is None else _text_of(self._string)
         if self._at is _At.KEY:
             self._key, self._at = text or "", _At.COLON
             return
-        self._at = _At.KEY
-        if text is not None and self._key == "name":
+        if self._is_in_arguments:
+            assert self._arguments is not None
+            self._told += self._arguments.end()
+            self._has_arguments = True
+        elif text is not None and self._key in NAME_KEYS and (self._key == "name" or not self.name):
             self.name = text
-        elif text is not None and self._key in ARGUMENT_KEYS:
-            self._arguments += text  # JSON in a string
+        self._at = _At.KEY
 
 
 def _text_of(string: str) -> str:
@@ -146,4 +194,9 @@ def _text_of(string: str) -> str:
         text = str(json.loads(string, strict=False))
     except ValueError:
         text = string.strip('"')
+    return in_utf8(text)
+
+
+def in_utf8(text: str) -> str:
+    """Without halves of characters."""
     return text.encode(errors="replace").decode()

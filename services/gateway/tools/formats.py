@@ -9,13 +9,17 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.conversations import calls_as_text
 from services.gateway.schemas import FunctionDefinition
-from services.gateway.structured import json_grammar, lark_text
-from services.gateway.tools.parsers import BareParser, MarkedParser, TaggedParser, ToolParser
+from services.gateway.structured import Grammar, behind, json_grammar, lark_text
+from services.gateway.tools.harmony import MARKS as HARMONY_MARKS
+from services.gateway.tools.harmony import HarmonyParser
+from services.gateway.tools.keyed import KeyedMarks, KeyedParser, texts_of
+from services.gateway.tools.parsers import BareParser, MarkedParser, SectionParser, TaggedParser, ToolParser
+from services.gateway.tools.reasoning import Opening, ReasoningFormat
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -36,7 +40,7 @@ class ToolFormat:
     suits: Callable[[str], bool]
     """Whether this is how a chat template, given its source, has calls written."""
     parser: Callable[[Collection[str]], ToolParser]
-    """Of one output, given the names of the tools."""
+    """Of one output, given the names of the tools, with the schemas of their arguments where it is a mapping."""
     begin: str = ""
     """Before the first call."""
     head: str = '{"name": "NAME", "arguments": '
@@ -47,6 +51,55 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     """That may be special tokens; the parser sees them all the same."""
     new_id: Callable[[], str] = _long_id
+    """Where the model gives a call none."""
+    keyed: KeyedMarks | None = None
+    """Where arguments are not JSON; `head` and `tail` are of no account then."""
+    has_reasoning: bool = False
+    """The parser finds it too."""
+    may_be_parallel: bool = True
+    """Several calls in one output."""
+    answer_head: str = ""
+    """Before an answer that is no call."""
+    reasoning_head: str = ""
+    reasoning_tail: str = ""
+    """Around reasoning that the parser finds."""
+
+    def literal(self, special_token_id: Callable[[str], int | None], *more: str) -> Callable[[str], str]:
+        """How a text is spelled in Lark, given the special tokens. `more`: marks beside the format's own."""
+        marks = (*self.marks, *more)
+
+        def spelled(text: str) -> str:
+            pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+            ids = [special_token_id(piece) if piece in marks else None for piece in pieces]
+            return " ".join(
+                lark_text(piece) if number is None else f"<[{number}]>"
+                for piece, number in zip(pieces, ids, strict=True)
+                if piece
+            )
+
+        return spelled
+
+    def behind_reasoning(
+        self,
+        grammar: Grammar,
+        reasoning: ReasoningFormat | None,
+        opening: Opening,
+        special_token_id: Callable[[str], int | None],
+        *,
+        has_calls: bool,
+    ) -> Grammar:
+        """The grammar of an output in which the model may reason before what follows `grammar`. `has_calls`: that spells all
+        that comes after the reasoning. Raises `ApiError`."""
+        head = "" if has_calls else self.answer_head
+        if self.has_reasoning:
+            literal = self.literal(special_token_id)
+            reasoned = f"{literal(self.reasoning_head)} /(?s:.*)/ {literal(self.reasoning_tail)}"
+            return behind(grammar, f"reasoning: ({reasoned})? {literal(head)}", "reasoning")
+        if reasoning is None:
+            return grammar
+        literal = self.literal(special_token_id, reasoning.begin, reasoning.end)
+        rules = reasoning.rules(opening, literal, lambda mark: special_token_id(mark) is not None)
+        return behind(grammar, rules, "reasoning")
 
     def grammar(
         self,
@@ -58,18 +111,10 @@ class ToolFormat:
         """In Lark: at least one call, at most one unless `is_parallel`. `answer`: or else JSON of this schema, as llguidance
         takes it."""
 
-        def literal(text: str) -> str:
-            pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text) if self.marks else [text]
-            ids = [special_token_id(piece) if piece in self.marks else None for piece in pieces]
-            return " ".join(
-                lark_text(piece) if number is None else f"<[{number}]>"
-                for piece, number in zip(pieces, ids, strict=True)
-                if piece
-            )
-
-        more = f" ({literal(self.separator)} call)*" if is_parallel else ""
+        literal = self.literal(special_token_id)
+        more = f" ({literal(self.separator)} call)*" if is_parallel and self.may_be_parallel else ""
         rules = [
-            "start: calls" + ("" if answer is None else f" | %json {json.dumps(answer)}"),
+            "start: calls" + ("" if answer is None else f" | {literal(self.answer_head)} %json {json.dumps(answer)}"),
             f"calls: {literal(self.begin)} call{more} {literal(self.end)}",
             "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
         ]
@@ -77,15 +122,60 @@ class ToolFormat:
             schema = function.parameters or NO_PARAMETERS
             if "type" not in schema:
                 schema = {**schema, "type": "object"}
-            arguments = json.dumps(json_grammar(schema, is_lenient=not function.strict)["json_schema"])
-            head = literal(self.head.replace("NAME", function.name))
-            rules.append(f"call_{number}: {head} %json {arguments} {literal(self.tail)}")
+            if self.keyed is not None:
+                rules += _keyed_rules(self.keyed, function, schema, number, literal, special_token_id)
+                continue
+            head, number_mark, rest = self.head.replace("NAME", function.name).partition("NUMBER")
+            spelled = f"{literal(head)} {'/[0-9]{1,4}/' if number_mark else ''} {literal(rest)}"
+            rules.append(f"call_{number}: {spelled} %json {_json_of(schema, function)} {literal(self.tail)}")
         return "\n".join(rules)
+
+
+def _json_of(schema: dict[str, Any], function: FunctionDefinition) -> str:
+    return json.dumps(json_grammar(schema, "tools", is_lenient=not function.strict)["json_schema"])
+
+
+def _keyed_rules(
+    marks: KeyedMarks,
+    function: FunctionDefinition,
+    schema: dict[str, Any],
+    number: int,
+    literal: Callable[[str], str],
+    special_token_id: Callable[[str], int | None],
+) -> list[str]:
+    """Those of a call whose arguments stand between marks, in the schema's order; `call_<number>` is the first."""
+    before, after = marks.around_value
+    ends_in_token = special_token_id(marks.value_end) is not None
+    text = f"/(?s:.*)/ {literal(after)}" if ends_in_token else ""
+    required, parts, rules = schema.get("required") or [], [], []
+    for place, (key, own) in enumerate((schema.get("properties") or {}).items()):
+        rule = f"call_{number}_{place}"
+        texts = texts_of(own, schema)
+        if texts:
+            value = f"({' | '.join(map(lark_text, texts))}) {literal(after)}"
+        elif texts is not None:
+            value = text or f"{rule}_text"
+            if not text:
+                rules.append(f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/")
+        else:
+            named = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            of_value = {**own, **named} if isinstance(own, dict) else {}
+            value = f"%json {_json_of(of_value, function)} {literal(after)}"
+        rules.append(f"{rule}: {literal(marks.key_begin + key + before)} {value}")
+        parts.append(rule if key in required else f"({rule})?")
+    if "properties" not in schema and schema.get("additionalProperties") is not False:
+        rule = f"call_{number}_any"
+        value = text or f"{rule}_text"
+        rules += [f"{rule}: {literal(marks.key_begin)} /[\\w.-]{{1,128}}/ {literal(before)} {value}"]
+        rules += [] if text else [f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/"]
+        parts.append(f"({rule})*")
+    head = literal(f"{marks.name_begin}{function.name}{marks.name_end[0]}{marks.after_name}")
+    return [f"call_{number}: {head} {' '.join(parts)} {literal(marks.call_end)}", *rules]
 
 
 HERMES = ToolFormat(
     name="hermes",
-    suits=lambda template: "<tool_call>" in template and "<function=" not in template,
+    suits=lambda template: "<tool_call>" in template,
     parser=TaggedParser,
     begin="<tool_call>\n",
     separator="\n</tool_call>\n<tool_call>\n",
@@ -125,6 +215,161 @@ MISTRAL_NAMED = ToolFormat(
     new_id=_nine_characters,
 )
 """Mistral Small 3.2, Magistral, Devstral."""
+_CODER = KeyedMarks(
+    begin="<tool_call>",
+    end="</tool_call>",
+    name_begin="<function=",
+    name_end=(">",),
+    key_begin="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    call_end="</function>",
+    has_value_on_lines=True,
+)
+QWEN3_CODER = ToolFormat(
+    name="qwen3-coder",
+    suits=lambda template: "<tool_call>" in template and "<function=" in template,
+    parser=lambda names: KeyedParser(names, _CODER),
+    begin="<tool_call>\n",
+    separator="\n</tool_call>\n<tool_call>\n",
+    end="\n</tool_call>",
+    marks=("<tool_call>", "</tool_call>"),
+    keyed=_CODER,
+)
+"""Qwen3-Coder, Qwen3.5."""
+_SEED = replace(_CODER, begin="<seed:tool_call>", end="</seed:tool_call>", has_value_on_lines=False)
+SEED = ToolFormat(
+    name="seed",
+    suits=lambda template: "<seed:tool_call>" in template,
+    parser=lambda names: KeyedParser(names, _SEED),
+    begin="<seed:tool_call>\n",
+    separator="\n</seed:tool_call>\n<seed:tool_call>\n",
+    end="\n</seed:tool_call>",
+    marks=("<seed:tool_call>", "</seed:tool_call>"),
+    keyed=_SEED,
+)
+"""Seed-OSS."""
+_GLM = KeyedMarks(
+    begin="<tool_call>",
+    end="</tool_call>",
+    name_end=("\n", "<arg_key>", "</tool_call>"),
+    after_name="",
+    key_begin="<arg_key>",
+    key_end="</arg_key>",
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+)
+GLM = ToolFormat(
+    name="glm",
+    suits=lambda template: "<arg_key>" in template,
+    parser=lambda names: KeyedParser(names, _GLM),
+    begin="<tool_call>",
+    separator="</tool_call>\n<tool_call>",
+    end="</tool_call>",
+    marks=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    keyed=_GLM,
+)
+"""GLM-4.5 to 4.7."""
+_MINIMAX = KeyedMarks(
+    begin="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+    name_begin='<invoke name="',
+    name_end=('">',),
+    key_begin='<parameter name="',
+    key_end='">',
+    value_end="</parameter>",
+    call_end="</invoke>",
+)
+MINIMAX = ToolFormat(
+    name="minimax",
+    suits=lambda template: "<minimax:tool_call>" in template,
+    parser=lambda names: KeyedParser(names, _MINIMAX),
+    begin="<minimax:tool_call>\n",
+    separator="\n",
+    end="\n</minimax:tool_call>",
+    marks=("<minimax:tool_call>", "</minimax:tool_call>"),
+    keyed=_MINIMAX,
+)
+"""MiniMax-M2."""
+_KIMI_MARKS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+KIMI = ToolFormat(
+    name="kimi",
+    suits=lambda template: "<|tool_calls_section_begin|>" in template,
+    parser=lambda names: SectionParser(
+        names,
+        sections=_KIMI_MARKS[:2],
+        call=_KIMI_MARKS[2:4],
+        head=r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        end=_KIMI_MARKS[4],
+    ),
+    begin="<|tool_calls_section_begin|>",
+    head="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>",
+    tail="<|tool_call_end|>",
+    separator="",
+    end="<|tool_calls_section_end|>",
+    marks=_KIMI_MARKS,
+)
+"""Kimi K2, whose calls bring ids that its template wants back."""
+_DEEPSEEK_MARKS = (
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+)
+
+
+def _deepseek(name: str, suits: Callable[[str], bool], before: str, after: str, tail: str) -> ToolFormat:
+    """`before`, `after`: what is spelled before and after the name of a call, in which SEP is the mark between."""
+    sections, call, end = _DEEPSEEK_MARKS[:2], _DEEPSEEK_MARKS[2:4], _DEEPSEEK_MARKS[4]
+    spelled = f"{call[0]}{before}NAME{after}".replace("SEP", call[1])
+    lead = rf"\s*function\s*{call[1]}" if before else r"\s*"
+    trail = r"\s*\n\s*(?:```(?:json)?)?" if before else rf"\s*{call[1]}"
+    head = rf"{lead}(?P<name>[\w.-]+){trail}"
+    return ToolFormat(
+        name=name,
+        suits=suits,
+        parser=lambda names: SectionParser(names, sections=sections, call=call, head=head, end=end),
+        begin=sections[0],
+        head=spelled,
+        tail=tail + end,
+        separator="\n" if before else "",
+        end=sections[1],
+        marks=_DEEPSEEK_MARKS,
+    )
+
+
+DEEPSEEK_V3 = _deepseek(
+    "deepseek-v3",
+    lambda template: _DEEPSEEK_MARKS[0] in template and "```json" in template,
+    "functionSEP",
+    "\n```json\n",
+    "\n```",
+)
+"""DeepSeek V3 and R1."""
+DEEPSEEK_V31 = _deepseek("deepseek-v3.1", lambda template: _DEEPSEEK_MARKS[0] in template, "", "SEP", "")
+"""DeepSeek V3.1."""
+HARMONY = ToolFormat(
+    name="harmony",
+    suits=lambda template: "<|channel|>" in template,
+    parser=HarmonyParser,
+    head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+    tail="",
+    separator="",
+    marks=HARMONY_MARKS,
+    has_reasoning=True,
+    may_be_parallel=False,
+    answer_head="<|channel|>final<|message|>",
+    reasoning_head="<|channel|>analysis<|message|>",
+    reasoning_tail="<|end|><|start|>assistant",
+)
+"""gpt-oss."""
 PLAIN = ToolFormat(
     name="json",
     suits=lambda template: True,
@@ -135,7 +380,13 @@ PLAIN = ToolFormat(
 )
 """Of models with a template of none of these: it tells them of no tools, so `INSTRUCTIONS` do."""
 
-FORMATS: dict[str, ToolFormat] = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN)}
+FORMATS: dict[str, ToolFormat] = {
+    one.name: one
+    for one in (
+        *(HARMONY, KIMI, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
+        *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
+    )
+}
 """By name, in the order in which a template is tried."""
 
 INSTRUCTIONS = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.errors import invalid
-from services.gateway.schemas import ChatRequest, FunctionDefinition, NamedTool, Tool
+from services.gateway.schemas import AllowedToolsChoice, ChatRequest, FunctionDefinition, NamedTool, Tool
 from services.gateway.structured import Grammar, encoded, lark_grammar
 from services.gateway.tools.formats import ToolFormat
 
@@ -25,8 +25,9 @@ class ToolUse:
     """Several calls in one output."""
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.tools)
+    def schemas(self) -> dict[str, dict[str, Any] | None]:
+        """Of the arguments of those that may be called, by name."""
+        return {tool.function.name: tool.function.parameters for tool in self.tools}
 
     def definitions(self) -> list[dict[str, Any]]:
         """As templates are given them."""
@@ -64,14 +65,19 @@ def tool_use_of(request: ChatRequest) -> ToolUse | None:
         raise invalid("tools", f"'tools' has two functions of the name '{name}'.")
     if choice == "none":
         return None
-    chosen = tools
-    if isinstance(choice, NamedTool):
-        chosen = tuple(tool for tool in tools if tool.function.name == choice.function.name)
-        if not chosen:
-            raise invalid("tool_choice", f"'tool_choice' names '{choice.function.name}', which 'tools' has not.")
+    chosen, is_required = tools, choice == "required" or isinstance(choice, NamedTool)
+    named: list[NamedTool] = [choice] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, AllowedToolsChoice):
+        named, is_required = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
+    if named:
+        by_name = {tool.function.name: tool for tool in tools}
+        names = dict.fromkeys(one.function.name for one in named)
+        if missing := next((name for name in names if name not in by_name), None):
+            raise invalid("tool_choice", f"'tool_choice' names '{missing}', which 'tools' has not.")
+        chosen = tuple(by_name[name] for name in names)
     return ToolUse(
         tools=chosen,
         all_tools=tools,
-        is_required=choice == "required" or isinstance(choice, NamedTool),
+        is_required=is_required,
         is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
     )

@@ -83,8 +83,8 @@ class LlamaModel(DecoderModel):
         self.layers = layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
-        is_tied = bool(config.get("tie_word_embeddings")) or not reader.has_layer("lm_head")
         prefix = reader.prefix_of("embed_tokens.weight", ("model.", ""))
+        is_tied = reader.is_tied(f"{prefix}embed_tokens.weight", is_said=config.get("tie_word_embeddings"))
         self._embedding = None
         if is_first or (is_last and is_tied):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)

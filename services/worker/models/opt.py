@@ -54,8 +54,8 @@ class OptModel(DecoderModel):
         self.layers = layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
-        is_tied = bool(config.get("tie_word_embeddings", True)) or "lm_head.weight" not in reader
         prefix = reader.prefix_of("embed_tokens.weight", ("model.decoder.", "decoder.", ""))
+        is_tied = reader.is_tied(f"{prefix}embed_tokens.weight", is_said=config.get("tie_word_embeddings", True))
         self._embedding = self._positions = self._project_in = None
         if is_first or (is_last and is_tied):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, width)

@@ -3,6 +3,7 @@ reads its part alone."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from services.worker.ranks.group import ALONE, RankGroup
 from shared.checkpoint import CheckpointError, weight_files
 from shared.model_families import OUTPUTS
 from shared.quantization import StoredQuantization
+
+logger = logging.getLogger(__name__)
 
 _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Buffers that older exporters stored with the weights."""
@@ -124,6 +127,24 @@ class WeightReader:
     def has_layer(self, name: str) -> bool:
         """Whether there is a linear layer of this name, quantised or not."""
         return f"{name}.weight" in self or self._is_quantized(name)
+
+    def is_tied(self, embedding: str, *, is_said: bool | None) -> bool:
+        """Whether the head has the weights of the tensor `embedding`. `is_said`: by config.json, None: it does not say. A
+        head of its own, which fine-tuning may leave behind, goes before that, as in transformers 5."""
+        head = "lm_head.weight"
+        if not self.has_layer("lm_head"):
+            if is_said is False:
+                logger.warning(
+                    "%s has no %s: the embeddings are taken, though config.json says otherwise", self.path, head
+                )
+            return True
+        if not is_said or head not in self:
+            return False
+        (own, _), (tied, _) = self._files[head], self._files[embedding]
+        if torch.equal(own.get_tensor(head), tied.get_tensor(embedding)):
+            return True
+        logger.warning("%s: %s is used, though config.json says that the embeddings are", self.path, head)
+        return False
 
     def _is_quantized(self, name: str) -> bool:
         return self.stored is not None and f"{name}.{stored_weights.mark(self.stored)}" in self

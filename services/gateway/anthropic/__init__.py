@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: a request becomes that of a chat, and its deltas become content blocks."""

@@ -1,0 +1,148 @@
+"""From a request of the Messages API to a request of the chat API. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from services.gateway.anthropic.messages import Block, InputMessage, MessageRequest, MessageTool, Prompted
+from services.gateway.errors import ApiError, invalid
+from services.gateway.schemas import ChatRequest
+
+_LEFT_OUT = ("redacted_thinking", "server_tool_use", "container_upload", "mcp_tool_use")
+_SERVER_RESULT = "_tool_result"
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
+"""Of fields: here by what they are called in a chat."""
+
+
+def chat_request(request: Prompted) -> ChatRequest:
+    """Raises `ApiError` 400."""
+    tools = [_tool(tool) for tool in request.tools or () if tool.type in (None, "custom")]
+    choice = request.tool_choice
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": _messages(request),
+        "tools": tools,
+        "tool_choice": _choice(request) if tools else None,
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+    }
+    if request.thinking is not None:
+        is_on = request.thinking.type != "disabled"
+        fields |= {"chat_template_kwargs": {"enable_thinking": is_on}, "include_reasoning": is_on}
+    if isinstance(request, MessageRequest):
+        fields |= _generation(request)
+    try:
+        return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise invalid("messages", f"{error}.") from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """That a chat was refused with, with the field as it is called here."""
+    if error.param in _NAMES:
+        error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
+        error.param = _NAMES[error.param]
+    return error
+
+
+def _generation(request: MessageRequest) -> dict[str, Any]:
+    wanted = request.output_format or (request.output_config.format if request.output_config is not None else None)
+    effort = request.output_config.effort if request.output_config is not None else None
+    return {
+        "max_completion_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "user": request.metadata.user_id if request.metadata is not None else None,
+        "reasoning_effort": effort,
+        "response_format": None
+        if wanted is None
+        else {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}},
+    }
+
+
+def _tool(tool: MessageTool) -> dict[str, Any]:
+    fields = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": fields}
+
+
+def _choice(request: Prompted) -> Any:
+    choice = request.tool_choice
+    if choice is None or choice.type != "tool":
+        return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    if choice.name is None:
+        raise invalid("tool_choice.name", "Missing required parameter: 'tool_choice.name'.")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _messages(request: Prompted) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if request.system:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    for i, message in enumerate(request.messages):
+        where = f"messages[{i}].content"
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            messages.append(_assistant(message.content, where))
+        else:
+            messages += _others(message, where)
+    return messages
+
+
+def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
+    called = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)},
+        }
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": _text(blocks, where), "tool_calls": called}
+    if reasoning := "\n".join(block.thinking for block in blocks if block.type == "thinking"):
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _others(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
+    """What tools returned goes before the text beside it: it belongs to the calls of the message before."""
+    assert not isinstance(message.content, str)
+    results = [block for block in message.content if block.type == "tool_result"]
+    for block in results:
+        content = _text(block.content or "", where)
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    text = _text(message.content, where)
+    if text or not results:
+        yield {"role": message.role, "content": text}
+
+
+def _text(content: str | list[Block], where: str) -> str:
+    """The text of the blocks, a line break between any two. Raises `ApiError` for blocks of what is not served."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, block in enumerate(content):
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type not in ("tool_use", "tool_result", "thinking", *_LEFT_OUT) and not block.type.endswith(
+            _SERVER_RESULT
+        ):
+            param = f"{where}[{i}].type"
+            raise invalid(param, f"Invalid value for '{param}': '{block.type[:100]}' is not supported by this server.")
+    return "\n".join(texts)

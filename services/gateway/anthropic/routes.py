@@ -1,0 +1,87 @@
+"""The Messages API: create, and count tokens."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.admission import Key
+from services.gateway.answering import (
+    answered,
+    begin,
+    first_deltas,
+    keep_alive_of,
+    num_prompt_tokens,
+)
+from services.gateway.anthropic.conversion import chat_request, renamed
+from services.gateway.anthropic.messages import CountReply, CountRequest, MessageRequest
+from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
+from services.gateway.bodies import read_message
+from services.gateway.context import GatewayContext
+from services.gateway.errors import ApiError
+from services.gateway.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.other_routes import json_response
+
+ID_PREFIX = "msg_"
+
+_REQUEST = msgspec.json.Decoder(MessageRequest)
+_COUNT = msgspec.json.Decoder(CountRequest)
+
+
+async def create_message(context: GatewayContext, request: Request) -> Response:
+    """An answer to a conversation, as Anthropic's API has it."""
+    exchange = Exchange(context, request, "chat")
+    exchange.call.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
+    return await _in_its_shape(answered(exchange, _create(context, request, exchange)))
+
+
+async def _in_its_shape(work: Awaitable[Response]) -> Response:
+    """Errors as Anthropic has them."""
+    try:
+        return await work
+    except ApiError as error:
+        error.is_of_messages = True
+        raise renamed(error) from None
+
+
+def _key(context: GatewayContext, request: Request) -> Key:
+    """By `x-api-key`, or an Authorization header."""
+    headers = dict(request.headers)
+    if "authorization" not in headers and (key := headers.get("x-api-key")):
+        headers["authorization"] = f"Bearer {key}"
+    return context.admission.authenticate(headers)
+
+
+async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
+    key = exchange.key = _key(context, request)
+    message = await read_message(request, _REQUEST, context.bodies)
+    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
+    generation, headers = await begin(context, request, exchange, key, chat_request(message))
+    headers["request-id"] = request.state.request_id
+    builder = MessageBuilder(exchange.call.call_id, exchange.call.shown_model, generation)
+    if generation.options.is_stream:
+        # Its own sign of life is an event.
+        signs = None if keep_alive is None else KeepAlive(keep_alive.interval_s)
+        first = await first_deltas(exchange, generation, signs)
+        return EventStream(exchange, generation, MessageWriter(builder, generation.usage), first, headers, signs)
+    while not generation.is_done:
+        for delta in await exchange.next_deltas(generation):
+            builder.take(delta)
+    builder.finish()
+    exchange.end(None)
+    return Response(msgspec.json.encode(builder.message), media_type="application/json", headers=headers)
+
+
+async def count_tokens(context: GatewayContext, request: Request) -> Response:
+    """How many tokens the prompt of a message would have."""
+    return await _in_its_shape(_count(context, request))
+
+
+async def _count(context: GatewayContext, request: Request) -> Response:
+    _key(context, request)
+    message: CountRequest = await read_message(request, _COUNT, context.bodies)
+    return json_response(CountReply(await num_prompt_tokens(context, chat_request(message))))

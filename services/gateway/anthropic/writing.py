@@ -1,0 +1,145 @@
+"""A message while it is made: its content blocks from deltas, and the events that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from services.gateway.answers import on_one_line
+from services.gateway.anthropic.messages import MessageObject, MessageUsage, OutputBlock, StopReason
+from services.gateway.conversations import arguments_object
+from services.gateway.errors import ApiError
+from services.gateway.generation import Delta, Generation
+from services.gateway.replies import ToolCallChunk, Usage
+
+Event = tuple[str, dict[str, Any]]
+_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def message_usage(usage: Usage) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+class MessageBuilder:
+    """Of the only choice of a generation."""
+
+    def __init__(self, message_id: str, model: str, generation: Generation) -> None:
+        self._generation = generation
+        self.message = MessageObject(id=message_id, model=model, content=[], usage=message_usage(generation.usage()))
+        self._arguments = ""
+        """Of the call that is the last block."""
+        self._is_open = False
+
+    def take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        calls = list(delta.calls)
+        # What is left of the open call was before the text, which was before the next call.
+        while calls and calls[0].id is msgspec.UNSET:
+            events += self._take_call(calls.pop(0))
+        if delta.reasoning:
+            events += self._take("thinking", delta.reasoning)
+        if delta.text:
+            events += self._take("text", delta.text)
+        for chunk in calls:
+            events += self._take_call(chunk)
+        return events
+
+    def _take(self, kind: str, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not (self._is_open and self.message.content[-1].type == kind):
+            block = OutputBlock(type="text", text="")
+            if kind == "thinking":
+                block = OutputBlock(type="thinking", thinking="", signature="")
+            events += self._open(block)
+        block = self.message.content[-1]
+        setattr(block, kind, getattr(block, kind) + text)
+        delta = {"type": f"{kind}_delta", kind: text}
+        return [*events, ("content_block_delta", {"index": self._index, "delta": delta})]
+
+    def _take_call(self, chunk: ToolCallChunk) -> list[Event]:
+        events: list[Event] = []
+        if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
+            block = OutputBlock(type="tool_use", id=chunk.id, name=chunk.function.name, input={})
+            events += self._open(block)
+            self._arguments = ""
+        if chunk.function.arguments:
+            self._arguments += chunk.function.arguments
+            delta = {"type": "input_json_delta", "partial_json": chunk.function.arguments}
+            events.append(("content_block_delta", {"index": self._index, "delta": delta}))
+        return events
+
+    @property
+    def _index(self) -> int:
+        return len(self.message.content) - 1
+
+    def _open(self, block: OutputBlock) -> list[Event]:
+        events = self._close()
+        self.message.content.append(block)
+        self._is_open = True
+        begun = msgspec.structs.replace(block)
+        return [*events, ("content_block_start", {"index": self._index, "content_block": begun})]
+
+    def _close(self) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block = self.message.content[-1]
+        if block.type == "tool_use":
+            block.input = arguments_object(self._arguments)
+        return [("content_block_stop", {"index": self._index})]
+
+    def finish(self) -> list[Event]:
+        """After the last delta."""
+        (choice,) = self._generation.choices
+        events = self._close()
+        self.message.stop_reason = _REASONS[choice.finish_reason or "length"]
+        if choice.stopped_by is not None and self.message.stop_reason == "end_turn":
+            self.message.stop_reason, self.message.stop_sequence = "stop_sequence", choice.stopped_by
+        self.message.usage = message_usage(self._generation.usage())
+        delta = {"stop_reason": self.message.stop_reason, "stop_sequence": self.message.stop_sequence}
+        return [*events, ("message_delta", {"delta": delta, "usage": self.message.usage}), ("message_stop", {})]
+
+
+class MessageWriter:
+    """The events of a stream; as `answers.ChunkWriter`."""
+
+    def __init__(self, builder: MessageBuilder, usage: Callable[[], Usage]) -> None:
+        """`usage`: so far."""
+        self._builder = builder
+        self._usage = usage
+        self._has_begun = False
+
+    def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
+        return self._begin() + _encoded([event for delta in deltas for event in self._builder.take(delta)])
+
+    def _begin(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        message = self._builder.message
+        message.usage = message_usage(self._usage())
+        return _encoded([("message_start", {"message": message})])
+
+    async def before_end(self, usage: Usage) -> None:
+        pass
+
+    def end(self, usage: Usage) -> bytes:
+        return _encoded(self._builder.finish())
+
+    def error(self, error: ApiError) -> bytes:
+        error.is_of_messages = True
+        return b"event: error\ndata: " + on_one_line(error.body()) + b"\n\n"
+
+    def keep_alive(self) -> bytes:
+        return self._begin() + _encoded([("ping", {})])
+
+
+def _encoded(events: list[Event]) -> bytes:
+    parts = []
+    for kind, fields in events:
+        data = msgspec.json.encode({"type": kind, **fields})
+        parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
+    return b"".join(parts)

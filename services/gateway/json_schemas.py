@@ -1,0 +1,298 @@
+"""JSON schemas as clients write them, put so that llguidance enforces the same. Pure.
+
+What only remarks on values (formats nobody knows, `discriminator`) is left out, OpenAPI's older words are translated, and
+`oneOf` becomes `anyOf` where at most one branch can hold. What a grammar would get wrong is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+KNOWN_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+"""Those that llguidance enforces."""
+MAX_REFERENCES = 32
+"""Of a schema that are followed for one question."""
+EXACT_INTEGER = 2**53
+"""Up to which a double holds every integer, as llguidance reads them."""
+GREATEST_BOUND = 2**63 - 1024
+"""Of integers: the greatest double within 64 bits."""
+
+_SCHEMAS = (
+    "items",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedItems",
+)
+_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_KINDS = {
+    dict: "object",
+    list: "array",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    str: "string",
+}
+
+
+class SchemaError(ValueError):
+    """What a schema asks for cannot be had; the message names the keyword."""
+
+
+def prepared(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, Any]:
+    """The schema for llguidance. `is_lenient`: what cannot be enforced is left out. Raises `SchemaError`."""
+    return _Preparation(schema, is_lenient).whole()
+
+
+class _Preparation:
+    def __init__(self, root: dict[str, Any], is_lenient: bool) -> None:
+        self._root = root
+        self._is_lenient = is_lenient
+        self._tagged: dict[tuple[str, str], tuple[str, dict[str, Any] | None]] = {}
+        """By reference and tag: the name of the definition that has the tag required, and that."""
+
+    def whole(self) -> dict[str, Any]:
+        done: dict[str, Any] = self._of(self._root)
+        added = {name: schema for name, schema in self._tagged.values() if schema is not None}
+        if added:
+            done["$defs"] = {**done.get("$defs", {}), **added}
+        return done
+
+    def _of(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        done = dict(schema)
+        for name in _MAPPINGS:
+            if isinstance(done.get(name), dict):
+                done[name] = {key: self._of(value) for key, value in done[name].items()}
+        if isinstance(done.get("oneOf"), list):
+            self._exclude(done)
+        for name in _LISTS:
+            if isinstance(done.get(name), list):
+                done[name] = [self._of(one) for one in done[name]]
+        for name in _SCHEMAS:
+            if isinstance(done.get(name), dict):
+                done[name] = self._of(done[name])
+        self._annotations(done)
+        self._numbers(done)
+        return _or_null(done) if done.pop("nullable", False) is True else done
+
+    def _annotations(self, schema: dict[str, Any]) -> None:
+        schema.pop("discriminator", None)
+        if isinstance(schema.get("format"), str) and schema["format"] not in KNOWN_FORMATS:
+            del schema["format"]
+        if isinstance(uri := schema.get("$schema"), str) and "json-schema.org" not in uri:
+            del schema["$schema"]
+        most = schema.get("maxItems")
+        if schema.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
+            schema.pop("uniqueItems", None)
+
+    # ------------------------------------------------------------------------------------------------ numbers
+
+    def _numbers(self, schema: dict[str, Any]) -> None:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        for name, value in (("const", schema.get("const")), *(("enum", value) for value in values)):
+            if (wrong := _inexact(value)) is not None:
+                if not self._is_lenient:
+                    raise SchemaError(
+                        f"{name}: the integer {wrong} is beyond 2^53 and would be written as another; give it as a string"
+                    )
+                schema.pop(name, None)
+        self._bound(schema, "minimum", "exclusiveMinimum", 1)
+        self._bound(schema, "maximum", "exclusiveMaximum", -1)
+
+    def _bound(self, schema: dict[str, Any], name: str, exclusive: str, sign: int) -> None:
+        """`sign`: 1 of the least value, -1 of the greatest."""
+        # As of draft 4 and OpenAPI 3.0.
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and name in schema:
+            schema[exclusive] = schema.pop(name)
+        for key in (name, exclusive):
+            value = schema.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or abs(value) <= EXACT_INTEGER:
+                continue
+            least = sign * value + (1 if key == exclusive else 0)
+            if least > GREATEST_BOUND:
+                if not self._is_lenient:
+                    raise SchemaError(f"{key}: {value} is beyond the integers of 64 bits")
+                del schema[key]
+                continue
+            del schema[key]
+            schema[name] = sign * _next_double(max(least, -GREATEST_BOUND))
+
+    # ------------------------------------------------------------------------------------------------ oneOf
+
+    def _exclude(self, schema: dict[str, Any]) -> None:
+        """Makes `oneOf` an `anyOf` where at most one branch can hold."""
+        branches = schema["oneOf"]
+        discriminator = schema.get("discriminator")
+        named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        if (tag := self._tag(branches, named)) is not None:
+            branches = [self._with_tag(branch, tag) for branch in branches]
+        elif not self._is_lenient and not self._are_exclusive(branches):
+            return
+        if "anyOf" in schema:
+            schema["allOf"] = [*schema.get("allOf", []), {"anyOf": branches}]
+        else:
+            schema["anyOf"] = branches
+        del schema["oneOf"]
+
+    def _tag(self, branches: Sequence[Any], named: Any) -> str | None:
+        """A property that has another value in each branch."""
+        names = [named] if isinstance(named, str) else self._properties(branches[0]) if branches else []
+        return next((name for name in names if self._is_tag(branches, name)), None)
+
+    def _properties(self, branch: Any) -> list[str]:
+        found = self._resolved(branch)
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(inner := found.get("oneOf") or found.get("anyOf"), list) or not inner:
+                break
+            found = self._resolved(inner[0])
+        return [one for one in found.get("properties", {}) if isinstance(one, str)]
+
+    def _is_tag(self, branches: Sequence[Any], name: str) -> bool:
+        values = [self._tag_values(branch, name) for branch in branches]
+        return all(values) and _are_disjoint(values)
+
+    def _tag_values(self, branch: Any, name: str, num_followed: int = 0) -> list[Any]:
+        """Those that the property may have; empty: any, or it is not known."""
+        if num_followed > MAX_REFERENCES:
+            return []
+        found = self._resolved(branch)
+        inner = found.get("oneOf") or found.get("anyOf")
+        if isinstance(inner, list):
+            of_each = [self._tag_values(one, name, num_followed + 1) for one in inner]
+            return [value for values in of_each for value in values] if all(of_each) else []
+        properties = found.get("properties")
+        own = self._resolved(properties.get(name)) if isinstance(properties, dict) else {}
+        return _values(own) or []
+
+    def _with_tag(self, branch: dict[str, Any], tag: str) -> dict[str, Any]:
+        """The branch, which has to have the property."""
+        reference = branch.get("$ref")
+        if isinstance(reference, str):
+            key = (reference, tag)
+            if key not in self._tagged:
+                name = f"{reference.rpartition('/')[2]}-with-{tag}-{len(self._tagged)}"
+                self._tagged[key] = (name, None)
+                self._tagged[key] = (name, self._of(self._with_tag(self._resolved(branch), tag)))
+            return {**branch, "$ref": f"#/$defs/{_escaped(self._tagged[key][0])}"}
+        for name in ("oneOf", "anyOf"):
+            if isinstance(branch.get(name), list):
+                others = {key: value for key, value in branch.items() if key != name}
+                return {**others, "anyOf": [self._with_tag(one, tag) for one in branch[name]]}
+        return {**branch, "required": list(dict.fromkeys([*branch.get("required", []), tag]))}
+
+    def _are_exclusive(self, branches: Sequence[Any]) -> bool:
+        found = [self._resolved(branch) for branch in branches]
+        return all(self._exclude_each_other(one, other) for one, other in itertools.combinations(found, 2))
+
+    def _exclude_each_other(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        types = [set(types_of(each, self._root)) for each in (one, other)]
+        if all(types) and not types[0] & types[1] and not {"integer", "number"} <= types[0] | types[1]:
+            return True
+        values = [_values(each) for each in (one, other)]
+        if values[0] is not None and values[1] is not None and _are_disjoint([values[0], values[1]]):
+            return True
+        if any(kinds != {"object"} for kinds in types):
+            return False
+        return any(
+            second.get("additionalProperties") is False
+            and "patternProperties" not in second
+            and set(first.get("required") or ()) - set(second.get("properties") or ())
+            for first, second in ((one, other), (other, one))
+        )
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            schema = referred(schema, self._root)
+        return schema if isinstance(schema, dict) and "$ref" not in schema else {}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, or null."""
+    named = schema.get("type")
+    if isinstance(named, str) and "enum" not in schema and "const" not in schema:
+        return schema if named == "null" else {**schema, "type": [named, "null"]}
+    kept = ("$defs", "definitions", "$schema", "$id")
+    definitions: dict[str, Any] = {name: schema.pop(name) for name in kept if name in schema}
+    return {"anyOf": [schema, {"type": "null"}], **definitions}
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Which the schema names; None: it names none."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _are_disjoint(lists: Sequence[Sequence[Any]]) -> bool:
+    keys = [repr(value) for values in lists for value in values]
+    return len(keys) == len(set(keys)) and not any(isinstance(v, float) for values in lists for v in values)
+
+
+def _inexact(value: Any) -> int | None:
+    """An integer within a value that a double does not hold, or that has more than 64 bits; None: none has."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((found for one in inner if (found := _inexact(one)) is not None), None)
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) <= EXACT_INTEGER:
+        return None
+    return None if abs(value) <= GREATEST_BOUND and int(float(value)) == value else value
+
+
+def _next_double(value: int) -> int:
+    """The least integer from `value` on that a double holds."""
+    found = float(value)
+    return int(found) if int(found) >= value else int(math.nextafter(found, math.inf))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def types_of(schema: Any, root: Any, num_followed: int = 0) -> Iterator[str]:
+    """The types that values of a schema may have, as far as it names them. `root`: in which its references are."""
+    if not isinstance(schema, dict) or num_followed > MAX_REFERENCES:
+        return
+    named = schema.get("type")
+    if isinstance(named, str | list):
+        yield from [named] if isinstance(named, str) else [one for one in named if isinstance(one, str)]
+    else:
+        yield from (_KINDS[type(value)] for value in _values(schema) or ())
+        for one in ("anyOf", "oneOf", "allOf"):
+            if isinstance(schema.get(one), list):
+                for each in schema[one]:
+                    yield from types_of(each, root, num_followed + 1)
+        if (found := referred(schema, root)) is not None:
+            yield from types_of(found, root, num_followed + 1)
+    if schema.get("nullable") is True:
+        yield "null"
+
+
+def kind_of(value: Any) -> str:
+    """The type of a JSON value, as schemas name it."""
+    return _KINDS.get(type(value), "")
+
+
+def referred(schema: Mapping[str, Any], root: Any) -> Any:
+    """What `$ref` names within the schema `root`; None: nothing there."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found

@@ -1,0 +1,143 @@
+"""Tools of the Responses API as functions of a chat, and back. Pure.
+
+A chat's model knows functions. A namespace's tools become functions with its name before theirs, a custom tool one with a
+text as its only argument; tools that OpenAI runs itself are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from services.gateway.conversations import arguments_object
+from services.gateway.errors import ApiError, invalid
+from services.gateway.responses.messages import ResponseTool, ToolChoice
+
+HOSTED_TOOLS = (
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "shell",
+    "tool_search",
+    "web_search",
+)
+"""Whatever follows, such as a date."""
+CUSTOM_ARGUMENT = "input"
+_SEPARATOR = "__"
+
+
+def is_hosted(kind: str) -> bool:
+    return kind.startswith(HOSTED_TOOLS)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a function of a chat is here."""
+
+    kind: Literal["function", "custom"]
+    name: str
+    namespace: str | None
+    function: dict[str, Any]
+    """The tool, as a chat is told of it."""
+
+
+def chat_name(name: str, namespace: str | None) -> str:
+    """By which the model knows a tool."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith(_SEPARATOR) else namespace + _SEPARATOR + name
+
+
+def called_tools(tools: Sequence[ResponseTool] | None) -> list[Called]:
+    """Raises `ApiError` 400 for one of a kind that nobody knows, or without a name."""
+    return list(_called(tools or (), "tools", None))
+
+
+def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) -> Iterator[Called]:
+    for i, tool in enumerate(tools):
+        where = f"{param}[{i}]"
+        if is_hosted(tool.type):
+            continue
+        if tool.type not in ("function", "custom", "namespace"):
+            known = ", ".join(HOSTED_TOOLS)
+            raise invalid(
+                f"{where}.type",
+                f"Invalid value for '{where}.type': '{tool.type[:100]}' is not function, custom or namespace, nor a tool "
+                f"that is left out ({known}).",
+            )
+        if tool.name is None:
+            raise invalid(f"{where}.name", f"Missing required parameter: '{where}.name'.")
+        if tool.type == "namespace":
+            yield from _called(tool.tools or (), f"{where}.tools", chat_name(tool.name, namespace))
+            continue
+        is_custom = tool.type == "custom"
+        fields = {
+            "name": chat_name(tool.name, namespace),
+            "description": _custom_description(tool) if is_custom else tool.description,
+            "parameters": _CUSTOM_PARAMETERS if is_custom else tool.parameters,
+            "strict": None if is_custom else tool.strict,
+        }
+        function = {"type": "function", "function": fields}
+        yield Called("custom" if is_custom else "function", tool.name, namespace, function)
+
+
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+    "required": [CUSTOM_ARGUMENT],
+    "additionalProperties": False,
+}
+
+
+def _custom_description(tool: ResponseTool) -> str | None:
+    """With the grammar of its input, which is not enforced."""
+    definition = (tool.format or {}).get("definition")
+    if not isinstance(definition, str):
+        return tool.description
+    return "\n\n".join(filter(None, (tool.description, f"'{CUSTOM_ARGUMENT}' follows this grammar:\n{definition}")))
+
+
+def custom_input(arguments: str) -> str:
+    """Of a custom tool, from the arguments of the function that it is to the model."""
+    value = arguments_object(arguments).get(CUSTOM_ARGUMENT)
+    return value if isinstance(value, str) else arguments
+
+
+def chat_choice(choice: str | ToolChoice | None, called: Sequence[Called]) -> Any:
+    """`tool_choice` of a chat. A choice of what is left out is none. Raises `ApiError` 400."""
+    if not isinstance(choice, ToolChoice):
+        return choice if called or choice != "required" else None
+    if choice.type in ("function", "custom"):
+        if choice.name is None:
+            raise invalid("tool_choice.name", "Missing required parameter: 'tool_choice.name'.")
+        return _named(choice.name, choice.namespace, called)
+    if choice.type == "allowed_tools":
+        named = [
+            _named(tool.name, tool.namespace, called)
+            for tool in choice.tools or ()
+            if tool.name is not None and not is_hosted(tool.type)
+        ]
+        allowed = {"mode": choice.mode or "auto", "tools": named}
+        return {"type": "allowed_tools", "allowed_tools": allowed} if named else None
+    if is_hosted(choice.type):
+        return None
+    raise _bad_choice(choice.type)
+
+
+def _named(name: str, namespace: str | None, called: Sequence[Called]) -> dict[str, Any]:
+    whole = chat_name(name, namespace)
+    if namespace is None and not any(one.function["function"]["name"] == name for one in called):
+        # One of a namespace may be named without it, where there is one only.
+        found = [one.function["function"]["name"] for one in called if one.name == name]
+        whole = found[0] if len(found) == 1 else whole
+    return {"type": "function", "function": {"name": whole}}
+
+
+def _bad_choice(kind: str) -> ApiError:
+    return invalid("tool_choice.type", f"Invalid value for 'tool_choice.type': '{kind[:100]}' is no kind of tool.")

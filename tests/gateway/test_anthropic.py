@@ -1,0 +1,261 @@
+"""Anthropic's Messages API over a real socket: blocks, events, tools, reasoning, counts and errors in its shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.anthropic.conversion import chat_request
+from services.gateway.anthropic.messages import MessageRequest
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
+from shared.settings import BusSettings
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
+from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.test_reasoning import TEMPLATE
+from tests.gateway.test_structured import follows
+from tests.gateway.test_tools import CALL, MAX_LEN, TOOLS
+
+HI = [{"role": "user", "content": "Hi"}]
+WEATHER = {
+    "name": "weather",
+    "input_schema": TOOLS[0]["function"]["parameters"],
+    "cache_control": {"type": "ephemeral"},
+}
+HOSTED = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "claude", byte_level_tokenizer(), TEMPLATE, MAX_LEN)
+
+
+@pytest.fixture
+async def claude(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], instance=False) as stack:
+        await stack.peer.add_instance("a", MODEL, max_model_len=MAX_LEN)
+        yield stack
+
+
+async def ask(stack: Stack, **body: Any) -> Any:
+    answer = await stack.post("/v1/messages", **{"max_tokens": 500, "messages": HI, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def events_of(stack: Stack, **body: Any) -> list[dict[str, Any]]:
+    answer = await stack.post("/v1/messages", **{"max_tokens": 500, "messages": HI, "stream": True, **body})
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    found = []
+    for event in answer.text.removesuffix("\n\n").split("\n\n"):
+        kind, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    return found
+
+
+def prompt_of(stack: Stack) -> str:
+    return stack.tokenizer.decode(unpack_tokens(stack.peer.submitted[-1].prompt), skip_special_tokens=False)
+
+
+async def test_a_message(claude: Stack) -> None:
+    claude.say("Hello world")
+    answer = await ask(claude, system=[{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}])
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", MODEL)
+    assert answer["id"].startswith("msg_") and answer["content"] == [{"type": "text", "text": "Hello world"}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    num_prompt = len(unpack_tokens(claude.peer.submitted[-1].prompt))
+    expected = {"input_tokens": num_prompt, "output_tokens": len(claude.ids("Hello world")) + 1}
+    assert answer["usage"] == {**expected, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+    assert prompt_of(claude) == "<|system|>Be short.<|end|><|user|>Hi<|end|><|assistant|>"
+    claude.peer.num_cached_tokens = 3
+    usage = (await ask(claude))["usage"]
+    assert usage["cache_read_input_tokens"] == 3
+    assert usage["input_tokens"] == len(unpack_tokens(claude.peer.submitted[-1].prompt)) - 3
+    claude.say("one two", FinishReason.LENGTH)
+    assert (await ask(claude))["stop_reason"] == "max_tokens"
+    claude.say("one two three")
+    stopped = await ask(claude, stop_sequences=["two"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
+    assert stopped["content"] == [{"type": "text", "text": "one "}]
+
+
+async def test_a_stream_has_anthropics_events(claude: Stack) -> None:
+    claude.say(f"<think>Let me see.</think>\n\nWell.\n{CALL}")
+    events = await events_of(claude, tools=[WEATHER, HOSTED])
+    start, *blocks, delta, stop = events
+    assert start["type"] == "message_start" and stop == {"type": "message_stop"}
+    assert start["message"]["content"] == [] and start["message"]["stop_reason"] is None
+    assert start["message"]["usage"]["input_tokens"] == len(unpack_tokens(claude.peer.submitted[-1].prompt))
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and delta["usage"]["output_tokens"] > 5
+    whole: list[dict[str, Any]] = []
+    is_open = False
+    for event in blocks:
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == len(whole)
+            whole.append({**event["content_block"], "json": ""})
+        elif event["type"] == "content_block_delta":
+            assert is_open and event["index"] == len(whole) - 1
+            name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+            of = name[event["delta"]["type"]]
+            whole[-1]["json" if of == "partial_json" else of] += event["delta"][of]
+        else:
+            assert event == {"type": "content_block_stop", "index": len(whole) - 1}
+        is_open = event["type"] != "content_block_stop"
+    thinking, text, call = whole
+    assert (thinking["type"], thinking["thinking"], thinking["signature"]) == ("thinking", "Let me see.", "")
+    assert (text["type"], text["text"]) == ("text", "Well.")
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {})
+    assert json.loads(call["json"]) == {"city": "Rome"} and not is_open
+    answer = await ask(claude, tools=[WEATHER, HOSTED])
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]
+    assert answer["content"][2]["input"] == {"city": "Rome"} and answer["stop_reason"] == "tool_use"
+    assert "web_search" not in prompt_of(claude) and '"weather"' in prompt_of(claude)
+    quiet = await ask(claude, tools=[WEATHER], thinking={"type": "disabled"})
+    assert [block["type"] for block in quiet["content"]] == ["text", "tool_use"]
+
+
+def test_a_conversation_becomes_that_of_a_chat() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    body = {
+        "model": "m",
+        "max_tokens": 7,
+        "system": "S",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "T", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "C"},
+                    call,
+                    {**call, "id": "t2"},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": "R1"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t2",
+                        "content": [{"type": "text", "text": "R2"}],
+                        "is_error": True,
+                    },
+                    {"type": "text", "text": "D"},
+                ],
+            },
+            {"role": "system", "content": "Reminder"},
+        ],
+        "tools": [WEATHER],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "metadata": {"user_id": "u"},
+        "stop_sequences": ["x"],
+        "output_config": {"effort": "high"},
+    }
+    chat = chat_request(msgspec.convert(body, MessageRequest))
+    assert [message.role for message in chat.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "user",
+        "system",
+    ]
+    assert [message.content for message in chat.messages] == ["S", "A\nB", "C", "R1", "R2", "D", "Reminder"]
+    assert chat.messages[2].reasoning_content == "T"
+    assert [each["id"] for each in chat.messages[2].tool_calls or ()] == ["t1", "t2"]
+    assert [message.tool_call_id for message in chat.messages[3:5]] == ["t1", "t2"]
+    assert (chat.tool_choice, chat.parallel_tool_calls, chat.user, chat.stop) == ("required", False, "u", ["x"])
+    assert (chat.max_completion_tokens, chat.reasoning_effort) == (7, "high")
+
+
+async def test_what_is_asked_for_is_followed(claude: Stack) -> None:
+    claude.say(CALL)
+    await ask(claude, tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"})
+    assert follows(claude, claude.peer.submitted[-1].sampling.grammar, CALL)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    claude.say('{"a": 1}')
+    for body in (
+        {"output_format": {"type": "json_schema", "schema": schema}},
+        {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    ):
+        await ask(claude, **body, temperature=0.5, top_p=0.9, top_k=7, unknown_beta=1)
+        sampling = claude.peer.submitted[-1].sampling
+        assert follows(claude, sampling.grammar, '{"a": 1}') and not follows(claude, sampling.grammar, "{}")
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+
+
+async def test_tokens_are_counted_before(claude: Stack) -> None:
+    claude.say("Hello")
+    body = {"messages": HI, "system": "Be short.", "tools": [WEATHER]}
+    counted = await claude.post("/v1/messages/count_tokens", **body)
+    await ask(claude, **body)
+    assert counted.json() == {"input_tokens": len(unpack_tokens(claude.peer.submitted[-1].prompt))}
+
+
+async def test_errors_are_told_as_anthropic_tells_them(claude: Stack) -> None:
+    claude.say("Hello")
+    image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    cases: list[tuple[str, dict[str, Any], int, str, str]] = [
+        ("", {"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ("", {"model": "nobody"}, 404, "not_found_error", "nobody"),
+        ("", {"messages": image}, 400, "invalid_request_error", "image"),
+        ("", {"max_tokens": 10**6}, 400, "invalid_request_error", "maximum context length"),
+        ("", {"tools": [WEATHER], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
+        ("/count_tokens", {"model": "nobody"}, 404, "not_found_error", "nobody"),
+    ]
+    for path, body, status, kind, words in cases:
+        answer = await claude.post(f"/v1/messages{path}", **{"max_tokens": 9, "messages": HI, **body})
+        told = answer.json()
+        assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), answer.text
+        assert words in told["error"]["message"]
+    claude.peer.automatic = False
+    asking = asyncio.create_task(claude.post("/v1/messages", max_tokens=50, messages=HI, stream=True))
+    request = await claude.next_request(len(claude.peer.submitted))
+    claude.peer.emit(request, 0, claude.ids("one"))
+    error = ErrorInfo(ErrorCode.INTERNAL, "the device is lost")
+    claude.peer.emit(request, len(claude.ids("one")), [], FinishReason.ERROR, error=error)
+    last = (await asking).text.removesuffix("\n\n").split("\n\n")[-1]
+    assert (
+        last.startswith("event: error\ndata: ")
+        and json.loads(last.partition("data: ")[2])["error"]["type"] == "api_error"
+    )
+
+
+async def test_a_key_may_come_as_anthropics_clients_send_it(nats_settings: BusSettings, checkpoint: Path) -> None:
+    spec = ModelSpec(MODEL, str(checkpoint))
+    async with running_stack(nats_settings, [spec], api_keys="one", stream_keep_alive_s=0.2) as stack:
+        tokens = stack.say("Hello")
+        body = {"model": MODEL, "max_tokens": 50, "messages": HI}
+        for headers, status in (
+            ({"x-api-key": "one"}, 200),
+            ({"authorization": "Bearer one"}, 200),
+            ({"x-api-key": "x"}, 401),
+        ):
+            answer = await stack.client.post(
+                "/v1/messages", json=body, headers={**headers, "anthropic-version": "2023-06-01"}
+            )
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
+        stack.peer.automatic = False
+        sent = {"json": {**body, "stream": True}, "headers": {"x-api-key": "one"}}
+        asking = asyncio.create_task(stack.client.post("/v1/messages", **sent))
+        request = await stack.next_request(len(stack.peer.submitted))
+        await asyncio.sleep(0.6)
+        stack.peer.emit(request, 0, tokens, FinishReason.STOP)
+        text = (await asking).text
+        assert text.startswith("event: message_start\n") and "event: ping\n" in text.partition("content_block_start")[0]

@@ -1,0 +1,190 @@
+"""Schemas as pydantic, schemars, OpenAPI and others write them: the grammar that is made of one takes what it allows
+alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from services.gateway.errors import ApiError
+from services.gateway.json_schemas import EXACT_INTEGER, GREATEST_BOUND, prepared
+from services.gateway.structured import json_grammar
+
+BYTES = LLTokenizer("byte")
+
+
+def takes(schema: Any, value: Any, *, is_lenient: bool = False) -> bool:
+    grammar = json.dumps({"grammars": [json_grammar(schema, "p", is_lenient=is_lenient)]})
+    matcher, written = LLMatcher(BYTES, grammar, log_level=0), list(json.dumps(value).encode())
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting()
+
+
+FORMATS = (
+    "byte binary password uri-reference regex json-pointer phone path file-path url base64url decimal int32 x-mine"
+)
+
+
+@pytest.mark.parametrize("name", FORMATS.split())
+def test_a_format_that_nobody_knows_is_a_remark(name: str) -> None:
+    assert takes({"type": "object", "properties": {"a": {"type": "string", "format": name}}}, {"a": "text"})
+    assert takes({"type": "integer", "format": name}, 7)
+    assert takes({"properties": {"format": {"type": "string"}}, "required": ["format"]}, {"format": "x"})
+
+
+def test_a_format_that_is_known_holds() -> None:
+    assert not takes({"type": "string", "format": "date"}, "text")
+    assert takes({"type": "string", "format": "date"}, "2026-11-27")
+
+
+CAT = {
+    "type": "object",
+    "properties": {"kind": {"const": "c", "default": "c", "type": "string"}, "n": {"type": "integer"}},
+}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["d", "e"], "type": "string"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
+        {"oneOf": [CAT, DOG]},
+        {"$defs": {"C": CAT, "D": DOG}, "oneOf": [{"$ref": "#/$defs/C"}, {"$ref": "#/$defs/D"}]},
+        {
+            "$defs": {"C": CAT, "D": DOG, "U": {"oneOf": [{"$ref": "#/$defs/C"}, {"$ref": "#/$defs/D"}]}},
+            "oneOf": [{"$ref": "#/$defs/U"}, {"type": "object", "properties": {"kind": {"const": "z"}}}],
+        },
+        {"definitions": {"C": CAT, "D": DOG}, "oneOf": [{"$ref": "#/definitions/C"}, {"$ref": "#/definitions/D"}]},
+    ],
+)
+def test_a_union_by_tag_is_had_with_its_tag(schema: Any) -> None:
+    assert takes(schema, {"kind": "c", "n": 1}) and takes(schema, {"kind": "d"}) and takes(schema, {"kind": "e"})
+    assert not takes(schema, {"kind": "x"}) and not takes(schema, {}) and not takes(schema, {"kind": "d", "n": "1"})
+
+
+def test_a_union_may_hold_itself() -> None:
+    leaf = {"type": "object", "properties": {"t": {"const": "leaf"}}, "additionalProperties": False}
+    inner = {"type": "array", "items": {"oneOf": [{"$ref": "#/$defs/L"}, {"$ref": "#/$defs/N"}]}}
+    node = {"type": "object", "properties": {"t": {"const": "node"}, "of": inner}, "additionalProperties": False}
+    schema = {"$defs": {"L": leaf, "N": node}, "oneOf": [{"$ref": "#/$defs/N"}, {"$ref": "#/$defs/L"}]}
+    assert takes(schema, {"t": "node", "of": [{"t": "leaf"}, {"t": "node", "of": []}]})
+    assert not takes(schema, {"t": "node", "of": [{}]})
+
+
+@pytest.mark.parametrize(
+    ("branches", "good", "bad"),
+    [
+        ([{"type": "string"}, {"type": "null"}], ["a", None], [1]),
+        ([{"const": "a"}, {"const": "b"}, {"enum": ["c"]}], ["a", "c"], ["d"]),
+        (
+            [
+                {
+                    "type": "object",
+                    "properties": {"A": {"type": "integer"}},
+                    "required": ["A"],
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "properties": {"B": {"type": "string"}},
+                    "required": ["B"],
+                    "additionalProperties": False,
+                },
+            ],
+            [{"A": 1}, {"B": "x"}],
+            [{}, {"A": 1, "B": "x"}],
+        ),
+    ],
+)
+def test_branches_that_exclude_each_other_are_a_choice(branches: Any, good: list[Any], bad: list[Any]) -> None:
+    assert all(takes({"oneOf": branches}, value) for value in good)
+    assert not any(takes({"oneOf": branches}, value) for value in bad)
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"type": "integer"}, {"type": "number"}],
+        [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"a": {"const": 1}}}],
+        [{"$ref": "#/$defs/loop"}, {"type": "string"}],
+        [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}],
+        [True, {"type": "string"}],
+    ],
+)
+def test_branches_that_may_both_hold_stay(branches: Any) -> None:
+    schema = {"oneOf": branches, "$defs": {"loop": {"$ref": "#/$defs/loop"}}}
+    assert prepared(schema)["oneOf"] == branches
+    assert "oneOf" not in prepared(schema, is_lenient=True)
+
+
+@pytest.mark.parametrize(
+    "value", [EXACT_INTEGER + 1, 12345678901234567890, -(2**63) - 1, 2**63, {"id": [EXACT_INTEGER + 1]}]
+)
+def test_an_integer_that_would_be_written_as_another_is_refused(value: Any) -> None:
+    for schema in ({"const": value}, {"enum": [1, value]}, {"properties": {"a": {"const": value}}}):
+        with pytest.raises(ApiError, match=r"2\^53"):
+            json_grammar(schema, "p")
+        json_grammar(schema, "p", is_lenient=True)
+    assert takes({"const": 2**60}, 2**60) and takes({"enum": [EXACT_INTEGER]}, EXACT_INTEGER)
+
+
+@given(
+    st.integers(-(2**64), 2**63 - 2000),
+    st.integers(0, 2**64),
+    st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")]),
+)
+def test_no_integer_outside_of_large_bounds_is_taken(least: int, length: int, names: tuple[str, str]) -> None:
+    greatest = least + length + 4096
+    if greatest < -GREATEST_BOUND:
+        return
+    schema = {"type": "integer", names[0]: least, names[1]: greatest}
+    is_exclusive = names[0] != "minimum"
+    for bound, sign in ((least, 1), (greatest, -1)):
+        assert not takes(schema, bound - sign)
+        assert not is_exclusive or not takes(schema, bound)
+    within = max(least + 2048, -GREATEST_BOUND + 2048)
+    if within < min(greatest - 2048, GREATEST_BOUND - 2048):
+        assert takes(schema, within)
+
+
+def test_the_integers_of_64_bits() -> None:
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    assert takes(schema, 0) and takes(schema, -(2**62) - 1) and takes(schema, 2**62 + 1)
+    assert takes({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, 2**62 + 1)
+    with pytest.raises(ApiError, match="64 bits"):
+        json_grammar({"type": "integer", "minimum": 2**64}, "p")
+
+
+def test_openapis_older_words() -> None:
+    for schema in ({"type": "string", "nullable": True}, {"enum": ["a"], "nullable": True}):
+        assert takes(schema, "a") and takes(schema, None)
+    whole = {"$defs": {"s": {"type": "string"}}, "allOf": [{"$ref": "#/$defs/s"}], "nullable": True}
+    assert takes(whole, "a") and takes(whole, None) and not takes(whole, 1)
+    assert not takes({"type": "string", "nullable": False}, None)
+    assert not takes({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, 1)
+    assert takes({"type": "integer", "minimum": 1, "exclusiveMinimum": False}, 1)
+    assert takes({"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", "type": "string"}, "a")
+
+
+def test_lists_of_one_are_unique() -> None:
+    assert takes({"type": "array", "items": {"const": 1}, "maxItems": 1, "uniqueItems": True}, [1])
+    assert takes({"type": "array", "uniqueItems": False}, [1, 1])
+
+
+def test_what_is_named_like_a_keyword_is_left() -> None:
+    """Properties, values and examples are no schemas."""
+    schema = {
+        "type": "object",
+        "properties": {"discriminator": {"const": {"format": "x", "oneOf": [1]}}, "nullable": {"type": "string"}},
+        "required": ["discriminator", "nullable"],
+        "default": {"nullable": True},
+    }
+    assert takes(schema, {"discriminator": {"format": "x", "oneOf": [1]}, "nullable": "a"})
+    before = json.dumps(schema)
+    prepared(schema)
+    assert json.dumps(schema) == before
