@@ -34,6 +34,7 @@ from services.gateway.parsing import (
     options_of,
     prompts_of,
     sampling_of,
+    seconds_of,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.structured import check_options
@@ -180,11 +181,7 @@ def keep_alive_of(request: Request) -> float | None:
     text = request.headers.get("x-keep-alive-interval")
     if text is None:
         return None
-    try:
-        interval_s = float(text)
-    except ValueError:
-        interval_s = 0.0
-    if not interval_s >= MIN_KEEP_ALIVE_S:
+    if not (interval_s := seconds_of(text)) >= MIN_KEEP_ALIVE_S:
         raise invalid(
             "x-keep-alive-interval",
             f"The header x-keep-alive-interval must be a number of seconds from {MIN_KEEP_ALIVE_S:g}.",

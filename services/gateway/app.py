@@ -26,6 +26,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS
 from services.gateway.openapi import Route, describe
+from services.gateway.origins import Origins
 from services.gateway.replies import (
     AuditLog,
     BatchList,
@@ -213,8 +214,15 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_any_error)
+    origins = _listed(context.settings.cors_origins)
+    app.add_middleware(
+        Origins,
+        is_open=lambda: context.admission.is_open,
+        allowed_hosts=_listed(context.settings.allowed_hosts),
+        allowed_origins=origins,
+    )
     app.add_middleware(_RequestIds)
-    if origins := [origin.strip() for origin in context.settings.cors_origins.split(",") if origin.strip()]:
+    if origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -223,6 +231,11 @@ def make_app(context: GatewayContext) -> FastAPI:
             expose_headers=["x-request-id", "retry-after", *RATE_LIMIT_HEADERS],
         )
     return app
+
+
+def _listed(setting: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in setting.split(",") if part.strip()]
 
 
 def _response(error: ApiError) -> Response:

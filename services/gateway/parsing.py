@@ -35,6 +35,7 @@ MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
 MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
 """Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
 SEED_MASK = 2**63 - 1
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +80,17 @@ def refuse_unsupported(request: GenerationFields) -> None:
         raise invalid("best_of", f"'best_of' must equal 'n' ({request.n or 1}).", "unsupported_value")
 
 
+def seconds_of(text: str) -> float:
+    """A header's number of seconds; 0.0 where it is none."""
+    return float(text) if _SECONDS.fullmatch(text) else 0.0
+
+
 def timeout_of(request: GenerationFields, headers: Mapping[str, str], limit_s: float) -> float:
     """Seconds; the body's value goes before the header's, and neither over the server's limit."""
     timeout_s = request.request_timeout_s
-    if timeout_s is None and (text := headers.get("x-request-timeout")) is not None:
-        try:
-            timeout_s = float(text)
-        except ValueError:
-            timeout_s = 0.0
-        if not timeout_s > 0.0:
-            raise invalid("x-request-timeout", "The header x-request-timeout must be a number of seconds above 0.")
+    text = headers.get("x-request-timeout")
+    if timeout_s is None and text is not None and not (timeout_s := seconds_of(text)) > 0.0:
+        raise invalid("x-request-timeout", "The header x-request-timeout must be a number of seconds above 0.")
     return min(limit_s, timeout_s or limit_s)
 
 

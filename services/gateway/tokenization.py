@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers import Tokenizer, decoders
 
-from services.gateway.chat_templates import load_template, plain_messages, read_tokenizer_config
+from services.gateway.chat_templates import load_template, read_tokenizer_config
 from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.structured import Grammar
 from services.gateway.text_bounds import longest_token_characters
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
-from services.gateway.tools.formats import PLAIN, ToolFormat, format_of, with_instructions
+from services.gateway.tools.formats import PLAIN, ToolFormat, format_of
 from shared.checkpoint import CheckpointError, describe, resolve
 from shared.messages.cluster import ModelSpec
 
@@ -259,10 +259,14 @@ class Tokenizers:
     ) -> tuple[str, int]:
         """The text that the chat template makes of the messages, and its length; of one longer than `max_characters` only
         the length. `options`: see `ChatTemplate.render`. Raises `ApiError`."""
-        plain = plain_messages(messages)
-        if tools and not tokenizer.takes_tools:
-            plain, tools = with_instructions(plain, tools), None
-        task = Render(tokenizer.spec.source, plain, max_characters=max_characters, tools=tools, **options)
+        task = Render(
+            tokenizer.spec.source,
+            messages,
+            max_characters=max_characters,
+            tools=tools,
+            takes_tools=tokenizer.takes_tools,
+            **options,
+        )
         result = await self._pool.render(task)
         return result.text, result.num_characters
 
