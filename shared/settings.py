@@ -82,8 +82,8 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     cors_origins: str = ""
     """Origins (https://example.org, comma-separated; * for all) whose pages may call the API from a browser."""
     allowed_hosts: str = ""
-    """Names (comma-separated; * for all) under which pages may reach a gateway that asks for no API key, beside addresses and
-    names that nobody can register, such as localhost and gateway.svc.cluster.local."""
+    """Names (comma-separated; * for all) under which pages may reach a gateway that asks for no API key, beside addresses
+    and names that nobody can register, such as localhost and gateway.svc.cluster.local."""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048

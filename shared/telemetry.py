@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NonRecordingSpan, Span, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from shared.settings import BusSettings, SettingsError
@@ -80,6 +80,11 @@ class Telemetry:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
+        if (loop := _running_loop()) is not None:
+            tasks = Gauge(
+                "tideway_event_loop_tasks", "Tasks of the event loop that have not ended", registry=self.registry
+            )
+            tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self._settings = settings
         self._server: _MetricsServer | None = None
 
