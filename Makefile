@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help up down status test test-emulated test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
-	bench-placement bench-unified bench-peers gpu gpu-wheels clean install development
+	bench-placement soak bench-unified bench-peers gpu gpu-wheels clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -40,6 +40,7 @@ help:
 	@echo "make bench-placement        the search's time and distance from the best plan, about 4 minutes; ARGS='day --day 5': others"
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
+	@echo "make soak     20 minutes of all kinds of requests, operations and faults, which must end where they began; SECONDS=300: that long"
 	@echo "make gpu      everything that only a CUDA machine shows, within 9 minutes; ARGS=--quick: small shapes, on any machine"
 	@echo "              CALL=1 to 5: one of the calls it is divided into; OUTPUT=FOLDER: where all results go"
 	@echo "              ARGS='--resume FOLDER': what is done there is not run again"
@@ -124,6 +125,9 @@ bench-fidelity: development
 
 bench-unified: development
 	$(BIN)/python -m bench.unified $(or $(ARGS),simulated) --output bench/results
+
+soak: development
+	$(BIN)/python -m bench.soak --seconds $(or $(SECONDS),1200) $(ARGS)
 
 bench-peers: development
 	$(BIN)/python -m bench.peers $(ARGS)

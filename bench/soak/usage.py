@@ -187,6 +187,8 @@ def trend(role: str, during: Sequence[Sample]) -> float | None:
     if len(during) < 4 or during[-1].at_s - during[0].at_s < TREND_S:
         return None
     half = [(each.at_s / 60, each.most(role, "memory_mib")) for each in during[len(during) // 2 :] if role in each.held]
+    if not half:
+        return None
     mean_x, mean_y = (sum(column) / len(half) for column in zip(*half, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in half)
     return sum((x - mean_x) * (y - mean_y) for x, y in half) / spread if spread else 0.0

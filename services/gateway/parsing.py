@@ -35,6 +35,8 @@ MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
 MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
 """Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
 SEED_MASK = 2**63 - 1
+LEAST_TEMPERATURE = 1e-5
+"""Lower ones are greedy: logits divided by them overflow."""
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")
 
 
@@ -272,10 +274,11 @@ def sampling_of(
     def or_default(value: float | None, default: float) -> float:
         return default if value is None else value
 
+    temperature = or_default(request.temperature, 1.0)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=or_default(request.temperature, 1.0),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=max(0, request.top_k or 0),
         top_p=or_default(request.top_p, 1.0),
         min_p=or_default(request.min_p, 0.0),

@@ -23,11 +23,11 @@ from services.gateway.chat_templates import load_template, read_tokenizer_config
 from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.structured import Grammar
-from services.gateway.text_bounds import longest_token_characters
+from services.gateway.text_bounds import MAX_INFLATION, longest_token_characters, may_inflate
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
 from services.gateway.tools.formats import PLAIN, ToolFormat, format_of
-from shared.checkpoint import CheckpointError, describe, resolve
+from shared.checkpoint import CheckpointError, describe, read_json, resolve
 from shared.messages.cluster import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ INLINE_CHARACTERS = 2048
 """Longer texts go to a thread: tokenising takes about a millisecond for 4,000 characters."""
 NUM_THREADS = 2
 RETRY_AFTER_FAILURE_S = 5.0
+MAX_REASON_CHARACTERS = 300
+"""Of the tokenizers library."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -88,7 +90,8 @@ class ModelTokenizer:
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         self._decoding = Decoding(decode, joins_bytes=isinstance(tokenizer.decoder, decoders.ByteLevel))
         bos = config.get("bos_token")
-        self._bos_id = tokenizer.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
+        bos = bos.get("content") if isinstance(bos, dict) else bos
+        self._bos_id = tokenizer.token_to_id(bos) if isinstance(bos, str) and bos else None
         self._add_bos: bool | None = config.get("add_bos_token")
 
     def special_token_id(self, piece: str) -> int | None:
@@ -99,7 +102,11 @@ class ModelTokenizer:
     # ------------------------------------------------------------------------------------------- text to ids
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Raises `ApiError` where the checkpoint's tokenizer fails on the text."""
+        try:
+            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise _failed(error, "cannot read this text") from None
         if add_special_tokens and self._bos_id is not None and self._add_bos is not None:
             # The setting goes before what the tokenizer file does by itself, as in transformers.
             begins = ids[:1] == [self._bos_id]
@@ -117,7 +124,10 @@ class ModelTokenizer:
     # ------------------------------------------------------------------------------------------- ids to text
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _failed(error, "cannot write these tokens") from None
         return text
 
     def detokenizer(self, skip_special_tokens: bool = True, *, has_calls: bool = False) -> Detokenizer:
@@ -149,6 +159,14 @@ class ModelTokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
 
+def _failed(error: BaseException, what: str) -> BaseException:
+    """What is raised in the place of an error of the tokenizers library: its panics are no `Exception`."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        reason = (str(error).splitlines() or [""])[0][:MAX_REASON_CHARACTERS]
+        return ApiError(400, f"The model's tokenizer {what}: {reason}", param="model", code="tokenizer_failed")
+    return error
+
+
 def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
     """Blocking; may download. Raises `CheckpointError`."""
     try:
@@ -156,25 +174,32 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         shape = describe(folder)
         config = read_tokenizer_config(folder)
         if (folder / "tokenizer.json").is_file():
+            # Before it is loaded, which normalises its own added tokens.
+            if may_inflate(read_json(folder / "tokenizer.json").get("normalizer")):
+                raise CheckpointError(
+                    f"the normalizer in {folder / 'tokenizer.json'} makes more than {MAX_INFLATION} characters of one."
+                )
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
             tokenizer = _convert(folder)
         template = load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
+        return ModelTokenizer(
+            tokenizer,
+            spec=msgspec.structs.replace(spec, source=str(folder)),
+            config=config,
+            eos_token_ids=shape.eos_token_ids,
+            max_model_len=min(shape.max_model_len, spec.max_model_len or shape.max_model_len),
+            vocab_size=shape.vocab_size,
+            tool_format=format_of(template.tool_source, spec.tool_format),
+            takes_tools=template.takes_tools,
+        )
     except CheckpointError:
         raise
-    except Exception as error:  # the tokenizers library raises plain Exception
+    except BaseException as error:  # the tokenizers library raises plain Exception, and panics
+        reason = _failed(error, f"of {spec.source} cannot be read")
+        if not isinstance(reason, ApiError):
+            raise
         raise CheckpointError(f"The tokenizer of {spec.source} cannot be read: {error}") from error
-    max_model_len = min(shape.max_model_len, spec.max_model_len or shape.max_model_len)
-    return ModelTokenizer(
-        tokenizer,
-        spec=msgspec.structs.replace(spec, source=str(folder)),
-        config=config,
-        eos_token_ids=shape.eos_token_ids,
-        max_model_len=max_model_len,
-        vocab_size=shape.vocab_size,
-        tool_format=format_of(template.tool_source, spec.tool_format),
-        takes_tools=template.takes_tools,
-    )
 
 
 def _convert(folder: Path) -> Tokenizer:
