@@ -6,6 +6,7 @@ Pure. Each refusal names the field and the limit. Types and ranges of single fie
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
 SEED_MASK = 2**63 - 1
 LEAST_TEMPERATURE = 1e-5
 """Lower ones are greedy: logits divided by them overflow."""
-_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9}")
+_SECONDS = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ def refuse_unsupported(request: GenerationFields) -> None:
 
 def seconds_of(text: str) -> float:
     """A header's number of seconds; 0.0 where it is none."""
-    return float(text) if _SECONDS.fullmatch(text) else 0.0
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def timeout_of(request: GenerationFields, headers: Mapping[str, str], limit_s: float) -> float:

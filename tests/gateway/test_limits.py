@@ -100,7 +100,7 @@ def test_time_limits() -> None:
     assert timeout_of(request, {}, 600.0) == 600.0
     assert timeout_of(request, {"x-request-timeout": "5"}, 600.0) == 5.0
     assert timeout_of(request, {"x-request-timeout": "0.5"}, 600.0) == 0.5
-    for text in ("inf", "nan", "0", "-1", "1_0", "1e3", "٥", "", " 5", "5" * 400):
+    for text in ("inf", "nan", "0", "-1", "1_0", "1e999", "٥", "", " 5", "5" * 400):
         with pytest.raises(ApiError, match="number of seconds"):
             timeout_of(request, {"x-request-timeout": text}, 600.0)
     request.request_timeout_s = 7.0
