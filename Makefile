@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help up down status test chart promtool test-emulated test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
-	bench-placement bench-unified bench-peers gpu gpu-wheels clean install development
+	bench-placement soak lock sbom wheel bench-unified bench-peers gpu gpu-wheels clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -41,10 +41,13 @@ help:
 	@echo "make bench-placement        the search's time and distance from the best plan, about 4 minutes; ARGS='day --day 5': others"
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
+	@echo "make soak     20 minutes of all kinds of requests, operations and faults, which must end where they began; SECONDS=300: that long"
 	@echo "make gpu      everything that only a CUDA machine shows, within 9 minutes; ARGS=--quick: small shapes, on any machine"
 	@echo "              CALL=1 to 5: one of the calls it is divided into; OUTPUT=FOLDER: where all results go"
 	@echo "              ARGS='--resume FOLDER': what is done there is not run again"
 	@echo "make gpu-wheels             what make gpu needs on a machine with torch alone, for .tideway/gpu there"
+	@echo "make lock     requirements.lock, from constraints.txt: every package with its hashes"
+	@echo "make wheel    dist/tideway-*.whl; make sbom: dist/tideway.cdx.json, what is installed, in CycloneDX's format"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -135,6 +138,33 @@ bench-fidelity: development
 
 bench-unified: development
 	$(BIN)/python -m bench.unified $(or $(ARGS),simulated) --output bench/results
+
+soak: development
+	$(BIN)/python -m bench.soak --seconds $(or $(SECONDS),1200) $(ARGS)
+
+# Tools of a release, apart from what Tideway needs.
+TOOLS := .tideway/tools
+$(TOOLS)/bin/uv: Makefile
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet uv==0.13.9 cyclonedx-bom==7.5.0
+	@touch $@
+
+# Every package that is installed with another, and of each the hashes, for all platforms and Pythons. Without torch, of which there
+# is a build for each device, and without what that brings: it comes from its own index first.
+lock: $(TOOLS)/bin/uv
+	echo torch > $(TOOLS)/without-torch
+	$(TOOLS)/bin/uv pip compile pyproject.toml --no-config --default-index https://pypi.org/simple --universal --python-version 3.11 \
+		--extra development --generate-hashes --no-annotate --upgrade --excludes $(TOOLS)/without-torch --constraint constraints.txt \
+		--custom-compile-command "make lock" --output-file requirements.lock --quiet
+
+# What a checkout has installed, in CycloneDX's format.
+sbom: install $(TOOLS)/bin/uv
+	@mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-file dist/tideway.cdx.json
+
+wheel: development
+	@mkdir -p dist
+	$(BIN)/pip wheel --no-deps --no-build-isolation --quiet --wheel-dir dist .
 
 bench-peers: development
 	$(BIN)/python -m bench.peers $(ARGS)

@@ -157,6 +157,9 @@ def describe(path: Path) -> CheckpointShape:
     num_heads = positive_int(config, keys.num_heads, file)
     if not config.get(keys.head_dim) and hidden_size % num_heads:
         raise CheckpointError(f"{file}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}.")
+    num_positions = positive_int(config, keys.max_positions, file)
+    if num_positions < 2:
+        raise CheckpointError(f"{file}: {keys.max_positions} is {num_positions}, in which no prompt and answer fit.")
     linear_bytes = sum(_linear_bytes(f, family) for f in weight_files(path))
     # the worker has no products of them on every device
     is_widened = stored is not None and stored.bits == 8 and stored.method != "int8"
@@ -167,7 +170,7 @@ def describe(path: Path) -> CheckpointShape:
         head_dim=int(config.get(keys.head_dim) or hidden_size // num_heads),
         hidden_size=hidden_size,
         vocab_size=positive_int(config, "vocab_size", file),
-        max_model_len=_max_model_len(config, architecture, positive_int(config, keys.max_positions, file)),
+        max_model_len=_max_model_len(config, architecture, num_positions),
         dtype=_dtype(path, config),
         weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)) + (linear_bytes if is_widened else 0),
         linear_bytes=linear_bytes,
@@ -189,8 +192,15 @@ def run_dtype(asked: str, stored: str, device: str) -> str:
     return name
 
 
+def _check_is_file(file: Path) -> None:
+    """That it is one, or nothing: a FIFO or a device would be read for ever. Raises `CheckpointError`."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no regular file.")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; `CheckpointError` if the file is missing or holds anything else."""
+    _check_is_file(file)
     try:
         value = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -355,6 +365,7 @@ def weight_files(path: Path) -> list[Path]:
         hint = f" ({', '.join(others)} would have to be converted)" if others else ""
         raise CheckpointError(f"{path} has no safetensors files{hint}.")
     for file in files:
+        _check_is_file(file)
         if not file.is_file():
             raise CheckpointError(f"{file} is missing, but {_INDEX_FILE} names it.")
     return files
@@ -426,6 +437,7 @@ class _Tensor(msgspec.Struct):
 
 def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     """Tensor name -> {dtype, shape, data_offsets}. The format: 8 bytes little-endian header length, JSON, data."""
+    _check_is_file(file)
     try:
         with file.open("rb") as stream:
             prefix = stream.read(8)

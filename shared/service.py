@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import resource
 import signal
 import sys
@@ -31,11 +32,23 @@ OPERATOR_ERROR_EXIT_CODE = 2
 logger = logging.getLogger(__name__)
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
 class TextFormatter(logging.Formatter):
     """A readable line a record: date and time with zone, service, level, message."""
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s {service} %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        # What a client wrote begins no line of its own, and does nothing to a terminal.
+        record.message = _CONTROL.sub(_escaped, record.message)
+        return super().formatMessage(record)
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

@@ -105,6 +105,9 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     generation_config: Literal["auto", "none"] = "auto"
     """auto: what a request does not say of sampling is as generation_config.json of the model's checkpoint says; none: as
     OpenAI's API says."""
+    allowed_hosts: str = ""
+    """Names (comma-separated; * for all) under which pages may reach a gateway that asks for no API key, beside addresses
+    and names that nobody can register, such as localhost and gateway.svc.cluster.local."""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048

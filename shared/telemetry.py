@@ -82,6 +82,11 @@ class Telemetry:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
+        if (loop := _running_loop()) is not None:
+            tasks = Gauge(
+                "tideway_event_loop_tasks", "Tasks of the event loop that have not ended", registry=self.registry
+            )
+            tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self._settings = settings
         self._server: _MetricsServer | None = None
 

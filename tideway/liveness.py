@@ -8,7 +8,7 @@ again, until it is started anew; its /healthz tells. What it acknowledged before
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +83,17 @@ async def write_error(http: httpx.AsyncClient, monitor_port: int) -> str:
     return error if "write error" in error else ""
 
 
+MIN_FREE_INODES = 1024
+"""Likewise of files that can be made: JetStream has several a stream."""
+
+
+def has_space(folder: Path, min_free_bytes: int = MIN_FREE_BYTES) -> bool:
+    """Whether its file system has bytes and inodes; one that has no inodes of its own to count has enough."""
+    found = os.statvfs(folder)
+    is_short_of_inodes = found.f_files > 0 and found.f_favail < MIN_FREE_INODES
+    return found.f_bavail * found.f_frsize >= min_free_bytes and not is_short_of_inodes
+
+
 async def restart_when_there_is_space(
     http: httpx.AsyncClient,
     monitor_port: int,
@@ -98,7 +109,7 @@ async def restart_when_there_is_space(
         error = await write_error(http, monitor_port)
         if not error:
             is_told = False
-        elif shutil.disk_usage(store).free >= min_free_bytes:
+        elif has_space(store, min_free_bytes):
             restart("it could not write, and its disk has space again")
         elif not is_told:
             is_told = True

@@ -23,6 +23,8 @@ MAX_GPUS = 16
 NATS_FILE_BYTES, NATS_LARGE_FILE_BYTES = 4 * 1024**3, 8 * 1024**3
 """What JetStream may set aside: the streams' sizes together, and as much again where the disk has twice that free, so that
 streams of an earlier version, which may be larger, find room beside new ones until they are resized."""
+NATS_SYNC_INTERVAL = "1s"
+"""How much of what was acknowledged a power loss may take; two minutes by default. A crash of processes takes nothing."""
 NATS_MEMORY_BYTES = 256 * 1024**2
 SERVICE_STOP_S = 8.0
 NATS_STOP_S = 5.0
@@ -91,6 +93,7 @@ def nats_config(data: DataFolder, credentials: Credentials, port: int, monitor_p
         "authorization": {"users": nats_users(credentials.nats_passwords, {"worker": node_id()})},
         "jetstream": {
             "store_dir": str(data.jetstream),
+            "sync_interval": NATS_SYNC_INTERVAL,
             "max_file_store": NATS_LARGE_FILE_BYTES if has_space else NATS_FILE_BYTES,
             "max_memory_store": NATS_MEMORY_BYTES,
         },

@@ -36,6 +36,7 @@ from services.gateway.parsing import (
     options_of,
     prompts_of,
     sampling_of,
+    seconds_of,
     template_variables,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
@@ -191,11 +192,7 @@ def keep_alive_of(request: Request, default_s: float) -> KeepAlive | None:
     text = request.headers.get("x-keep-alive-interval")
     if text is None:
         return KeepAlive(default_s, COMMENT) if default_s else None
-    try:
-        interval_s = float(text)
-    except ValueError:
-        interval_s = 0.0
-    if not interval_s >= MIN_KEEP_ALIVE_S:
+    if not (interval_s := seconds_of(text)) >= MIN_KEEP_ALIVE_S:
         raise invalid(
             "x-keep-alive-interval",
             f"The header x-keep-alive-interval must be a number of seconds from {MIN_KEEP_ALIVE_S:g}.",

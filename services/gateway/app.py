@@ -36,6 +36,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS
 from services.gateway.openapi import Route, describe
+from services.gateway.origins import Origins
 from services.gateway.replies import (
     AuditLog,
     BatchList,
@@ -264,8 +265,15 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(Exception, _on_any_error)
     app.router.redirect_slashes = False
     app.add_middleware(_Paths, base=context.settings.base_path)
+    origins = _listed(context.settings.cors_origins)
+    app.add_middleware(
+        Origins,
+        is_open=lambda: context.admission.is_open,
+        allowed_hosts=_listed(context.settings.allowed_hosts),
+        allowed_origins=origins,
+    )
     app.add_middleware(_RequestIds)
-    if origins := [origin.strip() for origin in context.settings.cors_origins.split(",") if origin.strip()]:
+    if origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -274,6 +282,11 @@ def make_app(context: GatewayContext) -> FastAPI:
             expose_headers=["x-request-id", "retry-after", *RATE_LIMIT_HEADERS],
         )
     return app
+
+
+def _listed(setting: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in setting.split(",") if part.strip()]
 
 
 def _response(error: ApiError) -> Response:

@@ -28,6 +28,8 @@ class BodyRoom:
         self.max_body_bytes = max_body_bytes
         self._max_total_bytes = max_total_bytes
         self._num_bytes = 0
+        self.turn = asyncio.Lock()
+        """One long body is decoded, then streams have their turn, then the next one."""
 
     def grow(self, before: int, after: int) -> None:
         """A body has grown from `before` to `after` bytes. Raises `ApiError` 413 or 429; what it took before remains."""
@@ -106,12 +108,17 @@ async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room:
             room.grow(num_taken, num_taken + len(chunk))
             num_taken += len(chunk)
             body += chunk
+        plain: bytes | bytearray = body
         if encodings := request.headers.get("content-encoding"):
             plain = decompressed(body, encodings, room.max_body_bytes)
             room.grow(num_taken, max(num_taken, len(plain)))
             num_taken = max(num_taken, len(plain))
+        if num_taken <= FREE_BYTES:
             return decode(decoder, plain)
-        return decode(decoder, body)
+        async with room.turn:
+            message = decode(decoder, plain)
+            await asyncio.sleep(0)
+        return message
     finally:
         room.release(num_taken)
 

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.conversations import forms, lost
 from services.gateway.errors import ApiError, invalid
+from shared.checkpoint import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -195,4 +196,6 @@ def _named(templates: Any, name: str) -> str | None:
     """Of several named templates."""
     if not isinstance(templates, list):
         return None
+    if not all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in templates):
+        raise CheckpointError("chat_template is neither a text nor a list of objects with 'name' and 'template'.")
     return next((str(one["template"]) for one in templates if one["name"] == name), None)

@@ -151,9 +151,31 @@ def _with_integers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
+MAX_JSON_VALUES = 1_000_000
+"""In one body: token ids of several prompts are its most. All of them are made on the event loop, which stands still."""
+MAX_JSON_CONTAINERS = 65_536
+"""Objects and lists of one body; each costs many times what a number does."""
+
+
+def _check_size(body: bytes | bytearray) -> None:
+    """Before anything is made of it. Raises `ApiError` 400."""
+    for param, limit, marks in (("values", MAX_JSON_VALUES, b",[{"), ("objects and lists", MAX_JSON_CONTAINERS, b"[{")):
+        if _num_marks(body, marks) <= limit:
+            continue
+        # What is between quotes are texts, whose commas and brackets cost nothing.
+        outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+        if (count := _num_marks(outside, marks)) > limit:
+            raise ApiError(400, f"The request body has {count} {param}; the limit is {limit}.", code="body_too_complex")
+
+
+def _num_marks(body: bytes | bytearray, marks: bytes) -> int:
+    return sum(body.count(mark) for mark in marks)
+
+
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """The typed request in `body`; what is wrong with it is a 400 that names the field."""
     body = body.removeprefix(BYTE_ORDER_MARK)
+    _check_size(body)
     try:
         try:
             return decoder.decode(body)

@@ -135,7 +135,9 @@ async def get_content(context: GatewayContext, request: Request) -> Response:
     file = await _file(context, request)
     chunks = await context.files.read(file.file_id)
     if chunks is None:
-        raise ApiError(404, f"The content of file '{file.file_id}' is gone.", param="id", code="file_not_found")
+        await _file(context, request)  # it may have been deleted just now
+        message = f"The content of file '{file.file_id}' was stored and is lost: JetStream's store was damaged."
+        raise ApiError(500, message, type="server_error", param="id", code="file_lost")
     # The first chunk decides about the status: what fails later can only break the connection off.
     first = await anext(chunks, b"")
 

@@ -173,6 +173,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_headers = self._num_head_bytes = self._num_held_bytes = 0
         self._has_moved = False
         """The parser has told of something."""
+        self._framing = b""
+        """Of the body of a request that asks for another protocol, until a second parser reads it."""
+        self._is_repeating = False
+        """That parser is being told of it."""
         self._refusal: ApiError | None = None
         self._is_refused = False
         self._stuck_s = 0.0
@@ -200,9 +204,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._waiting.on_bytes(len(data))
         self._has_moved = False
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # no other protocol is spoken here: the request is answered as it is
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or ApiError(400, "This is not HTTP/1.1.", code="bad_http"))
             return
@@ -211,14 +213,34 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._num_held_bytes > self._settings.max_head_bytes:
             self._refuse(self._head_too_large())
 
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # No other protocol is spoken here, so that the request goes on as HTTP/1.1 (RFC 9110, 7.8). The parser has
+                # stopped after its head for good: another one takes the body, and what comes after it.
+                data = data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                framing, self._framing = self._framing, b""
+                if framing:
+                    self._is_repeating = True
+                    self.parser.feed_data(b"POST / HTTP/1.1\r\nhost: -\r\n" + framing + b"\r\n\r\n")
+                    self._is_repeating = False
+
     # --------------------------------------------------------------------------------------- httptools' callbacks
 
     def on_message_begin(self) -> None:
+        if self._is_repeating:
+            return
         self._has_moved = True
         super().on_message_begin()
         self._begin_head()
 
     def on_url(self, url: bytes) -> None:
+        if self._is_repeating:
+            return
         self._has_moved = True
         super().on_url(url)
         if len(self.url) > self._settings.max_uri_bytes:
@@ -227,6 +249,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(ApiError(414, message, code="uri_too_long"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_repeating:
+            return
         self._has_moved = True
         self._num_headers += 1
         self._num_head_bytes += len(name) + len(value) + 4
@@ -239,10 +263,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_repeating:
+            return
         self._has_moved = True
         if self.url.startswith(b"//"):  # else what follows would be taken for a host
             self.url = b"/" + self.url.lstrip(b"/")
+        self._check_hosts()
         super().on_headers_complete()
+        self._framing = self._framing_of_body() if self.parser.should_upgrade() else b""
         self.scope["state"]["answer_body"] = AnswerBody(self.cycle)
         if self.scope["http_version"] == "1.0":  # nginx's default; it knows no chunks
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UntilClosed()
@@ -256,6 +284,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._framing:
+            return  # the parser thinks that the body is of another protocol
         self._has_moved = True
         super().on_message_complete()
         self._is_reading = False
@@ -277,6 +307,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stuck_s = 0.0
         if self._is_reading and not self.flow.read_paused and (late := self._waiting.tick(elapsed_s)) is not None:
             self._refuse(late)
+
+    def _check_hosts(self) -> None:
+        """RFC 9112, 3.2: one `Host`, and none in HTTP/1.0 alone."""
+        count = sum(name == b"host" for name, _ in self.headers)
+        if count > 1 or (count == 0 and self.parser.get_http_version() == "1.1"):
+            self._stop(ApiError(400, f"The request has {count} Host headers; it needs one.", code="bad_http"))
+
+    def _framing_of_body(self) -> bytes:
+        """The header that says how long the body is; empty: there is none."""
+        for name, value in self.headers:
+            if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 ")):
+                return name + b": " + value
+        return b""
 
     def _begin_head(self) -> None:
         self._is_reading = self._is_in_head = True

@@ -6,6 +6,7 @@ Pure. Each refusal names the field and the limit. Types and ranges of single fie
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,9 @@ MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
 """Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
 SEED_MASK = 2**63 - 1
 NO_DEFAULTS = SamplingDefaults()
+LEAST_TEMPERATURE = 1e-5
+"""Lower ones are greedy: logits divided by them overflow."""
+_SECONDS = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +97,18 @@ def refuse_unsupported(request: GenerationFields) -> None:
         raise invalid("best_of", f"'best_of' must equal 'n' ({request.n or 1}).", "unsupported_value")
 
 
+def seconds_of(text: str) -> float:
+    """A header's number of seconds; 0.0 where it is none."""
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    return seconds if math.isfinite(seconds) else 0.0
+
+
 def timeout_of(request: GenerationFields, headers: Mapping[str, str], limit_s: float) -> float:
     """Seconds; the body's value goes before the header's, and neither over the server's limit."""
     timeout_s = request.request_timeout_s
-    if timeout_s is None and (text := headers.get("x-request-timeout")) is not None:
-        try:
-            timeout_s = float(text)
-        except ValueError:
-            timeout_s = 0.0
-        if not timeout_s > 0.0:
-            raise invalid("x-request-timeout", "The header x-request-timeout must be a number of seconds above 0.")
+    text = headers.get("x-request-timeout")
+    if timeout_s is None and text is not None and not (timeout_s := seconds_of(text)) > 0.0:
+        raise invalid("x-request-timeout", "The header x-request-timeout must be a number of seconds above 0.")
     return min(limit_s, timeout_s or limit_s)
 
 
@@ -309,10 +315,11 @@ def sampling_of(
 
     top_k = request.top_k if request.top_k is not None else defaults.top_k or 0
 
+    temperature = or_default(request.temperature, defaults.temperature, 1.0)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=or_default(request.temperature, defaults.temperature, 1.0),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=1 if request.top_p == 0 else max(0, top_k),
         top_p=or_default(request.top_p, defaults.top_p, 1.0) or 1.0,
         min_p=or_default(request.min_p, defaults.min_p, 0.0),

@@ -75,7 +75,8 @@ def lark_grammar(source: str) -> dict[str, Any]:
 
 
 def choice_grammar(choices: Sequence[str]) -> dict[str, Any]:
-    return lark_grammar("start: " + " | ".join(map(lark_text, choices)))
+    # A terminal: llguidance follows all of its texts at once, and of rules no more than 2,000 alternatives.
+    return lark_grammar("start: CHOICE\nCHOICE: " + " | ".join(map(lark_text, choices)))
 
 
 def lark_text(text: str) -> str:

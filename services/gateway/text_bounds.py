@@ -32,6 +32,25 @@ def longest_token_characters(tokenizer: Tokenizer) -> int | None:
     return factor * max(map(len, vocabulary))
 
 
+MAX_INFLATION = 8
+"""A normalizer that makes more of a character than this is no normalizer of a language model."""
+
+
+def may_inflate(normalizer: dict[str, Any] | None) -> bool:
+    """Whether a normalizer, as tokenizer.json has it, may make much more of a text than it was: replacements multiply each
+    other's."""
+    factor = 1.0
+    for part in _parts(normalizer or {}):
+        if part["type"] == "Replace":
+            pattern = part["pattern"].get("String")
+            # A regular expression may match a single character, or nothing at all between any two.
+            shortest = max(1, len(pattern)) if pattern is not None else 1
+            factor *= max(1.0, len(part["content"]) / shortest)
+        elif part["type"] == "Prepend" and len(part["prepend"]) > MAX_INFLATION:
+            return True
+    return factor > MAX_INFLATION
+
+
 def _state(part: Any) -> dict[str, Any]:
     return {} if part is None else dict(json.loads(part.__getstate__()))
 

@@ -155,7 +155,10 @@ class TextPool:
     async def render(self, task: Render) -> Result:
         """Raises `ApiError`."""
         self._check_pause(task.folder)
-        body = text_work.encode(task)
+        try:
+            body = text_work.encode(task)
+        except OverflowError as error:  # integers beyond 64 bits, which JSON has
+            raise invalid("messages", f"A message or a variable of the template cannot be taken: {error}.") from None
         try:
             with self.room(len(body)):  # tool calls and variables take it as contents do
                 return await self._run(body, len(body), folder=task.folder)

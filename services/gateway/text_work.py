@@ -22,7 +22,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from services.gateway.chat_templates import ChatTemplate, load_template
+from services.gateway.conversations import plain_messages
 from services.gateway.errors import ApiError
+from services.gateway.schemas import ChatMessage
 from shared.checkpoint import read_tokenizer_config
 from shared.messages.cluster import ModelSpec
 
@@ -37,16 +39,19 @@ MAX_REASON_CHARACTERS = 1000
 
 
 class Render(msgspec.Struct, tag=True):
-    """The chat template of the checkpoint in `folder` on plain messages (`conversations.plain_messages`)."""
+    """The chat template of the checkpoint in `folder` on messages as they came: the calls of a long history take a second to
+    be made plain (`conversations.plain_messages`), which is done here too."""
 
     folder: str
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     add_generation_prompt: bool
     continue_final_message: bool
     variables: dict[str, Any] | None
     max_characters: int | None
     """Of the text; None: any number."""
     tools: list[dict[str, Any]] | None = None
+    takes_tools: bool = True
+    """Whether the template tells the model of tools; if not, the first message does."""
 
 
 class Encode(msgspec.Struct, tag=True):
@@ -102,12 +107,17 @@ def work(task: Render | Encode | TryGrammar) -> Result:
         if isinstance(task, TryGrammar):
             return _tried(task)
         if isinstance(task, Render):
+            messages, tools = plain_messages(task.messages), task.tools
+            if tools and not task.takes_tools:
+                from services.gateway.tools.formats import with_instructions  # few templates need it
+
+                messages, tools = with_instructions(messages, tools), None
             text = _template(task.folder).render(
-                task.messages,
+                messages,
                 add_generation_prompt=task.add_generation_prompt,
                 continue_final_message=task.continue_final_message,
                 variables=task.variables,
-                tools=task.tools,
+                tools=tools,
             )
             is_too_long = task.max_characters is not None and len(text) > task.max_characters
             return Result("" if is_too_long else text, len(text))

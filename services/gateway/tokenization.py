@@ -25,10 +25,10 @@ from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError, invalid
 from services.gateway.schemas import ChatMessage
 from services.gateway.structured import Grammar
-from services.gateway.text_bounds import longest_token_characters
+from services.gateway.text_bounds import MAX_INFLATION, longest_token_characters, may_inflate
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
-from services.gateway.tools.formats import PLAIN, ToolFormat, format_of, with_instructions
+from services.gateway.tools.formats import PLAIN, ToolFormat, format_of
 from services.gateway.tools.reasoning import Opening, ReasoningFormat, reasoning_format_of
 from shared.checkpoint import (
     CheckpointError,
@@ -49,6 +49,8 @@ INLINE_CHARACTERS = 2048
 """Longer texts go to a thread: tokenising takes about a millisecond for 4,000 characters."""
 NUM_THREADS = 2
 RETRY_AFTER_FAILURE_S = 5.0
+MAX_REASON_CHARACTERS = 300
+"""Of the tokenizers library."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -110,7 +112,8 @@ class ModelTokenizer:
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         self._decoding = Decoding(decode, joins_bytes=isinstance(tokenizer.decoder, decoders.ByteLevel))
         bos = config.get("bos_token")
-        self._bos_id = tokenizer.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
+        bos = bos.get("content") if isinstance(bos, dict) else bos
+        self._bos_id = tokenizer.token_to_id(bos) if isinstance(bos, str) and bos else None
         self._add_bos: bool | None = config.get("add_bos_token")
 
     def opening(self, prompt: str, continued: ChatMessage | None) -> Opening:
@@ -130,7 +133,11 @@ class ModelTokenizer:
     # ------------------------------------------------------------------------------------------- text to ids
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Raises `ApiError` where the checkpoint's tokenizer fails on the text."""
+        try:
+            ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise _failed(error, "cannot read this text") from None
         if add_special_tokens and self._bos_id is not None and self._add_bos is not None:
             # The setting goes before what the tokenizer file does by itself, as in transformers.
             begins = ids[:1] == [self._bos_id]
@@ -148,7 +155,10 @@ class ModelTokenizer:
     # ------------------------------------------------------------------------------------------- ids to text
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _failed(error, "cannot write these tokens") from None
         return text
 
     def detokenizer(
@@ -184,6 +194,14 @@ class ModelTokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
 
+def _failed(error: BaseException, what: str) -> BaseException:
+    """What is raised in the place of an error of the tokenizers library: its panics are no `Exception`."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        reason = (str(error).splitlines() or [""])[0][:MAX_REASON_CHARACTERS]
+        return ApiError(400, f"The model's tokenizer {what}: {reason}", param="model", code="tokenizer_failed")
+    return error
+
+
 def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
     """Blocking; may download. Raises `CheckpointError`."""
     try:
@@ -191,25 +209,35 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         shape = describe(folder)
         config = read_tokenizer_config(folder)
         text = tokenizer_json(folder)
-        tokenizer = _convert(folder) if text is None else Tokenizer.from_str(text)
+        if text is None:
+            tokenizer = _convert(folder)
+        else:
+            # Before it is loaded, which normalises its own added tokens.
+            if may_inflate(msgspec.json.decode(text).get("normalizer")):
+                raise CheckpointError(
+                    f"the normalizer of the tokenizer in {folder} makes more than {MAX_INFLATION} characters of one."
+                )
+            tokenizer = Tokenizer.from_str(text)
         template = load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
+        return ModelTokenizer(
+            tokenizer,
+            spec=msgspec.structs.replace(spec, source=str(folder)),
+            config=config,
+            eos_token_ids=shape.eos_token_ids,
+            max_model_len=min(shape.max_model_len, spec.max_model_len or shape.max_model_len),
+            vocab_size=shape.vocab_size,
+            tool_format=format_of(template.tool_source, spec.tool_format),
+            takes_tools=template.takes_tools,
+            reasoning_format=reasoning_format_of(template.sources),
+            defaults=sampling_defaults(folder),
+        )
     except CheckpointError:
         raise
-    except Exception as error:  # the tokenizers library raises plain Exception
+    except BaseException as error:  # the tokenizers library raises plain Exception, and panics
+        reason = _failed(error, f"of {spec.source} cannot be read")
+        if not isinstance(reason, ApiError):
+            raise
         raise CheckpointError(f"The tokenizer of {spec.source} cannot be read: {error}") from error
-    max_model_len = min(shape.max_model_len, spec.max_model_len or shape.max_model_len)
-    return ModelTokenizer(
-        tokenizer,
-        spec=msgspec.structs.replace(spec, source=str(folder)),
-        config=config,
-        eos_token_ids=shape.eos_token_ids,
-        max_model_len=max_model_len,
-        vocab_size=shape.vocab_size,
-        tool_format=format_of(template.tool_source, spec.tool_format),
-        takes_tools=template.takes_tools,
-        reasoning_format=reasoning_format_of(template.sources),
-        defaults=sampling_defaults(folder),
-    )
 
 
 def _convert(folder: Path) -> Tokenizer:
@@ -301,10 +329,14 @@ class Tokenizers:
     ) -> tuple[str, int]:
         """The text that the chat template makes of the messages, and its length; of one longer than `max_characters` only
         the length. `options`: see `ChatTemplate.render`. Raises `ApiError`."""
-        plain = plain_messages(messages)
-        if tools and not tokenizer.takes_tools:
-            plain, tools = with_instructions(plain, tools), None
-        task = Render(tokenizer.spec.source, plain, max_characters=max_characters, tools=tools, **options)
+        task = Render(
+            tokenizer.spec.source,
+            messages,
+            max_characters=max_characters,
+            tools=tools,
+            takes_tools=tokenizer.takes_tools,
+            **options,
+        )
         result = await self._pool.render(task)
         return result.text, result.num_characters
 

@@ -285,11 +285,12 @@ class Executor:
                     prepared.graphs = self._captured(prepared, self._new_capture())
         views = prepared.views or self._attach(prepared)
         blocks_per_merged = views.blocks_per_merged
+        # Before the model is known, which may come again if there is no memory for rows of its length.
+        self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         self._models[prepared.name] = _Loaded(
             prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.num_layers,
             prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
         )  # fmt: skip
-        self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
             prepared.name, prepared.model.dtype, blocks_per_merged, prepared.block_size,
@@ -767,9 +768,15 @@ def _choose(backends: list[AttentionBackend], model: DecoderModel, numerics: Num
 def _warm_up(
     model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int, group: RankGroup
 ) -> None:
-    """Prefills and decodes: compiles and initialises kernels before the model serves. Each stage by itself."""
+    """Prefills and decodes: compiles and initialises kernels before the model serves. Each stage by itself. Raises
+    `CheckpointError` where no logits are numbers, which no sampling makes tokens of; other ranks of a group would wait for
+    the one that sees it, so that it is told of single devices alone."""
     for num_rows, start, count in WARM_UP[model.device.type]:
-        _lone_step(model, backend, block_size, group, num_rows, start, min(count, max_model_len - start))
+        if (length := min(count, max_model_len - start)) < 1:
+            continue
+        logits = _lone_step(model, backend, block_size, group, num_rows, start, length)
+        if group is ALONE and logits is not None and bool(torch.isnan(logits).any(dim=-1).all()):
+            raise CheckpointError("its logits are NaN: weights that are no numbers, or too large for their dtype.")
 
 
 @torch.inference_mode()

@@ -182,3 +182,14 @@ async def test_an_upload_that_breaks_off_leaves_nothing(stack: Stack) -> None:
     async with asyncio.timeout(10):
         while await num_chunks():
             await asyncio.sleep(0.01)
+
+
+async def test_a_content_that_is_lost_is_told_of_as_the_server_s_fault(stack: Stack) -> None:
+    client = stack.openai()
+    file = await upload(client)
+    contents = await stack.gateway.context.bus.object_store(FILE_CONTENTS)
+    await contents.delete(file.id)
+    assert (await client.files.retrieve(file.id)).id == file.id
+    answer = await stack.client.get(f"/v1/files/{file.id}/content")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "file_lost")
+    assert (await client.files.delete(file.id)).deleted

@@ -96,6 +96,37 @@ async def test_heads_have_limits(narrow: Stack, head: bytes, status: int, code: 
     assert await connection.is_over()
 
 
+BODY = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: %d\r\n\r\n%s", b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("step", [7, 1 << 20])
+async def test_an_offer_to_speak_http_2_is_answered_in_http_1(narrow: Stack, framing: bytes, step: int) -> None:
+    connection = await Connection.open(narrow)
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    post = POST + upgrade + framing % (len(BODY), BODY)
+    get = b"GET /health HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n"
+    for request in (post, get, post):
+        for i in range(0, len(request), step):
+            connection.send(request[i : i + step])
+            await asyncio.sleep(0)
+        found, _, error = await connection.answer()
+        assert found == 200, error
+    connection.send(post + get)
+    assert [(await connection.answer())[0] for _ in range(2)] == [200, 200], "one sent before the other is answered"
+    connection.close()
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: a\r\nhost: b\r\n"])
+async def test_a_request_has_one_host(narrow: Stack, hosts: bytes) -> None:
+    connection = await Connection.open(narrow)
+    connection.send(b"GET /health HTTP/1.1\r\n" + hosts + b"\r\n")
+    found, _, error = await connection.answer()
+    assert (found, error["code"]) == (400, "bad_http")
+
+
 async def test_what_is_within_the_limits_is_served_also_in_pieces(narrow: Stack) -> None:
     connection = await Connection.open(narrow)
     head = b"GET /health?" + b"a" * 300 + b" HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 3900 + b"\r\n\r\n"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.gateway.admission import WINDOW_S, Admission, Key, TokenWindow, read_keys
 from services.gateway.errors import ApiError
-from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, timeout_of
+from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, sampling_of, timeout_of
 from services.gateway.placing import candidates
 from services.gateway.schemas import CompletionRequest
 from shared.messages.channels import MAX_MESSAGE_BYTES
@@ -99,7 +99,10 @@ def test_time_limits() -> None:
     request = CompletionRequest(model="m", prompt="x")
     assert timeout_of(request, {}, 600.0) == 600.0
     assert timeout_of(request, {"x-request-timeout": "5"}, 600.0) == 5.0
-    assert timeout_of(request, {"x-request-timeout": "inf"}, 600.0) == 600.0
+    assert timeout_of(request, {"x-request-timeout": "0.5"}, 600.0) == 0.5
+    for text in ("inf", "nan", "0", "-1", "1_0", "1e999", "٥", "", " 5", "5" * 400):
+        with pytest.raises(ApiError, match="number of seconds"):
+            timeout_of(request, {"x-request-timeout": text}, 600.0)
     request.request_timeout_s = 7.0
     assert timeout_of(request, {"x-request-timeout": "5"}, 600.0) == 7.0
     assert timeout_of(request, {}, 6.0) == 6.0
@@ -170,3 +173,10 @@ def test_in_bypass_the_freest_instance_comes_first_and_what_was_sent_there_count
     # nine of 320 tokens, 10 merged blocks each, leave one block for each of them
     assert candidates(instances, "m", {"harvests": 9}, num_tokens=320) == ["free", "harvests", "full"]
     assert candidates(instances, "m", {"harvests": 5, "free": 3}, num_tokens=320) == ["harvests", "free", "full"]
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1e-38, 0.0), (1e-6, 0.0), (1e-5, 1e-5), (0.7, 0.7), (None, 1.0)])
+def test_temperatures_that_overflow_are_greedy(asked: float | None, used: float) -> None:
+    request = CompletionRequest(model="m", prompt="x", temperature=asked)
+    options = options_of(request, {}, 600.0)
+    assert sampling_of(request, options, max_tokens=1, eos_token_ids=(), vocab_size=9).temperature == used

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from services.gateway import structured, text_pool, text_work
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.structured import Grammar, encoded, json_grammar
+from services.gateway.schemas import MAX_STRUCTURED_CHOICES, CompletionRequest
+from services.gateway.structured import Grammar, encoded, grammar_of, json_grammar
 from services.gateway.text_pool import TextPool
+from services.gateway.text_work import TryGrammar, work
 from shared.messages.requests import FinishReason
 from shared.settings import GatewaySettings
 from tests.gateway.batching import ended, line, reach, read, start
@@ -209,3 +211,15 @@ async def test_a_grammar_takes_of_the_room_of_its_tokens(stack: Stack) -> None:
     choices = ["x" * 1000 + str(number) for number in range(100)]
     assert (await stack.post("/v1/completions", prompt="x", guided_choice=choices)).status_code == 200
     assert len(stack.peer.submitted[0].sampling.grammar) > 100_000
+
+
+def test_as_many_choices_as_are_allowed_can_be_had() -> None:
+    choices = [f"choice {i}" for i in range(MAX_STRUCTURED_CHOICES)]
+    grammar = grammar_of(CompletionRequest(model="m", prompt="x", guided_choice=choices))
+    assert grammar is not None
+    assert work(TryGrammar(grammar.text)).refusal is None
+    matcher = LLMatcher(LLTokenizer("byte"), grammar.text)
+    for number, byte in enumerate(b"choice 4095"):
+        assert matcher.is_accepting() == (number >= len("choice 4")), "one may begin another"
+        assert matcher.consume_token(byte)
+    assert matcher.is_accepting()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from services.gateway.chat_templates import (
     DEFAULT_TEMPLATE,
@@ -21,12 +21,14 @@ from services.gateway.conversations import plain_messages
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.schemas import ChatMessage, ContentPart
+from services.gateway.text_bounds import may_inflate
 from services.gateway.text_pool import TextPool
 from services.gateway.tokenization import Tokenizers, load_tokenizer
 from shared.checkpoint import CheckpointError, read_tokenizer_config
 from shared.messages.cluster import ModelSpec
-from shared.settings import GatewaySettings
-from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
+from shared.settings import BusSettings, GatewaySettings
+from tests.gateway.checkpoints import byte_level_tokenizer, sentencepiece_tokenizer, write_checkpoint
+from tests.gateway.conftest import MODEL, running_stack
 
 REPOSITORY = Path(__file__).parents[2]
 HI = [{"role": "user", "content": "Hi"}]
@@ -200,3 +202,58 @@ def test_the_demonstration_models(name: str) -> None:
     assert prompt[0] == loaded.encode("", True)[0] if loaded.encode("", True) else prompt
     assert max(prompt) < loaded.vocab_size
     assert loaded.eos_token_ids
+
+
+@pytest.mark.parametrize("value", [5, {"content": 5}, float("nan"), [], {}])
+def test_a_beginning_that_is_no_text_is_none(tmp_path: Path, value: object) -> None:
+    folder = write_checkpoint(tmp_path / "odd", byte_level_tokenizer())
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos_token": value, "add_bos_token": True}))
+    loaded = load_tokenizer(ModelSpec("odd", str(folder)))
+    assert loaded.decode(loaded.encode("Hello", False)) == "Hello"
+
+
+@pytest.mark.parametrize("template", [[5], [{"name": "default"}], [None]])
+def test_templates_without_names_are_told_of(tmp_path: Path, template: object) -> None:
+    folder = write_checkpoint(tmp_path / "odd", byte_level_tokenizer(), chat_template=None)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    with pytest.raises(CheckpointError, match="chat_template is neither"):
+        load_tokenizer(ModelSpec("odd", str(folder)))
+
+
+def test_normalizers_that_make_much_of_little() -> None:
+    harmless, one, two = byte_level_tokenizer(), byte_level_tokenizer(), byte_level_tokenizer()
+    harmless.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
+    one.normalizer = normalizers.Replace(Regex("."), "a" * 1000)
+    two.normalizer = normalizers.Sequence([normalizers.Replace("a", "aaaa"), normalizers.Replace("a", "aaaa")])
+    tokenizers = (byte_level_tokenizer(), harmless, sentencepiece_tokenizer(), one, two)
+    assert [may_inflate(json.loads(tokenizer.to_str())["normalizer"]) for tokenizer in tokenizers] == [
+        False, False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_a_tokenizer_that_would_take_all_memory_is_not_loaded(tmp_path: Path) -> None:
+    """Also to load it: it normalises the tokens that were added to it."""
+    folder = write_checkpoint(tmp_path / "bomb", byte_level_tokenizer())
+    file = folder / "tokenizer.json"
+    bomb = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1000}
+    normalizer = {"type": "Sequence", "normalizers": [bomb] * 3}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": normalizer}))
+    with pytest.raises(CheckpointError, match="makes more than 8 characters of one"):
+        load_tokenizer(ModelSpec("bomb", str(folder)))
+
+
+async def test_a_tokenizer_that_fails_on_a_text_is_told_of(
+    nats_settings: BusSettings, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A regular expression that goes back over and over."""
+    slow = byte_level_tokenizer()
+    cut = pre_tokenizers.Split(Regex(r"^(a?){40}a{40}(?<b>x)\k<b>$|((a|a)*b)+c"), "isolated")
+    slow.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    specs = [ModelSpec(MODEL, str(checkpoint)), ModelSpec("slow", str(write_checkpoint(tmp_path / "slow", slow)))]
+    async with running_stack(nats_settings, specs) as stack:
+        for length in (40, 1500, 5000):
+            answer = await stack.client.post("/v1/completions", json={"model": "slow", "prompt": "a" * length})
+            assert answer.status_code == 400 or answer.status_code == 200, answer.text
+            assert answer.headers["content-type"].startswith("application/json")

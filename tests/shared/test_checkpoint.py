@@ -361,3 +361,17 @@ def test_headers_of_weights_that_are_odd(tmp_path: Path, header: Any) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data)
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         checkpoint.read_safetensors_header(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str) -> None:
+    make(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        checkpoint.describe(tmp_path)
+
+
+def test_a_model_has_room_for_a_prompt_and_an_answer(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="max_position_embeddings is 1, in which"):
+        checkpoint.describe(make(tmp_path, max_position_embeddings=1))

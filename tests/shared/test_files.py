@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -30,3 +31,24 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path: P
     with pytest.raises(OSError):
         write_whole(file, b"new")
     assert list(tmp_path.iterdir()) == [file] and list(file.iterdir()) == [file / "inside"]
+
+
+def test_contents_are_on_the_disk_before_the_name_is_and_the_name_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        order.append("folder" if path.is_dir() else f"file of {path.stat().st_size}")
+
+    def replaced(self: Path, target: Path) -> Path:
+        order.append("name")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    write_whole(tmp_path / "file", b"abc")
+    assert order == ["file of 3", "name", "folder"]

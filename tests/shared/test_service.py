@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.service import unless_stopped
+from shared.service import FORMATTERS, TextFormatter, unless_stopped
 
 PROGRAM = """
 import asyncio, logging, resource, sys
@@ -144,3 +145,14 @@ async def test_waiting_ends_when_the_service_is_told_to_stop() -> None:
     stop.set()
     async with asyncio.timeout(5):
         assert await waiting is None
+
+
+def test_what_a_client_wrote_begins_no_line_of_a_log() -> None:
+    source = "/models/a\n2026-01-01T00:00:00 gateway ERROR all is lost\r\x1b[2J\u2028\x9b"
+    record = logging.LogRecord("a", logging.INFO, "", 0, "reading %s", (source,), None)
+    for formatter in FORMATTERS.values():
+        text = formatter("placement").format(record)
+        assert len(text.splitlines()) == 1 and not any(c in text for c in "\x1b\x9b\r"), text
+        assert "all is lost" in text
+    error = logging.LogRecord("a", logging.ERROR, "", 0, "failed", (), (ValueError, ValueError("b"), None))
+    assert TextFormatter("placement").format(error).splitlines()[1:] == ["ValueError: b"], "traces have lines"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tideway.liveness import MIN_MISSES, START_TIMEOUT_S, Liveness
+from tideway.liveness import MIN_MISSES, START_TIMEOUT_S, Liveness, has_space
 
 
 def started(timeout_s: float = 30.0) -> Liveness:
@@ -45,3 +49,18 @@ def test_what_answers_more_often_than_the_timeout_is_left_alone(timeout_s: float
         for _ in range(MIN_MISSES):
             assert not liveness.on_miss(now)
         liveness.on_answer(now)
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "inodes", "free_inodes", "expected"),
+    [(100, 10_000, 5_000, True), (10, 10_000, 5_000, False), (100, 10_000, 3, False), (100, 0, 0, True)],
+)
+def test_a_disk_without_inodes_has_no_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_mib: int, inodes: int, free_inodes: int, expected: bool
+) -> None:
+    """A NATS that is restarted then cannot start, and streams that would go on break."""
+    found = os.statvfs(tmp_path)
+    fields = list(found)
+    fields[1], fields[4], fields[5], fields[7] = 4096, free_mib * 256, inodes, free_inodes
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    assert has_space(tmp_path) is expected

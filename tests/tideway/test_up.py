@@ -163,6 +163,7 @@ async def test_nats_wants_the_credentials_and_comes_back_with_them(tmp_path: Pat
     await run.stop()
     config = tmp_path / "nats.conf"
     assert config.stat().st_mode & 0o077 == 0 and "127.0.0.1:" in config.read_text()
+    assert json.loads(config.read_text())["jetstream"]["sync_interval"] == "1s", "what a power loss may take"
 
 
 async def test_what_runs_and_does_not_answer_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import BatchLayout
@@ -689,3 +691,26 @@ def test_copies_and_writes_wait_for_moves_before_them(
     executor.start_copy(KvCopy(2, CopyKind.RESTORE, "llama", [block], [0]))
     assert begun == [(CopyKind.MOVE, 0), (CopyKind.CHECKPOINT, 0), (CopyKind.RESTORE, 0)]
     assert executor.claim_blocks("llama", [block]) == 0
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama")
+    file = next(path.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file({**tensors, name: torch.full_like(tensors[name], float("nan"))}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="logits are NaN"):
+        Executor("cpu", 4, MERGED_BYTES, 2).prepare_model(ModelSpec("llama", str(path)))
+
+
+def test_a_model_that_could_not_be_added_may_come_again(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 2)
+    prepared = executor.prepare_model(ModelSpec("llama", str(checkpoints["llama"])))
+    rows = executor._rows
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "widen", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            executor.add_model(prepared)
+    assert executor.add_model(prepared).name == "llama"

@@ -1,0 +1,194 @@
+"""What the processes of a Tideway hold, by role, and what of it may be left when nothing is asked of them. Judging is
+pure."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from bench.reporting import Target
+from tests.e2e.stack import Stack
+
+MIB = 1 << 20
+TREND_S = 900.0
+"""A run that is shorter shows no trend: what processes remember of late (timelines, windows) has not filled up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the processes of a role may hold more at the end than after the warm-up, each; one that was restarted is compared
+    with its predecessor."""
+
+    memory_mib: float
+    trend_mib_a_minute: float
+    """In the second half of a run of `TREND_S` or more."""
+    descriptors: int = 12
+    threads: int = 8
+    tasks: int = 12
+
+
+LIMITS: Mapping[str, Limits] = {
+    # Timelines of 2,048 requests, windows, and tokenizers fill up in the first minutes.
+    "gateway": Limits(memory_mib=64, trend_mib_a_minute=0.5),
+    "scheduler": Limits(memory_mib=24, trend_mib_a_minute=0.3),
+    # The log of requests is bounded (shared/monitor) and fills up for as long as a run of this length lasts.
+    "placement": Limits(memory_mib=48, trend_mib_a_minute=1.0),
+    "worker": Limits(memory_mib=24, trend_mib_a_minute=0.3),
+    # Torch's allocator keeps what its largest step took.
+    "instance": Limits(memory_mib=320, trend_mib_a_minute=2.0, threads=24),
+    # Its caches of blocks of JetStream's files.
+    "nats": Limits(memory_mib=128, trend_mib_a_minute=4.0, descriptors=48),
+}
+
+ZERO_METRICS = {
+    "gateway": (
+        "tideway_gateway_in_flight_requests",
+        "tideway_gateway_open_streams",
+        "tideway_gateway_text_characters",
+        "tideway_gateway_batch_lines_in_flight",
+        "tideway_gateway_waiting_submissions",
+    ),
+    "scheduler": (
+        "tideway_scheduler_queue_length",
+        "tideway_scheduler_ledger_requests",
+        "tideway_scheduler_tracked_requests",
+    ),
+}
+"""Counts of what is under way, which end at 0."""
+
+
+@dataclass(slots=True)
+class Held:
+    """By one process."""
+
+    memory_mib: float
+    """Resident."""
+    descriptors: int
+    threads: int
+    tasks: float | None
+    """Of its event loop; None: it has none, or does not say."""
+
+
+@dataclass(slots=True)
+class Sample:
+    at_s: float
+    held: dict[str, list[Held]] = field(default_factory=dict)
+    """By role."""
+    under_way: dict[str, float] = field(default_factory=dict)
+    """Counts that end at 0, by name."""
+    num_files: int = 0
+    """That the Files API lists."""
+
+    def most(self, role: str, name: str) -> float:
+        """Of the role's processes, the one that holds most."""
+        return max((getattr(each, name) or 0.0 for each in self.held.get(role, ())), default=0.0)
+
+
+def metric(text: str, name: str) -> float | None:
+    """The sum over all labels; None: there is none."""
+    values = re.findall(rf"^{re.escape(name)}(?:\{{[^\n]*\}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, values)) if values else None
+
+
+def _held(pid: int, tasks: float | None) -> Held | None:
+    """None: it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError:
+        return None
+    found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE))
+    if "VmRSS" not in found:
+        return None  # a zombie
+    return Held(int(found["VmRSS"]) / 1024, descriptors, int(found["Threads"]), tasks)
+
+
+async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample:
+    """Processes that are being restarted are left out."""
+    taken = Sample(at_s)
+
+    async def metrics(port: int) -> str:
+        try:
+            return (await client.get(f"http://127.0.0.1:{port}/metrics", timeout=10)).text
+        except httpx.HTTPError:
+            return ""
+
+    def add(role: str, pid: int, tasks: float | None) -> None:
+        if (held := _held(pid, tasks)) is not None:
+            taken.held.setdefault(role, []).append(held)
+
+    texts = {name: await metrics(port) for name, port in stack.metrics_ports.items()}
+    for name, process in stack.processes.items():
+        role, text = name.partition("-")[0], texts.get(name, "")
+        add(role, process.pid, metric(text, "tideway_event_loop_tasks"))
+        for each in ZERO_METRICS.get(role, ()):
+            taken.under_way[each] = taken.under_way.get(each, 0.0) + (metric(text, each) or 0.0)
+    add("nats", stack.nats.pid, None)
+    answer = await client.get(f"{stack.url}/admin/instances")
+    for instance in answer.raise_for_status().json()["instances"]:
+        load, name = instance["load"], instance["instance_id"]
+        text = await metrics(instance["metrics_port"])
+        add("instance", instance["pid"], metric(text, "tideway_event_loop_tasks"))
+        if load is not None:
+            for each in ("num_running", "num_waiting", "pool_use", "num_migrating_in", "num_migrating_out"):
+                taken.under_way[f"{name} {each}"] = load[each] or 0.0
+    taken.num_files = len((await client.get(f"{stack.url}/v1/files")).json()["data"])
+    return taken
+
+
+async def settled(stack: Stack, client: httpx.AsyncClient, at_s: float, within_s: float = 40.0) -> Sample:
+    """When nothing is under way any more, or what there is after `within_s`."""
+    async with asyncio.timeout(within_s + 30):
+        for _ in range(int(within_s)):
+            taken = await sample(stack, client, at_s)
+            if not any(taken.under_way.values()):
+                break
+            await asyncio.sleep(1.0)
+        return taken
+
+
+def targets(before: Sample, after: Sample, during: Sequence[Sample]) -> list[Target]:
+    """What is left of what was taken, each against its limit. `before`: after the warm-up, with nothing under way."""
+    found = [Target(name=name, value=value, limit=0.0) for name, value in sorted(after.under_way.items())]
+    found.append(Target(name="files", value=after.num_files, limit=before.num_files))
+    for role, limits in LIMITS.items():
+        for name, most, unit in (
+            ("memory_mib", limits.memory_mib, " MiB"),
+            ("descriptors", limits.descriptors, ""),
+            ("threads", limits.threads, ""),
+            ("tasks", limits.tasks, ""),
+        ):
+            was, now = before.most(role, name), after.most(role, name)
+            if name == "tasks" and not was:
+                continue  # it has no such loop, or no port that says
+            found.append(
+                Target(
+                    name=f"{role}: more {name.partition('_')[0]}",
+                    value=now - was,
+                    limit=most,
+                    unit=unit,
+                    note=f"{was:g} to {now:g}",
+                )
+            )
+        if (slope := trend(role, during)) is not None:
+            found.append(
+                Target(name=f"{role}: memory a minute", value=slope, limit=limits.trend_mib_a_minute, unit=" MiB")
+            )
+    return found
+
+
+def trend(role: str, during: Sequence[Sample]) -> float | None:
+    """MiB a minute in the second half, by least squares; None: too short to tell."""
+    if len(during) < 4 or during[-1].at_s - during[0].at_s < TREND_S:
+        return None
+    half = [(each.at_s / 60, each.most(role, "memory_mib")) for each in during[len(during) // 2 :] if role in each.held]
+    if not half:
+        return None
+    mean_x, mean_y = (sum(column) / len(half) for column in zip(*half, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in half)
+    return sum((x - mean_x) * (y - mean_y) for x, y in half) / spread if spread else 0.0
