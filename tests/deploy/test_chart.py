@@ -539,7 +539,7 @@ def test_nats_takes_its_configuration(here: Cluster, tmp_path: Path) -> None:
 def test_nats_is_configured_as_in_the_container_stack() -> None:
     def settings(text: str) -> list[str]:
         # The kubelet asks from outside the pod, and servers are named after their pods.
-        return [line for line in text.splitlines() if not line.startswith(("#", "http:", "server_name:"))]
+        return [line for line in text.splitlines() if not line.lstrip().startswith(("#", "http:", "server_name:"))]
 
     here = cluster("one-node")
     inline = here.find("ConfigMap", "tideway-nats")["data"]["nats.conf"]
