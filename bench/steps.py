@@ -69,7 +69,8 @@ GATEWAY = "gateway"
 OPTIONS = Options(
     num_choices=1, is_stream=True, includes_usage=False, has_continuous_usage=False, stops=(), shows_stop=False,
     skips_special_tokens=True, num_top_logprobs=None, request_class=RequestClass.ONLINE, priority=Priority.NORMAL,
-    service_tier=None, timeout_s=600.0, echo=False, grammar=None, tools=None, prompt_logprobs=None,
+    service_tier=None, timeout_s=600.0, echo=False, grammar=None, tools=None, prompt_logprobs=None, parts_reasoning=False,
+    shows_reasoning=False, names_token_ids=False,
 )  # fmt: skip
 
 

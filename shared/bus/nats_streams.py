@@ -96,7 +96,7 @@ def bus_errors(what: str) -> Iterator[None]:
     except NotPermittedError as error:
         raise BusError(ErrorInfo(ErrorCode.NOT_PERMITTED, f"{what}: {error}")) from None
     except nats.errors.Error as error:
-        raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: {error}")) from None
+        raise silent(f"{what}: {error}") from None
 
 
 def _lacks_room(error: nats.js.errors.APIError) -> bool:

@@ -41,7 +41,7 @@ def role_of(user: str) -> Role | None:
 
 def declared_streams(role: Role) -> frozenset[str]:
     """Those that `role` makes and sizes."""
-    objects = (value for value in vars(catalogue).values() if isinstance(value, ObjectBucket))
+    objects = (value for value in tuple(vars(catalogue).values()) if isinstance(value, ObjectBucket))
     return frozenset(
         [f"KV_{bucket.name}" for bucket in catalogue.buckets_declared_by(role)]
         + [f"OBJ_{bucket.name}" for bucket in objects if role in bucket.used_by]

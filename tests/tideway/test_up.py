@@ -158,7 +158,7 @@ async def test_nats_wants_the_credentials_and_comes_back_with_them(tmp_path: Pat
     user, password = "operator", credentials.nats_passwords["operator"]
     client = await nats.connect(url, user=user, password=password, inbox_prefix="_INBOX.operator")
     assert client.max_payload == 1024 * 1024
-    assert (await client.jetstream().get_last_msg("KV_tideway_plans", "$KV.tideway_plans.current", direct=True)).data
+    assert (await client.jetstream().get_last_msg("KV_tideway_plans", "$KV.tideway_plans.current")).data
     await client.close()
     await run.stop()
     config = tmp_path / "nats.conf"
