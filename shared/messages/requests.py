@@ -296,6 +296,8 @@ class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
     """A gateway that may have missed frames asks for everything from `next_offset` on."""
 
     positions: list[StreamPosition]
+    is_of_any_epoch: bool = False
+    """The gateway has not followed the requests, so that each is asked for in the highest epoch known to the instance."""
 
 
 class MigratedRequest(msgspec.Struct, frozen=True, array_like=True):
