@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -19,8 +18,9 @@ from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
-from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
-from services.gateway.generation import Delta, Generation, Prompt
+from services.gateway.exchange import CLIENT_GONE_STATUS, ID_PREFIXES, ClientGone, EventStream, Exchange
+from services.gateway.generation import Delta, Generation, Prompt, Seen
+from services.gateway.kept_calls import STREAM_HEADER, AlreadyKept, Plan, Wish
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
@@ -35,11 +35,15 @@ from services.gateway.parsing import (
     prompts_of,
     sampling_of,
 )
+from services.gateway.responses.messages import InputItem, ResponseObject
+from services.gateway.responses.store import ID_PREFIX as RESPONSE_PREFIX
+from services.gateway.resuming import attach, seen_by
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.structured import check_options
 from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
+from shared.messages.kept import KeptCall
 from shared.telemetry import current_traceparent
 
 logger = logging.getLogger(__name__)
@@ -91,10 +95,38 @@ async def _generate(
     key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, decoder, context.bodies)
     keep_alive_s = keep_alive_of(request)
-    generation, headers = await begin(context, request, exchange, key, message)
+    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+    record = await context.kept.claimed(wish)
+    if record is None:
+        try:
+            generation, headers = await begin(context, request, exchange, key, message, wish)
+        except AlreadyKept as kept:
+            record = kept.record
+        else:
+            return await answer(exchange, generation, headers, keep_alive_s)
+    return await answer_again(context, request, exchange, key, record, keep_alive_s)
+
+
+async def answer_again(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    record: KeptCall,
+    keep_alive_s: float | None,
+) -> Response:
+    """The rest of a chat's or completion's answer that another connection began, or the whole where it has no events."""
+    generation, _, headers = await attach(context, request, exchange, key, record, seen_by)
+    return await answer(exchange, generation, headers, keep_alive_s)
+
+
+async def answer(
+    exchange: Exchange, generation: Generation, headers: dict[str, str], keep_alive_s: float | None
+) -> Response:
     call, options, tokenizer = exchange.call, generation.options, generation.tokenizer
     if options.is_stream:
-        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
+        seen = generation.seen or [Seen()] * len(generation.choices) if STREAM_HEADER in headers else None
+        writer = ChunkWriter(call.operation, call.call_id, call.created_s, call.shown_model, options, tokenizer, seen)
         first = await first_deltas(exchange, generation, keep_alive_s)
         return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
     collector = Collector(len(generation.choices))
@@ -111,9 +143,14 @@ async def begin(
     exchange: Exchange,
     key: Key,
     message: ChatRequest | CompletionRequest,
+    wish: Wish | None,
+    opened: Callable[[Options], tuple[ResponseObject, tuple[InputItem, ...]]] | None = None,
 ) -> tuple[Generation, dict[str, str]]:
-    """Checks, tokenises and places what was asked; also the answer's headers."""
+    """Checks, tokenises and places what was asked; also the answer's headers. `wish`: how it is kept. `opened`: of a call of
+    the Responses API. Raises `AlreadyKept`."""
     settings, call = context.settings, exchange.call
+    if wish is not None:
+        call.call_id = context.kept.new_id(ID_PREFIXES[call.operation] if opened is None else RESPONSE_PREFIX)
     call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
     message.model = call.routed.model
     spec = context.catalog.spec(message.model)
@@ -139,9 +176,21 @@ async def begin(
     key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
     context.timelines.name(call.call_id, request.state.request_id)
-    generation = call.plan(message, options, prompts, tokenizer, key.tenant, key.charge_output)
+    is_stepwise = wish is not None and opened is not None
+    generation = call.plan(message, options, prompts, tokenizer, key.tenant, key.charge_output, is_stepwise=is_stepwise)
+    if wish is not None:
+        call.kept = await context.kept.keep(
+            wish, call.record(Plan(options, prompts, *(opened(options) if opened else ())))
+        )
     with context.telemetry.tracer.start_as_current_span("place"):
-        await exchange.unless_gone(generation.start())
+        try:
+            await exchange.unless_gone(generation.start())
+        except BaseException:
+            if call.kept is not None:
+                await call.kept.discard()
+            raise
+    if call.kept is not None:
+        call.kept.hold(generation)
     context.mirrors.send(call, message, options)
 
     headers = {**exchange.rate_limits(), **call.headers()}
@@ -169,9 +218,9 @@ async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: fl
     """Those that a stream begins with; none after `timeout_s` of silence. They decide about the status: until they come, a
     failure is still an HTTP error."""
     with contextlib.suppress(TimeoutError):
-        while not (first := await exchange.next_deltas(generation, timeout_s)):
-            pass
-        return first
+        while not generation.is_done:
+            if first := await exchange.next_deltas(generation, timeout_s):
+                return first
     return []
 
 

@@ -142,7 +142,7 @@ def test_the_template_says_which_format() -> None:
     assert format_of("[TOOL_CALLS] [ARGS]").name == "mistral-named"
     assert format_of("<tool_call><function=x>").name == format_of("{{ messages }}").name == "json"
     assert format_of("{{ messages }}", "hermes").name == "hermes"
-    assert len(FORMATS["mistral"].new_id()) == 9
+    assert len(FORMATS["mistral"].new_id("chatcmpl-1-0/0")) == 9
 
 
 def test_a_template_without_tools_tells_of_them_in_words() -> None:

@@ -1,24 +1,28 @@
-"""The Responses API: create, retrieve, delete."""
+"""The Responses API: create, retrieve, delete; and the resuming of answers of whichever API."""
 
 from __future__ import annotations
 
-import time
 import uuid
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway import answering
+from services.gateway.admission import Key
 from services.gateway.answering import answered, begin, first_deltas, keep_alive_of
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError
 from services.gateway.exchange import EventStream, Exchange
+from services.gateway.generation import Generation
+from services.gateway.kept_calls import AlreadyKept, Wish
 from services.gateway.other_routes import json_response
 from services.gateway.parsing import Options
 from services.gateway.responses.conversion import chat_request, items_of, renamed
 from services.gateway.responses.messages import (
     DeletedResponse,
+    InputItem,
     ResponseObject,
     ResponseRequest,
     TextFormat,
@@ -26,6 +30,8 @@ from services.gateway.responses.messages import (
 )
 from services.gateway.responses.store import ID_PREFIX
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
+from services.gateway.resuming import attach, num_events_seen
+from shared.messages.kept import KeptCall
 
 _REQUEST = msgspec.json.Decoder(ResponseRequest)
 
@@ -44,18 +50,65 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     if message.previous_response_id is not None:
         items = await context.responses.conversation(message.previous_response_id, key.tenant) + items
     keep_alive_s = keep_alive_of(request)
-    try:
-        generation, headers = await begin(context, request, exchange, key, chat_request(message, items))
-    except ApiError as error:
-        raise renamed(error) from None
-    response = _opened(message, exchange, generation.options)
+    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+    record = await context.kept.claimed(wish)
+    if record is None:
+        if wish is None and message.stream and message.store is not False and context.settings.resume_s:
+            # Whoever may read it by its id may read its events so, too.
+            wish = Wish(is_asked=False)
+
+        def opened(options: Options) -> tuple[ResponseObject, tuple[InputItem, ...]]:
+            return _opened(message, exchange, options), tuple(items)
+
+        try:
+            generation, headers = await begin(
+                context, request, exchange, key, chat_request(message, items), wish, opened
+            )
+        except ApiError as error:
+            raise renamed(error) from None
+        except AlreadyKept as kept:
+            record = kept.record
+        else:
+            response = _opened(message, exchange, generation.options)
+            return await _answer(context, exchange, generation, headers, response, items, keep_alive_s)
+    return await answer_again(context, request, exchange, key, record, keep_alive_s)
+
+
+async def answer_again(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    record: KeptCall,
+    keep_alive_s: float | None,
+) -> Response:
+    """The rest of a response that another connection began, or the whole where it is no stream."""
+    num_seen = num_events_seen(request)
+    generation, plan, headers = await attach(context, request, exchange, key, record, lambda request, plan: ())
+    assert plan.response is not None
+    items = list(plan.items)
+    return await _answer(context, exchange, generation, headers, plan.response, items, keep_alive_s, num_seen)
+
+
+async def _answer(
+    context: GatewayContext,
+    exchange: Exchange,
+    generation: Generation,
+    headers: dict[str, str],
+    response: ResponseObject,
+    items: list[InputItem],
+    keep_alive_s: float | None,
+    num_seen: int = 0,
+) -> Response:
+    """`items`: the conversation up to the answer. `num_seen`: events that the client has."""
     builder = ResponseBuilder(response, generation.tokenizer, generation.options.num_top_logprobs)
+    tenant = exchange.call.tenant
 
     async def keep(response: ResponseObject) -> None:
-        await context.responses.keep(response, key.tenant, items)
+        await context.responses.keep(response, tenant, items)
 
     if generation.options.is_stream:
-        writer = ResponseWriter(builder, keep)
+        writer = ResponseWriter(builder, keep, num_seen)
         first = await first_deltas(exchange, generation, keep_alive_s)
         return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
     while not generation.is_done:
@@ -70,7 +123,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
 def _opened(message: ResponseRequest, exchange: Exchange, options: Options) -> ResponseObject:
     return ResponseObject(
         id=exchange.call.call_id,
-        created_at=int(time.time()),
+        created_at=exchange.call.created_s,
         status="in_progress",
         instructions=message.instructions,
         max_output_tokens=message.max_output_tokens,
@@ -92,9 +145,29 @@ def _opened(message: ResponseRequest, exchange: Exchange, options: Options) -> R
 
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
+    """As it is stored; with `stream=true` its events, `starting_after` one that the client has, while they are kept."""
+    if request.query_params.get("stream") == "true":
+        return await resume_stream(context, request, request.path_params["response_id"])
     tenant = context.admission.authenticate(request.headers).tenant
     stored = await context.responses.get(request.path_params["response_id"], tenant)
     return Response(stored.body, media_type="application/json")
+
+
+async def get_stream(context: GatewayContext, request: Request) -> Response:
+    """The rest of an answer that another connection began, of whichever API."""
+    return await resume_stream(context, request, request.path_params["stream_id"])
+
+
+async def resume_stream(context: GatewayContext, request: Request, call_id: str) -> Response:
+    exchange = Exchange(context, request, "chat")
+    return await answered(exchange, _resume(context, request, exchange, call_id))
+
+
+async def _resume(context: GatewayContext, request: Request, exchange: Exchange, call_id: str) -> Response:
+    key = exchange.key = context.admission.authenticate(request.headers)
+    record = await context.kept.find(call_id, key.tenant)
+    again = answer_again if call_id.startswith(ID_PREFIX) else answering.answer_again
+    return await again(context, request, exchange, key, record, keep_alive_of(request))
 
 
 async def delete_response(context: GatewayContext, request: Request) -> Response:

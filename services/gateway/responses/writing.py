@@ -7,7 +7,7 @@ the next `sequence_number`.
 from __future__ import annotations
 
 import copy
-import uuid
+import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -71,7 +71,7 @@ class ResponseBuilder:
         if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
             events += self._close("completed")
             item = OutputItem(
-                id=f"fc_{uuid.uuid4().hex}",
+                id=self._new_id("fc_"),
                 type="function_call",
                 status="in_progress",
                 call_id=chunk.id,
@@ -91,7 +91,7 @@ class ResponseBuilder:
         if not self._is_in_message:
             events += self._close("completed")
             item = OutputItem(
-                id=f"msg_{uuid.uuid4().hex}", type="message", status="in_progress", role="assistant", content=[]
+                id=self._new_id("msg_"), type="message", status="in_progress", role="assistant", content=[]
             )
             events.append(self._open(item))
             part = {"item_id": item.id, "content_index": 0, "part": OutputText()}
@@ -106,6 +106,11 @@ class ResponseBuilder:
         fields = {"item_id": item.id, "content_index": 0, "delta": text, "logprobs": logprobs}
         events.append(("response.output_text.delta", {**self._place, **fields}))
         return events
+
+    def _new_id(self, prefix: str) -> str:
+        """Of the next item: whoever makes the response again makes the same."""
+        seed = f"{self.response.id}/{len(self.response.output)}"
+        return prefix + hashlib.sha256(seed.encode()).hexdigest()[:32]
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -155,8 +160,11 @@ class ResponseBuilder:
 class ResponseWriter:
     """The events of a stream; as `answers.ChunkWriter`."""
 
-    def __init__(self, builder: ResponseBuilder, keep: Callable[[ResponseObject], Awaitable[None]]) -> None:
-        """`keep` stores a whole response."""
+    def __init__(
+        self, builder: ResponseBuilder, keep: Callable[[ResponseObject], Awaitable[None]], num_seen: int = 0
+    ) -> None:
+        """`keep` stores a whole response. `num_seen`: events that the client has, which are left out."""
+        self._num_seen = num_seen
         self._builder = builder
         self._keep = keep
         self._num_events = 0
@@ -190,7 +198,8 @@ class ResponseWriter:
     def _encoded(self, events: list[Event]) -> bytes:
         parts = []
         for kind, fields in events:
-            data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
-            parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
+            if self._num_events >= self._num_seen:
+                data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
+                parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
             self._num_events += 1
         return b"".join(parts)

@@ -9,7 +9,9 @@ from services.gateway.tools.use import ToolUse
 
 
 class CallWatch:
-    def __init__(self, spelled: ToolFormat, use: ToolUse) -> None:
+    def __init__(self, spelled: ToolFormat, use: ToolUse, output_id: str) -> None:
+        """`output_id`: as no other output has; ids of calls are made of it."""
+        self._output_id = output_id
         self._parser = spelled.parser(use.names)
         self._new_id = spelled.new_id
         self._max_calls = None if use.is_parallel else 1
@@ -32,4 +34,5 @@ class CallWatch:
     def _chunk(self, call: CallDelta) -> ToolCallChunk:
         if not call.name:
             return ToolCallChunk(call.index, FunctionChunk(call.arguments))
-        return ToolCallChunk(call.index, FunctionChunk(call.arguments, call.name), self._new_id(), "function")
+        call_id = self._new_id(f"{self._output_id}/{call.index}")
+        return ToolCallChunk(call.index, FunctionChunk(call.arguments, call.name), call_id, "function")
