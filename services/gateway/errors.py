@@ -15,6 +15,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.nearest import nearest
 
 MODEL_FAILED = "model_failed"
+HANDED_OVER = "handed_over"
 
 
 class ApiError(Exception):
@@ -72,6 +73,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.MODEL_FAILED: (503, "service_unavailable", MODEL_FAILED),
     ErrorCode.LOADING: (503, "service_unavailable", "unavailable"),
     ErrorCode.UNAVAILABLE: (503, "service_unavailable", "unavailable"),
+    ErrorCode.HANDED_OVER: (503, "service_unavailable", HANDED_OVER),
 }
 """A passed deadline is 408, not 504: the limit is the client's own (or the operator's), not a defect of a server."""
 

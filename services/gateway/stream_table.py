@@ -146,7 +146,7 @@ class StreamTable:
     def abandon(self, stream: Stream, why: str) -> None:
         """It goes on, but not here."""
         if stream.is_open:
-            stream.failure = ErrorInfo(ErrorCode.UNAVAILABLE, why)
+            stream.failure = ErrorInfo(ErrorCode.HANDED_OVER, why)
             self._forget(stream)
             stream.on_news()
 

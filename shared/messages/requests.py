@@ -100,6 +100,8 @@ class ErrorCode(StrEnum):
     """What the request needs (a LoRA adapter) is being loaded there: ask again."""
     UNAVAILABLE = "unavailable"
     """The needed peer (scheduler, instance, NATS) cannot be reached."""
+    HANDED_OVER = "handed_over"
+    """The gateway ends, and the request goes on without it."""
     STORAGE_FULL = "storage_full"
     """NATS cannot write to its disk, which is full."""
 

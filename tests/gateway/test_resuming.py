@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import httpx
 import msgspec
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from services.gateway.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
+from services.gateway.service import GatewayService
 from services.worker.output_log import OutputLog
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
@@ -31,6 +33,7 @@ from shared.messages.requests import (
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import ScriptedPeer, until
+from tests.gateway.test_rolling_restart import Gateway
 
 TEXT = "One, two, three: 東京 and the rest"
 
@@ -41,8 +44,7 @@ class LoggingPeer(ScriptedPeer):
     def __init__(self, bus: NatsBus) -> None:
         super().__init__(bus)
         self.log = OutputLog()
-        self.held: set[str] = set()
-        """Accepted, though nothing of them has come."""
+        self.num_lost = 0
         self.interval_s = 0.0
 
     def send(self, gateway_id: str, frame: TokenFrame) -> None:
@@ -61,9 +63,17 @@ class LoggingPeer(ScriptedPeer):
                 reply.entries.append(entry)
         return reply
 
+    def lose_all(self) -> None:
+        """The instance knows nothing any more of what it accepted so far."""
+        self.log = OutputLog()
+        self.num_lost = len(self.submitted)
+
     async def _run(self, instance_id: str, request: GenerationRequest) -> None:
+        number = len(self.submitted)
         tokens = self.script(request)
         for offset in range(len(request.prior) // 4, len(tokens)):
+            if number <= self.num_lost:
+                return
             finish = self.finish if offset == len(tokens) - 1 else None
             self.emit(request, offset, tokens[offset : offset + 1], finish, sender=instance_id)
             await asyncio.sleep(self.interval_s)
@@ -393,3 +403,149 @@ async def test_records_go_with_their_calls(kept: Stack) -> None:
     (record,) = (await records.entries()).values()
     assert record.value.window_s == 60 and record.value.outputs == []
     await reader.hang_up()
+
+
+NUM_STREAMS = 16
+
+
+@asynccontextmanager
+async def two_gateways(
+    bus_settings: BusSettings, checkpoint: Path, **environment: str
+) -> AsyncIterator[tuple[LoggingPeer, list[Gateway]]]:
+    bus = await NatsBus.connect(bus_settings, service="peer", service_id="peer")
+    peer = LoggingPeer(bus)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokens = tokenizer.encode(3 * TEXT, add_special_tokens=False).ids
+    peer.script, peer.finish, peer.interval_s = lambda request: tokens, FinishReason.LENGTH, 0.03
+    gateways = [Gateway(bus_settings.nats_url, f"gateway-{number}", **environment) for number in range(2)]
+    try:
+        await peer.start(ModelSpec(MODEL, str(checkpoint)))
+        await peer.add_instance("a", MODEL)
+        for gateway in gateways:
+            await gateway.start()
+        await until(lambda: all(gateway.is_ready for gateway in gateways))
+        yield peer, gateways
+    finally:
+        for gateway in gateways:
+            await gateway.close()
+        await peer.stop()
+        await bus.close()
+
+
+class Conversation:
+    """OpenAI's client at a gateway that ends, and then at another one. `texts`: what came with each event's id."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.text = ""
+        self.stream_id = ""
+        self.event_id = ""
+        self.is_over = False
+        self.error: str | None = None
+
+    async def begin(self, client: openai.AsyncOpenAI) -> None:
+        try:
+            if self.number % 2:
+                self._take(await self._ask(client, {}))
+            else:
+                self._take_response(await client.responses.create(model=MODEL, input="Hi", stream=True))
+            await self._reading
+        except httpx.TransportError:
+            pass
+        except openai.APIError as error:
+            self.error = error.code
+
+    async def _ask(self, client: openai.AsyncOpenAI, headers: dict[str, str]) -> Any:
+        return await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            stream=True,
+            extra_headers={KEY_HEADER: f"order-{self.number}", **headers},
+        )
+
+    def _take(self, stream: Any) -> None:
+        self._reading = asyncio.create_task(self._read(stream))
+
+    def _take_response(self, stream: Any) -> None:
+        self._reading = asyncio.create_task(self._read_response(stream))
+
+    async def _read(self, stream: Any) -> None:
+        async for chunk in stream:
+            self.text += chunk.choices[0].delta.content or ""
+            self.event_id = chunk.event_id
+            self.is_over = chunk.choices[0].finish_reason is not None
+
+    async def _read_response(self, stream: Any) -> None:
+        async for event in stream:
+            if event.type == "response.created":
+                self.stream_id = event.response.id
+            elif event.type == "response.output_text.delta":
+                self.text += event.delta
+            elif event.type == "error":
+                self.error = event.code
+            self.event_id = str(event.sequence_number)
+            self.is_over = event.type in ("response.completed", "response.incomplete")
+
+    async def go_on(self, client: openai.AsyncOpenAI) -> None:
+        """The same call again says where this client is."""
+        if self.number % 2:
+            self._take(await self._ask(client, {"Last-Event-ID": self.event_id}))
+        else:
+            after = int(self.event_id)
+            self._take_response(await client.responses.retrieve(self.stream_id, stream=True, starting_after=after))
+        await self._reading
+
+
+def client_of(gateway: Gateway | GatewayService) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0)
+
+
+async def test_a_killed_gateways_streams_go_on_at_another_one(nats_settings: BusSettings, checkpoint: Path) -> None:
+    async with two_gateways(nats_settings, checkpoint) as (peer, (first, second)):
+        conversations = [Conversation(number) for number in range(NUM_STREAMS)]
+        async with client_of(first) as dying, client_of(second) as living:
+            begun = asyncio.gather(*(each.begin(dying) for each in conversations))
+            await until(lambda: all(len(each.text) > 6 for each in conversations))
+            first.kill()
+            # One that is started again under the same name leaves alone what it had.
+            await first.start()
+            await begun
+            assert not any(each.is_over for each in conversations)
+            async with asyncio.timeout(30):
+                await asyncio.gather(*(each.go_on(living) for each in conversations))
+            await until(lambda: first.is_ready)
+            assert all(each.is_over for each in conversations)
+            assert [each.text for each in conversations] == [3 * TEXT] * NUM_STREAMS
+        assert len(peer.submitted) == NUM_STREAMS and peer.cancelled == []
+        metrics = (await second.client.get("/metrics")).text
+        assert f'tideway_gateway_resumed_calls_total{{outcome="elsewhere"}} {NUM_STREAMS}.0' in metrics
+        assert peer.instance_cancelled == []
+
+
+@pytest.mark.parametrize("instance_dies", [False, True])
+async def test_a_gateway_that_stops_hands_its_streams_over(
+    nats_settings: BusSettings, checkpoint: Path, instance_dies: bool
+) -> None:
+    async with AsyncExitStack() as resources:
+        stack = await resources.enter_async_context(logging_stack(nats_settings, checkpoint))
+        peer = stack.peer
+        assert isinstance(peer, LoggingPeer)
+        peer.interval_s = 0.02
+        conversations = [Conversation(number) for number in range(4)]
+        leaving = AsyncExitStack()
+        gateway = await leaving.enter_async_context(running_gateway(nats_settings, gateway_id="b", stop_grace_s=0))
+        async with client_of(gateway) as client:
+            begun = asyncio.gather(*(each.begin(client) for each in conversations))
+            await until(lambda: all(len(each.text) > 6 for each in conversations))
+            await leaving.aclose()
+            await begun
+        assert {each.error for each in conversations} == {"handed_over"}
+        if instance_dies:
+            peer.lose_all()
+        async with asyncio.timeout(20), client_of(stack.gateway) as client:
+            await asyncio.gather(*(each.go_on(client) for each in conversations))
+        assert [each.text for each in conversations] == [TEXT] * 4
+        assert peer.cancelled == [] and peer.instance_cancelled == []
+        # Placed again where all is lost, with the seed that it had.
+        requests = {(request.request_id, request.sampling.seed) for request in peer.submitted}
+        assert len(requests) == 4 and len(peer.submitted) == (8 if instance_dies else 4)

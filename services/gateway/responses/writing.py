@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.answers import on_one_line
-from services.gateway.errors import ApiError
+from services.gateway.errors import HANDED_OVER, ApiError
 from services.gateway.generation import Delta
 from services.gateway.logprobs import ShownToken, chat_logprobs
 from services.gateway.replies import ToolCallChunk, Usage
@@ -188,6 +188,11 @@ class ResponseWriter:
         return self._encoded([*self._last, (f"response.{response.status}", {"response": response})])
 
     def error(self, error: ApiError) -> bytes:
+        if error.code == HANDED_OVER:
+            # The response has not failed: its next event is another gateway's, and this one is none of its own.
+            number = max(0, self._num_events - 1)
+            told = {"code": error.code, "message": error.message, "param": None, "sequence_number": number}
+            return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **told}) + b"\n\n"
         response = self._builder.response
         response.status, response.error = "failed", ResponseFailure(error.code or "server_error", error.message)
         return self._begin() + self._encoded([("response.failed", {"response": response})])
