@@ -364,9 +364,9 @@ class Recovery:
             found = [(name, entry) for name, reply in replies if reply is not None for entry in reply.entries]
             if found:
                 return max(found, key=lambda each: each[1].epoch)
-            if not any(reply is not None and reply.moved for _, reply in replies):
+            if not any(reply is None or reply.moved for _, reply in replies):
                 return None
-            # It was on its way from one to the other.
+            # It was on its way from one to the other, or is with one that is slow to answer.
             await asyncio.sleep(FAREWELL_S)
         return None
 
