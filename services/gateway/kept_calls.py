@@ -413,6 +413,10 @@ class KeptCalls:
         except BusError as error:
             logger.warning("%s is not removed, and expires: %s", kept.record.call_id, error)
 
+    async def remove(self, call_id: str) -> None:
+        """Its owner wants it gone; where it runs it runs on."""
+        await self._records.purge(call_id)
+
     def let_go(self, kept: Kept) -> None:
         if self._here.get(kept.record.call_id) is kept:
             del self._here[kept.record.call_id]

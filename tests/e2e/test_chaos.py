@@ -1,5 +1,5 @@
-"""kill -9 of a worker instance, the scheduler, NATS or a gateway while streams run: every stream ends with exactly the tokens
-of the undisturbed run."""
+"""kill -9 of a worker instance, the scheduler, NATS or a gateway while streams run: every stream ends with exactly the
+tokens of the undisturbed run."""
 
 from __future__ import annotations
 

@@ -31,10 +31,12 @@ from shared.messages.requests import (
     TokenFrame,
 )
 from shared.settings import BusSettings
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import ScriptedPeer, until
 from tests.gateway.test_rolling_restart import Gateway
 from tests.gateway.test_rolling_restart import until as until_started
+from tests.gateway.test_tools import MAX_LEN, TEMPLATE, TOOLS
 
 TEXT = "One, two, three: 東京 and the rest"
 
@@ -345,6 +347,9 @@ async def test_a_response_goes_on_by_its_id(kept: Stack) -> None:
         for after in (0, 1, 2, 7, len(whole) - 2):
             resumed = await client.responses.retrieve(response_id, stream=True, starting_after=after)
             assert [event.model_dump() async for event in resumed] == [e.model_dump() for e in whole[after + 1 :]]
+        await client.responses.delete(response_id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response_id, stream=True)
         kept.peer.automatic = False
         begun = asyncio.create_task(
             client.responses.create(model=MODEL, input="Hi", stream=True, extra_headers={WINDOW_HEADER: "30"})
@@ -551,3 +556,47 @@ async def test_a_gateway_that_stops_hands_its_streams_over(
         # Placed again where all is lost, with the seed that it had.
         requests = {(request.request_id, request.sampling.seed) for request in peer.submitted}
         assert len(requests) == 4 and len(peer.submitted) == (8 if instance_dies else 4)
+
+
+@pytest.mark.parametrize("spelled", ["hermes", "mistral", "llama3"])
+async def test_calls_of_tools_are_resumed_within_their_arguments(
+    nats_settings: BusSettings, tmp_path: Path, spelled: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "tools", byte_level_tokenizer(), TEMPLATE, MAX_LEN)
+    call = '{"name": "weather", "arguments": {"city": "東京", "days": 2}}'
+    text = {
+        "hermes": f"Let me see.\n<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{call}\n</tool_call>",
+        "mistral": f"[TOOL_CALLS][{call}, {call}]",
+        "llama3": call.replace('"arguments"', '"parameters"'),
+    }[spelled]
+    specs = [ModelSpec(MODEL, str(folder), tool_format=spelled)]
+    async with running_stack(nats_settings, specs, peer_type=LoggingPeer) as stack:
+        stack.say(text)
+        await stack.peer.add_instance("a", MODEL, max_model_len=MAX_LEN)
+        body = chat(tools=TOOLS, max_tokens=300)
+        answer = await stack.client.post("/v1/chat/completions", json=body, headers={KEY_HEADER: "k"})
+        whole = events_of(answer.text)
+        expected = message_of(whole)
+        assert len(expected[1]) == (1 if spelled == "llama3" else 2) and expected[1][0][1] == "weather"
+        await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
+        url = f"/v1/streams/{answer.headers[STREAM_HEADER]}"
+        ids = sorted({event.id for event in whole if event.id}, key=lambda text: int(text.rstrip("e")))
+        for last in ids[:: max(1, len(ids) // 12)]:
+            number = max(n for n, event in enumerate(whole) if event.id == last)
+            rest = events_of((await stack.client.get(url, headers={"last-event-id": last})).text)
+            assert message_of(whole[: number + 1] + rest) == expected
+
+
+def message_of(events: list[Event]) -> tuple[str, list[list[str]], list[str]]:
+    """Content; id, name and arguments of each call; reasons to finish."""
+    content, calls, reasons = "", [], []
+    for event in events:
+        for choice in [] if event.data == "[DONE]" else event.data["choices"]:
+            content += choice["delta"].get("content") or ""
+            for chunk in choice["delta"].get("tool_calls", ()):
+                if "id" in chunk:
+                    calls.append([chunk["id"], chunk["function"]["name"], ""])
+                calls[chunk["index"]][2] += chunk["function"]["arguments"]
+            if choice["finish_reason"]:
+                reasons.append(choice["finish_reason"])
+    return content, calls, reasons

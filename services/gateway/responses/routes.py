@@ -174,4 +174,5 @@ async def delete_response(context: GatewayContext, request: Request) -> Response
     tenant = context.admission.authenticate(request.headers).tenant
     response_id = request.path_params["response_id"]
     await context.responses.delete(response_id, tenant)
+    await context.kept.remove(response_id)
     return json_response(DeletedResponse(response_id, "response", True))
