@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 RECORD_MAX_BYTES = 256 << 20
 ADAPTER_MEMORY_BYTES = 512 << 20
+RESUME_S = 60.0
 
 SubjectPart = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]*$")]
 """An id that becomes part of a subject."""
@@ -120,6 +121,10 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     """Of all files of one API key, results of batches among them; beyond it no more are uploaded. 0: no bound."""
     max_responses_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 256 << 20
     """Of the answers of the Responses API that NATS keeps for a day; in a full store the oldest go."""
+    resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = RESUME_S
+    """After its end, or without anybody who reads it, a call that may be resumed is there for so long; 0: none may be."""
+    max_resume_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 128 << 20
+    """Of the records of such calls on NATS, prompts and answers among them; in a full store the oldest go."""
     max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
     batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
     """Of one batch and model."""
@@ -324,6 +329,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """So many of the last tokens must have stood before."""
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4
     """Up to so many are compared where there are several such places."""
+    resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = RESUME_S
+    """For so long, and a minute at least, an instance keeps the output of a request that has ended."""
     max_adapters: Annotated[int, msgspec.Meta(ge=1)] = 32
     """LoRA adapters that are loaded at once, of all models; the least recently used go."""
     adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES

@@ -42,6 +42,15 @@ class Outcome(Enum):
     """Its owner does not continue the request: it must be placed again."""
 
 
+def gives_up(entry: TokenEntry) -> bool:
+    """Whether the sender does not continue the request though it is not over. A stream that a gateway cancels is closed
+    there at the same moment, so a cancel that it sees was meant for an earlier owner."""
+    reason = entry.finish_reason
+    return reason is FinishReason.CANCELLED or (
+        reason is FinishReason.ERROR and entry.error is not None and entry.error.code in PLACE_AGAIN_CODES
+    )
+
+
 class StreamState:
     """Tokens are the output only, in order; `logprobs` runs beside them where the request asked for it, else is empty."""
 
@@ -113,12 +122,7 @@ class StreamState:
             else:
                 return Outcome.STALE
         reason = entry.finish_reason
-        if reason is not None and (
-            reason is FinishReason.CANCELLED
-            or (reason is FinishReason.ERROR and entry.error is not None and entry.error.code in PLACE_AGAIN_CODES)
-        ):
-            # A stream that this gateway cancels is closed at the same moment, so a cancel seen here was meant for
-            # an earlier owner.
+        if gives_up(entry):
             return Outcome.GIVEN_UP
         known = len(self.tokens) - entry.offset
         if known < 0 and reason is not FinishReason.ERROR and reason is not FinishReason.DEADLINE:

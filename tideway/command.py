@@ -133,6 +133,7 @@ def up(
         ),
     ] = False,
     schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=16, help="On --port and the ports after it.")] = 1,
     nats_url: Annotated[
         str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
     ] = "",
@@ -167,6 +168,7 @@ def up(
         pipeline_parallel=pipeline_parallel,
         deterministic=deterministic,
         num_schedulers=schedulers,
+        num_gateways=gateways,
         nats_url=nats_url,
         nats_port=nats_port,
         otlp_endpoint=otlp,

@@ -53,6 +53,8 @@ class UpOptions:
     """Stages of each instance, each of `tensor_parallel` devices."""
     deterministic: bool = False
     num_schedulers: int = 1
+    num_gateways: int = 1
+    """On `port` and the ports after it."""
     nats_url: str = ""
     """A NATS server that runs already; empty: start one."""
     nats_port: int = 0
@@ -150,7 +152,19 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
                 "TIDEWAY_MODELS_FILE": str(options.data_dir.absolute() / "models.json"),
             },
         ),
-        ("gateway", "gateway", {"TIDEWAY_HOST": options.host, "TIDEWAY_PORT": str(options.port)}),
+        *(
+            (
+                "gateway" if number == 1 else f"gateway-{number}",
+                "gateway",
+                {
+                    "TIDEWAY_HOST": options.host,
+                    "TIDEWAY_PORT": str(options.port + number - 1),
+                    # One that is set is the first one's.
+                    **({} if number == 1 else {"TIDEWAY_GATEWAY_ID": ""}),
+                },
+            )
+            for number in range(1, options.num_gateways + 1)
+        ),
         (
             "worker",
             "worker",

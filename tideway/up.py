@@ -103,7 +103,8 @@ class Up:
 
     async def _run(self) -> None:
         options = self._options
-        preflight.check_port(options.host, options.port)
+        for number in range(options.num_gateways):
+            preflight.check_port(options.host, options.port + number)
         preflight.check_memory(self._free_memory_bytes())
         self._reporter.say(f"Starting Tideway; logs are in {self._data.logs}")
         starting = asyncio.create_task(self._bring_up(), name="bring up")

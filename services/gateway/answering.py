@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -20,8 +19,17 @@ from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
-from services.gateway.exchange import CLIENT_GONE_STATUS, COMMENT, ClientGone, EventStream, Exchange, KeepAlive
-from services.gateway.generation import Delta, Generation, Prompt
+from services.gateway.exchange import (
+    CLIENT_GONE_STATUS,
+    COMMENT,
+    ID_PREFIXES,
+    ClientGone,
+    EventStream,
+    Exchange,
+    KeepAlive,
+)
+from services.gateway.generation import Delta, Generation, Prompt, Seen
+from services.gateway.kept_calls import STREAM_HEADER, AlreadyKept, Plan, Wish
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
@@ -39,6 +47,9 @@ from services.gateway.parsing import (
     seconds_of,
     template_variables,
 )
+from services.gateway.responses.messages import InputItem, ResponseObject
+from services.gateway.responses.store import ID_PREFIX as RESPONSE_PREFIX
+from services.gateway.resuming import attach, seen_by
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.structured import Grammar, check_options
 from services.gateway.tokenization import ModelTokenizer
@@ -46,6 +57,7 @@ from services.gateway.tools.reasoning import Opening
 from services.gateway.tools.use import tool_use_of
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
+from shared.messages.kept import KeptCall
 from shared.telemetry import current_traceparent
 
 logger = logging.getLogger(__name__)
@@ -97,10 +109,38 @@ async def _generate(
     key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, decoder, context.bodies)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    generation, headers = await begin(context, request, exchange, key, message)
+    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+    record = await context.kept.claimed(wish)
+    if record is None:
+        try:
+            generation, headers = await begin(context, request, exchange, key, message, wish)
+        except AlreadyKept as kept:
+            record = kept.record
+        else:
+            return await answer(exchange, generation, headers, keep_alive)
+    return await answer_again(context, request, exchange, key, record, keep_alive)
+
+
+async def answer_again(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    record: KeptCall,
+    keep_alive: KeepAlive | None,
+) -> Response:
+    """The rest of a chat's or completion's answer that another connection began, or the whole where it has no events."""
+    generation, _, headers = await attach(context, request, exchange, key, record, seen_by)
+    return await answer(exchange, generation, headers, keep_alive)
+
+
+async def answer(
+    exchange: Exchange, generation: Generation, headers: dict[str, str], keep_alive: KeepAlive | None
+) -> Response:
     call, options, tokenizer = exchange.call, generation.options, generation.tokenizer
     if options.is_stream:
-        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
+        seen = generation.seen or [Seen()] * len(generation.choices) if STREAM_HEADER in headers else None
+        writer = ChunkWriter(call.operation, call.call_id, call.created_s, call.shown_model, options, tokenizer, seen)
         first = await first_deltas(exchange, generation, keep_alive)
         return EventStream(exchange, generation, writer, first, headers, keep_alive)
     collector = Collector(len(generation.choices))
@@ -117,10 +157,15 @@ async def begin(
     exchange: Exchange,
     key: Key,
     message: ChatRequest | CompletionRequest,
+    wish: Wish | None = None,
+    opened: Callable[[Options, list[Prompt]], tuple[ResponseObject, tuple[InputItem, ...]]] | None = None,
 ) -> tuple[Generation, dict[str, str]]:
-    """Checks, tokenises and places what was asked; also the answer's headers."""
+    """Checks, tokenises and places what was asked; also the answer's headers. `wish`: how it is kept. `opened`: of a call of
+    the Responses API. Raises `AlreadyKept`."""
     settings, call = context.settings, exchange.call
     call.tenant = key.tenant
+    if wish is not None:
+        call.call_id = context.kept.new_id(ID_PREFIXES[call.operation] if opened is None else RESPONSE_PREFIX)
     call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
     message.model = call.routed.model
     spec = context.catalog.spec(message.model)
@@ -150,9 +195,20 @@ async def begin(
 
     context.timelines.name(call.call_id, request.state.request_id)
     on_output = functools.partial(context.admission.charge_output, key)
-    generation = call.plan(message, options, prompts, tokenizer, key.tenant, on_output)
+    is_stepwise = wish is not None and opened is not None
+    generation = call.plan(message, options, prompts, tokenizer, key.tenant, on_output, is_stepwise=is_stepwise)
+    if wish is not None:
+        shown = () if opened is None else opened(options, prompts)
+        call.kept = await context.kept.keep(wish, call.record(Plan(options, prompts, *shown)))
     with context.telemetry.tracer.start_as_current_span("place"):
-        await exchange.unless_gone(generation.start())
+        try:
+            await exchange.unless_gone(generation.start())
+        except BaseException:
+            if call.kept is not None:
+                await call.kept.discard()
+            raise
+    if call.kept is not None:
+        call.kept.hold(generation)
     context.mirrors.send(call, message, options)
 
     headers = {**exchange.rate_limits(), **call.headers()}
@@ -181,9 +237,9 @@ async def first_deltas(exchange: Exchange, generation: Generation, keep_alive: K
     status: until they come, a failure is still an HTTP error."""
     timeout_s = None if keep_alive is None else keep_alive.interval_s
     with contextlib.suppress(TimeoutError):
-        while not (first := await exchange.next_deltas(generation, timeout_s)):
-            pass
-        return first
+        while not generation.is_done:
+            if first := await exchange.next_deltas(generation, timeout_s):
+                return first
     return []
 
 

@@ -8,14 +8,15 @@ the usage and no choices if asked for, `[DONE]`. A failure is an error object, a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
 
-from services.gateway.errors import ApiError
-from services.gateway.generation import Delta
+from services.gateway.errors import ApiError, invalid
+from services.gateway.generation import Delta, Seen
 from services.gateway.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from services.gateway.parsing import Options
 from services.gateway.replies import (
@@ -150,6 +151,25 @@ def on_one_line(encoded: bytes) -> bytes:
     return encoded
 
 
+_EVENT_ID = re.compile(r"[0-9]{1,7}e?(\.[0-9]{1,7}e?)*")
+
+
+def event_id_of(seen: Sequence[Seen]) -> str:
+    """How many tokens of each choice came with the event and before it, and an e where that is the whole choice: `12`,
+    `7.12e`."""
+    return ".".join(f"{each.num_tokens}e" if each.is_over else str(each.num_tokens) for each in seen)
+
+
+def seen_of(event_id: str, num_choices: int, param: str) -> list[Seen]:
+    """The inverse of `event_id_of`; empty: nothing was seen. Raises `ApiError` 400."""
+    if not event_id:
+        return [Seen()] * num_choices
+    parts = event_id.split(".")
+    if not _EVENT_ID.fullmatch(event_id) or len(parts) != num_choices:
+        raise invalid(param, f"'{param}' must be the id of an event of this stream, which has {num_choices} choices.")
+    return [Seen(int(part.rstrip("e")), part.endswith("e")) for part in parts]
+
+
 class ChunkWriter:
     def __init__(
         self,
@@ -159,7 +179,10 @@ class ChunkWriter:
         model: str,
         options: Options,
         tokenizer: ModelTokenizer,
+        seen: Sequence[Seen] | None = None,
     ) -> None:
+        """`seen`: how far the client has each choice; events have ids then, from which they may be resumed. None: not."""
+        self._seen = None if seen is None else list(seen)
         head = {"id": call_id, "object": _OBJECTS[operation], "created": created, "model": model}
         if options.service_tier is not None:
             head["service_tier"] = options.service_tier
@@ -180,14 +203,28 @@ class ChunkWriter:
             is_plain = not (delta.is_first or delta.tokens or delta.calls or delta.reasoning)
             if delta.finish_reason is None and is_plain:
                 if delta.text:
-                    parts += (self._before(delta.index), _ENCODE(delta.text), self._after_text, end)
+                    self._note(delta)
+                    parts += self._with_id((self._before(delta.index), _ENCODE(delta.text), self._after_text), end)
                 continue
             if self._is_chat and delta.finish_reason is not None and not (is_plain and not delta.text):
-                # Some clients take nothing from the chunk that says why a chat has ended.
-                parts += (self._head, self._choice(replace(delta, finish_reason=None)), end)
-                delta = Delta(delta.index, "", False, delta.finish_reason)
-            parts += (self._head, self._choice(delta), end)
+                # Some clients take nothing from the chunk that says why a chat has ended. Who has this one, and not the
+                # next, has a token more than there are: the end is all that it lacks.
+                self._note(replace(delta, finish_reason=None, num_tokens=delta.num_tokens + 1))
+                parts += self._with_id((self._head, self._choice(replace(delta, finish_reason=None))), end)
+                delta = Delta(delta.index, "", False, delta.finish_reason, num_tokens=delta.num_tokens)
+            self._note(delta)
+            parts += self._with_id((self._head, self._choice(delta)), end)
         return on_one_line(b"".join(parts))
+
+    def _note(self, delta: Delta) -> None:
+        if self._seen is not None:
+            self._seen[delta.index] = Seen(delta.num_tokens, delta.finish_reason is not None)
+
+    def _with_id(self, chunk: tuple[bytes, ...], end: bytes) -> tuple[bytes, ...]:
+        if self._seen is None:
+            return *chunk, end
+        event_id = event_id_of(self._seen).encode()
+        return b"id: " + event_id + b"\n", *chunk, b'],"event_id":"' + event_id + b'"', end[1:]
 
     def _before(self, index: int) -> bytes:
         if (found := self._before_text.get(index)) is None:

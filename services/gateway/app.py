@@ -35,6 +35,7 @@ from services.gateway.console import pages
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS
+from services.gateway.kept_calls import STREAM_HEADER
 from services.gateway.openapi import Route, describe
 from services.gateway.origins import Origins
 from services.gateway.replies import (
@@ -61,6 +62,7 @@ from services.gateway.responses.messages import (
     ResponseObject,
     ResponseRequest,
 )
+from services.gateway.resuming import AFTER, MAX_AFTER
 from services.gateway.schemas import (
     AddModelRequest,
     ChangePlanRequest,
@@ -102,7 +104,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Handler = Callable[[GatewayContext, Request], Awaitable[Response]]
 
-GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503)
 RESPONSE_ERRORS = (*GENERATION_ERRORS, 507)
 TOKENIZER_ERRORS = (400, 401, 404, 408, 413, 415, 429, 503)
 ADMIN_ERRORS = (401, 403, 408, 409, 429, 500, 503, 507)
@@ -110,6 +112,7 @@ PLACEMENT_ERRORS = (400, 404, 413, 415, *ADMIN_ERRORS)
 
 FILE_ERRORS = (401, 404, 408, 429, 500, 503, 507)
 BATCH_ERRORS = (400, 409, *FILE_ERRORS)
+RESUME_ERRORS = (400, 403, 410, *FILE_ERRORS)
 
 _LIMITS = {"type": "integer", "minimum": 1}
 _LIST_QUERY = (("after", {"type": "string"}), ("limit", {**_LIMITS, "maximum": batch_routes.MAX_BATCHES_LISTED}))
@@ -135,6 +138,8 @@ _REQUESTS_QUERY = (
 )
 _SLO_INTERVAL = {"type": "integer", "minimum": LEAST_SLO_INTERVAL_S, "maximum": MAX_SLO_INTERVAL_S}
 _SLO_QUERY = (("interval_s", _SLO_INTERVAL),)
+_STREAM_QUERY = ((AFTER, {"type": "string"}),)
+_RESPONSE_QUERY = (("stream", _FLAG), (AFTER, {"type": "integer", "minimum": 0, "maximum": MAX_AFTER}))
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -157,7 +162,16 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
-    Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ResponseObject, FILE_ERRORS),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}",
+        responses.get_response,
+        None,
+        ResponseObject,
+        RESUME_ERRORS,
+        query=_RESPONSE_QUERY,
+    ),
+    Route("GET", "/v1/streams/{stream_id}", responses.get_stream, None, dict, RESUME_ERRORS, query=_STREAM_QUERY),
     Route(
         "GET",
         "/v1/responses/{response_id}/input_items",
@@ -279,7 +293,7 @@ def make_app(context: GatewayContext) -> FastAPI:
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", *RATE_LIMIT_HEADERS],
+            expose_headers=["x-request-id", "retry-after", STREAM_HEADER, *RATE_LIMIT_HEADERS],
         )
     return app
 

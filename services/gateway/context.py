@@ -14,6 +14,7 @@ from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.console.state import Console
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections
+from services.gateway.kept_calls import KeptCalls
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.responses.store import Responses
 from services.gateway.routes import Routes
@@ -45,6 +46,7 @@ class GatewayContext:
     mirrors: Mirrors
     loads: ClusterLoads
     table: StreamTable
+    kept: KeptCalls
     timelines: Timelines
     files: Files
     batches: Batches

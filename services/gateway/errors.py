@@ -23,6 +23,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+HANDED_OVER = "handed_over"
 
 
 class ApiError(Exception):
@@ -86,6 +87,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.MODEL_FAILED: (503, "service_unavailable", MODEL_FAILED),
     ErrorCode.LOADING: (503, "service_unavailable", "unavailable"),
     ErrorCode.UNAVAILABLE: (503, "service_unavailable", "unavailable"),
+    ErrorCode.HANDED_OVER: (503, "service_unavailable", HANDED_OVER),
 }
 """A passed deadline is 408, not 504: the limit is the client's own (or the operator's), not a defect of a server."""
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,8 +22,9 @@ from services.gateway.admission import Key, Ticket, name_of
 from services.gateway.answers import Collector, Operation, StreamWriter
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
-from services.gateway.generation import Delta, Generation, Prompt
+from services.gateway.generation import Delta, Generation, Prompt, Seen
 from services.gateway.http_limits import AnswerBody
+from services.gateway.kept_calls import STREAM_HEADER, Kept, Plan
 from services.gateway.logprobs import prompt_logprobs
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import Options
@@ -38,6 +39,7 @@ from services.gateway.tracing import (
     structured_attributes,
 )
 from shared.bus.interface import BusError
+from shared.messages.kept import KeptCall
 from shared.messages.requests import GenerationRequest, RequestClass
 from shared.telemetry import context_of, current_traceparent
 
@@ -82,6 +84,12 @@ class Call:
         """Id of whom it is for, once it is known."""
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
+        self.created_s = int(time.time())
+        """As the answer shows it."""
+        self.kept: Kept | None = None
+        """It may be resumed."""
+        self.is_resumed = False
+        """Another connection began it: it is no new generation."""
         self.arrived_at = context.bus.now()
         self.span = span
         self.request_class = RequestClass.ONLINE
@@ -89,22 +97,28 @@ class Call:
         """None before it is understood."""
         self.generation: Generation | None = None
         self._model = "unknown"
+        self._shown_model = ""
         self.routed = Routed("unknown")
         """To whom, once its model's name was looked up."""
 
     @property
     def _class_label(self) -> str:
         """In metrics."""
-        return "mirror" if self._is_mirror else self.request_class.value
+        return "mirror" if self._is_mirror else "resumed" if self.is_resumed else self.request_class.value
 
     @property
     def shown_model(self) -> str:
         """As the client calls it."""
+        if self._shown_model:
+            return self._shown_model
         return self._model if self.routed.route is None else self.routed.route.name
 
     def headers(self) -> dict[str, str]:
-        """That say which model answers, where that is not the name that was asked for."""
-        return {} if self.routed.route is None else {MODEL_HEADER: self.routed.model}
+        """That say which model answers, where that is not the name that was asked for, and how the answer may be resumed."""
+        found = {} if self.kept is None and not self.is_resumed else {STREAM_HEADER: self.call_id}
+        if self.routed.route is not None or (self.is_resumed and self.shown_model != self.routed.model):
+            found[MODEL_HEADER] = self.routed.model
+        return found
 
     def identify(self, model: str, request: GenerationFields, options: Options) -> None:
         """The request is understood: from here on it counts under its model and class."""
@@ -122,8 +136,11 @@ class Call:
         tokenizer: ModelTokenizer,
         tenant: str,
         on_output: Callable[[int, float], None],
+        *,
+        is_stepwise: bool = False,
     ) -> Generation:
-        """What is to be generated; `Generation.start` places it. `tenant`: id of whom it is for. `on_output`: see there."""
+        """What is to be generated; `Generation.start` places it. `tenant`: id of whom it is for. `on_output`, `is_stepwise`:
+        see there."""
         assert self.metrics is not None
         self.tenant = tenant
         name, policy = name_of(tenant), self.context.admission.tenants
@@ -166,7 +183,55 @@ class Call:
             arrived_at=self.arrived_at,
             now=self.context.bus.now,
             on_output=on_output,
+            is_stepwise=is_stepwise,
         )
+        return self.generation
+
+    def record(self, plan: Plan) -> KeptCall:
+        """All that another gateway needs of the planned call; how it is to be kept is missing."""
+        assert self.generation is not None
+        return KeptCall(
+            call_id=self.call_id,
+            tenant=self.tenant,
+            operation=self.operation,
+            shown_model=self.shown_model,
+            model=self._model,
+            created_s=self.created_s,
+            arrived_s=time.time() - (self.context.bus.now() - self.arrived_at),
+            window_s=0.0,
+            expires_s=0.0,
+            template=self.generation.template,
+            plan=msgspec.msgpack.encode(plan),
+        )
+
+    def resume(self, record: KeptCall) -> None:
+        """It is the call of the record, as another connection began it."""
+        context = self.context
+        self.is_resumed = True
+        self.call_id, self.created_s, self.tenant = record.call_id, record.created_s, record.tenant
+        self.operation, self.request_class = record.operation, record.template.request_class
+        self._model, self._shown_model, self.routed = record.model, record.shown_model, Routed(record.model)
+        self.arrived_at = context.bus.now() - max(0.0, time.time() - record.arrived_s)
+        self.metrics = context.metrics.of_call(self.operation, record.model, self._class_label)
+        self.span.set_attributes({"tideway.resumed": True, "tideway.call_id": record.call_id})
+
+    async def join(self, record: KeptCall, plan: Plan, tokenizer: ModelTokenizer, seen: Sequence[Seen]) -> Generation:
+        """The answer of the record's call, from where the client has it. Raises `BusError`."""
+        assert self.metrics is not None
+        self.generation = Generation(
+            table=self.context.table,
+            template=record.template,
+            prompts=plan.prompts,
+            options=plan.options,
+            tokenizer=tokenizer,
+            metrics=self.metrics,
+            arrived_at=self.arrived_at,
+            now=self.context.bus.now,
+            on_output=lambda num_tokens, now: None,  # whoever began it is charged
+            seen=seen,
+            is_stepwise=plan.response is not None,
+        )
+        self.kept = await self.context.kept.join(record, self.generation)
         return self.generation
 
     def _count_structured(self, options: Options) -> None:
@@ -178,7 +243,7 @@ class Call:
     def body(self, answer: Collector, generation: Generation) -> bytes:
         """Of the answer in one piece."""
         options, tokenizer = generation.options, generation.tokenizer
-        created, usage = int(time.time()), generation.usage()
+        created, usage = self.created_s, generation.usage()
         prompts = [
             msgspec.UNSET
             if options.prompt_logprobs is None
@@ -199,6 +264,8 @@ class Call:
         if self.generation is not None and self.metrics is not None:
             now = self.context.bus.now()
             self.generation.close()
+            if self.kept is not None:
+                self.kept.leave()
             measure(self.metrics, self.generation, now)
             if self.span.is_recording():
                 self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
@@ -255,6 +322,13 @@ class Exchange:
         self.call.identify(model, request, options)
         self.call.span.update_name(f"{self.call.operation} {model}")
         self.context.metrics.in_flight.labels(self.call.request_class.value).inc()
+
+    def resume(self, record: KeptCall) -> None:
+        """As `Call.resume`; in place of `identify`."""
+        if self.call.metrics is None:
+            self.context.metrics.in_flight.labels(record.template.request_class.value).inc()
+        self.call.resume(record)
+        self.call.span.update_name(f"{self.call.operation} {record.model}")
 
     def rate_limits(self) -> dict[str, str]:
         """Headers that say what is left of the key's limits."""
@@ -399,7 +473,7 @@ class EventStream(Response):
         with exchange.context.telemetry.tracer.start_as_current_span("stream", parent):
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if not self._first:
+                if not self._first and not self._generation.is_done:
                     await send(self._silence())
                 await self._send_all(send)
             except ClientGone as error:

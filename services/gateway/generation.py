@@ -7,6 +7,7 @@ HTTP: the answer is written by `answers` from the `Delta`s that `advance()` give
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    TokenEntry,
     TokenLogprob,
     pack_tokens,
     unpack_logprobs,
@@ -53,6 +55,17 @@ class Delta:
     calls: Sequence[ToolCallChunk] = ()
     reasoning: str = ""
     """Before the text."""
+    num_tokens: int = 0
+    """Of the choice, up to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How far a client has a choice."""
+
+    num_tokens: int = 0
+    is_over: bool = False
+    """It has the finish_reason too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,19 @@ class Prompt:
 
 
 class Choice:
-    def __init__(self, index: int, prompt: Prompt, options: Options, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        options: Options,
+        tokenizer: ModelTokenizer,
+        *,
+        call_id: str = "",
+        seen: Seen | None = None,
+        is_stepwise: bool = False,
+    ) -> None:
+        """`call_id`: ids of tool calls are made of it. `seen`: what is not shown again. `is_stepwise`: a delta for each
+        token and one for the end, so that they are the same whenever the tokens come."""
         self.index = index
         self.prompt = prompt
         self.stream: Stream | None = None
@@ -82,11 +107,17 @@ class Choice:
         self.last_news_at: float | None = None
         self.max_itl_s = 0.0
         """The longest time between two of its news."""
+        self.listener: Callable[[], None] = lambda: None
+        """Of its stream."""
         self._is_first = True
         self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
         self._min_tokens = prompt.sampling.min_tokens
+        self._seen = seen
+        self._is_stepwise = is_stepwise
         self.num_reasoning_tokens = 0
-        self._reader = None if prompt.opening is None else _reader(prompt.opening, options, tokenizer)
+        self._reader = None
+        if prompt.opening is not None:
+            self._reader = _reader(prompt.opening, options, tokenizer, f"{call_id}/{index}")
         self._detokenizer = tokenizer.detokenizer(
             options.skips_special_tokens,
             has_calls=options.tools is not None,
@@ -102,19 +133,39 @@ class Choice:
         """What the stream has brought since the last call; None: nothing."""
         if self.finish_reason is not None:
             return None
+        if self._seen is not None:
+            seen = self._seen
+            if seen.num_tokens or seen.is_over:
+                is_short = self.stream is not None and len(self.stream.state.tokens) < seen.num_tokens
+                self._next(seen.num_tokens, may_end=seen.is_over or is_short)
+            if self.finish_reason is not None:
+                end = Delta(self.index, "", False, self.finish_reason, num_tokens=self.num_tokens)
+                return None if seen.is_over else end
+            if seen.is_over or self.num_tokens < seen.num_tokens:
+                return None
+            self._seen = None
+        limit = self.num_tokens + 1 if self._is_stepwise else None
+        return self._next(limit, may_end=True)
+
+    def _next(self, limit: int | None, *, may_end: bool) -> Delta | None:
+        """The output up to `limit` tokens (None: all that there are), and its end where `may_end`."""
         if self.stream is None:
             self.finish_reason = "length"
             return Delta(self.index, self.prompt.echo_text, True, self.finish_reason)
         state = self.stream.state
-        has_ended = state.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if self.num_tokens == len(state.tokens) and not has_ended:
+        num_here = len(state.tokens)
+        has_ended = may_end and state.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self._is_stepwise and self.num_tokens < num_here:
+            has_ended = False
+        if self.num_tokens == num_here and not has_ended:
             return None
         if not self.prompt.shows_output:
             self.finish_reason = "length"
             return Delta(self.index, self.prompt.echo_text, True, self.finish_reason, self._echoed_tokens())
         text = self.prompt.echo_text if self._is_first else ""
         echoed = self._echoed_tokens() if self._is_first else ()
-        while self.num_tokens < len(state.tokens):
+        end = num_here if limit is None else min(limit, num_here)
+        while self.num_tokens < end and self.finish_reason is None:
             token_id = state.tokens[self.num_tokens]
             # A token that ends the output is its end and not its text, even where it has one.
             piece = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
@@ -126,9 +177,7 @@ class Choice:
                 text += self._show(piece, self.num_tokens <= self._min_tokens)
             else:
                 self._read(self._reader, piece)
-            if self.finish_reason is not None:
-                break
-        if has_ended and self.finish_reason is None:
+        if has_ended and self.num_tokens == num_here and self.finish_reason is None:
             last = self._show(self._detokenizer.flush(), self._is_in_call)
             if self.finish_reason is None:
                 last += self._stops.flush()
@@ -143,7 +192,16 @@ class Choice:
         elif self._reader is not None:
             told = self._reader.take()
         tokens = (*echoed, *self._tokens_now_shown())
-        delta = Delta(self.index, told.content, self._is_first, self.finish_reason, tokens, told.calls, told.reasoning)
+        delta = Delta(
+            self.index,
+            told.content,
+            self._is_first,
+            self.finish_reason,
+            tokens,
+            told.calls,
+            told.reasoning,
+            self.num_tokens,
+        )
         self._is_first = False
         return delta
 
@@ -203,7 +261,7 @@ class Choice:
         return shown
 
 
-def _reader(opening: Opening, options: Options, tokenizer: ModelTokenizer) -> OutputReader | None:
+def _reader(opening: Opening, options: Options, tokenizer: ModelTokenizer, output_id: str) -> OutputReader | None:
     """Of an output of a chat; None: all of it is content."""
     spelled, marks = tokenizer.tool_format, tokenizer.reasoning_format
     splitter = None
@@ -211,7 +269,7 @@ def _reader(opening: Opening, options: Options, tokenizer: ModelTokenizer) -> Ou
         splitter = ReasoningSplitter(marks, is_open=opening is Opening.WITHIN)
     if splitter is None and options.tools is None and not spelled.has_reasoning:
         return None
-    return OutputReader(spelled, options.tools, splitter, shows_reasoning=options.shows_reasoning)
+    return OutputReader(spelled, options.tools, splitter, output_id, shows_reasoning=options.shows_reasoning)
 
 
 @dataclass(kw_only=True)
@@ -229,6 +287,10 @@ class Generation:
     now: Callable[[], float]
     on_output: Callable[[int, float], None]
     """Called with the number of new tokens and the time."""
+    seen: Sequence[Seen] = ()
+    """How far the client has each choice, where another answer began this one."""
+    is_stepwise: bool = False
+    """As of `Choice`."""
 
     def __post_init__(self) -> None:
         self.failure: ErrorInfo | None = None
@@ -237,9 +299,16 @@ class Generation:
         self.first_token_at: float | None = None
         n = self.options.num_choices
         self.choices = [
-            Choice(p * n + i, prompt, self.options, self.tokenizer)
-            for p, prompt in enumerate(self.prompts)
-            for i in range(n)
+            Choice(
+                index,
+                prompt,
+                self.options,
+                self.tokenizer,
+                call_id=self.template.request_id,
+                seen=self.seen[index] if self.seen else None,
+                is_stepwise=self.is_stepwise,
+            )
+            for index, prompt in enumerate(prompt for prompt in self.prompts for _ in range(n))
         ]
         self._num_unfinished = len(self.choices)
         self.listener: Callable[[], None] | None = None
@@ -268,16 +337,32 @@ class Generation:
             self.close()
             raise
 
+    async def attach(self, outputs: Sequence[TokenEntry]) -> None:
+        """In place of `start`, for a call that was placed before. `outputs`: of each choice, where all have ended."""
+        for choice in self.choices:
+            if choice.prompt.sampling.max_tokens > 0:
+                request = self._request(choice)
+                if outputs:
+                    choice.stream = Stream(request, self.arrived_at, choice.listener)
+                    choice.stream.state.accept(outputs[choice.index], None)
+                    choice.stream.is_open = False
+                else:
+                    choice.stream = await self.table.attach(request, self.arrived_at, choice.listener)
+            self._on_news(choice)
+
     async def _open(self, choice: Choice) -> None:
         if choice.prompt.sampling.max_tokens > 0:
-            request = msgspec.structs.replace(
-                self.template,
-                request_id=f"{self.template.request_id}-{choice.index}",
-                prompt=pack_tokens(choice.prompt.tokens),
-                sampling=self._sampling(choice),
-            )
-            choice.stream = await self.table.open(request, self.arrived_at, lambda: self._on_news(choice))
+            choice.stream = await self.table.open(self._request(choice), self.arrived_at, choice.listener)
         self._on_news(choice)
+
+    def _request(self, choice: Choice) -> GenerationRequest:
+        choice.listener = functools.partial(self._on_news, choice)
+        return msgspec.structs.replace(
+            self.template,
+            request_id=f"{self.template.request_id}-{choice.index}",
+            prompt=pack_tokens(choice.prompt.tokens),
+            sampling=self._sampling(choice),
+        )
 
     def _sampling(self, choice: Choice) -> SamplingParams:
         sampling = choice.prompt.sampling
@@ -310,13 +395,12 @@ class Generation:
         deltas = []
         for choice in dirty:
             choice.is_dirty = False
-            num_before = choice.num_tokens
-            delta = choice.advance()
-            if delta is not None:
+            num_before, was_over = choice.num_tokens, choice.finish_reason is not None
+            while (delta := choice.advance()) is not None:
                 deltas.append(delta)
-                self._measure(choice, choice.num_tokens - num_before, now)
-                if delta.finish_reason is not None:
-                    self._finish(choice)
+            self._measure(choice, choice.num_tokens - num_before, now)
+            if choice.finish_reason is not None and not was_over:
+                self._finish(choice)
             if choice.stream is not None and choice.finish_reason is None and choice.stream.failure is not None:
                 self.failure = choice.stream.failure
         return deltas
@@ -342,13 +426,13 @@ class Generation:
             self.metrics.max_inter_token.observe(choice.max_itl_s)
         if choice.stream is not None:
             choice.stream.is_enough = True
-            self.table.close(choice.stream)
+            self.table.leave(choice.stream, choice.listener)
 
     def close(self) -> None:
         """Cancels what has not ended. May be called twice."""
         for choice in self.choices:
             if choice.stream is not None:
-                self.table.close(choice.stream)
+                self.table.leave(choice.stream, choice.listener)
 
     @property
     def num_prompt_tokens(self) -> int:

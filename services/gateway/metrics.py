@@ -122,6 +122,16 @@ class GatewayMetrics:
         self.structured_requests = counter(
             "structured_requests", "Requests whose output follows a grammar, by what asks for it", "model", "kind"
         )
+        self.kept_calls = gauge("kept_calls", "Calls here that may be resumed and have not ended")
+        self.kept_call_ends = counter(
+            "kept_call_ends", "Such calls that ended here, by how (stored, too_large, failed, given_up)", "outcome"
+        )
+        self.resumed_calls = counter(
+            "resumed_calls",
+            "Connections that read a call that another one began, by where it was (here, elsewhere, stored) or why none "
+            "is (not_found, expired)",
+            "outcome",
+        )
         self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
         self.replacements = counter("replacements", "Requests placed again after their owner was lost", "reason")
         self.moved_streams = counter("moved_streams", "Times that a sequence was handed from instance to instance")

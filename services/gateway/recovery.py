@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
+
 from services.gateway.catalog import DRAINING, Catalog, serves
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import FINAL_CODES, NOBODY_CODES, Placer
@@ -33,8 +35,10 @@ from shared.messages.requests import (
     ReplayQuery,
     ReplayReply,
     RequestsLost,
+    StreamPosition,
     TokenEntry,
 )
+from shared.streams import gives_up
 from shared.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,7 @@ NATS_LOSS_LIMIT_S = 60.0
 ANNOUNCE_JITTER_S = 0.2
 FAREWELL_S = 0.25
 """An owner that left in order has handed its requests over; the first word of who has one now may come so much later."""
+ADOPTION_ROUNDS = 3
 MAX_CONCURRENT_RECOVERIES = 32
 MAX_FRUITLESS_LOSSES = 5
 """A request that loses its owner so often without one new token in between may be what kills them: it fails."""
@@ -88,7 +93,7 @@ class Recovery:
 
     async def start(self, gateway_id: str) -> None:
         self._subscriptions = [
-            await self._bus.subscribe(GATEWAY_LOST.at(gateway_id=gateway_id), self._on_lost),
+            await self._bus.subscribe(GATEWAY_LOST.at(gateway_id=gateway_id), self.on_lost),
             await self._bus.subscribe(INSTANCE_EXITED, self._on_exited),
             await self._bus.subscribe(SCHEDULER_ANNOUNCE, self._on_announce),
         ]
@@ -102,7 +107,7 @@ class Recovery:
 
     # -------------------------------------------------------------------------------------------- lost owners
 
-    def _on_lost(self, message: RequestsLost) -> None:
+    def on_lost(self, message: RequestsLost) -> None:
         for lost in message.requests:
             if (stream := self._table.streams.get(lost.request_id)) is not None:
                 self.lose(stream, lost.epoch, "scheduler")
@@ -310,6 +315,60 @@ class Recovery:
         reply = await self._bus.request(endpoint, query, timeout_s=REPLAY_TIMEOUT_S)
         self._table.take(instance_id, reply.entries)
         return reply
+
+    def adopt(self, stream: Stream) -> None:
+        """A stream that another gateway had: whoever makes it is found and asked for all of it; where nobody is, it is
+        placed (again)."""
+        stream.is_placing = True
+        self._tasks.start(self._adopt(stream))
+
+    async def _adopt(self, stream: Stream) -> None:
+        try:
+            found = await self._find(stream)
+        finally:
+            stream.is_placing = False
+        if not stream.is_open:
+            return
+        if found is not None:
+            instance_id, entry = found
+            is_given_up = gives_up(entry)
+            self._table.take(
+                instance_id, [msgspec.structs.replace(entry, finish_reason=None) if is_given_up else entry]
+            )
+            if is_given_up:
+                self.lose(stream, entry.epoch, "given_up")
+            elif stream.is_open and entry.tokens:
+                # Not all may have fitted into one answer.
+                self.replay(instance_id, [stream], "resumed")
+        elif stream.owner is None:
+            logger.info("%s: nobody has it; it is placed", stream.request_id)
+            stream.must_place = True
+        if stream.must_place and stream.is_open and not stream.is_placing:
+            self.place_again(stream)
+
+    async def _find(self, stream: Stream) -> tuple[str, TokenEntry] | None:
+        """The instance that has a request in the highest epoch, and all that it has of it."""
+        query = ReplayQuery([StreamPosition(stream.request_id, 0, 0)], is_of_any_epoch=True)
+
+        async def ask(instance_id: str) -> tuple[str, ReplayReply | None]:
+            try:
+                endpoint = INSTANCE_REPLAY.at(instance_id=instance_id)
+                return instance_id, await self._bus.request(endpoint, query, timeout_s=REPLAY_TIMEOUT_S)
+            except BusError as error:
+                logger.info("%s cannot be asked for %s: %s", instance_id, stream.request_id, error)
+                return instance_id, None
+
+        for _ in range(ADOPTION_ROUNDS):
+            async with self._slots:
+                replies = await asyncio.gather(*map(ask, list(self._catalog.instances)))
+            found = [(name, entry) for name, reply in replies if reply is not None for entry in reply.entries]
+            if found:
+                return max(found, key=lambda each: each[1].epoch)
+            if not any(reply is None or reply.moved for _, reply in replies):
+                return None
+            # It was on its way from one to the other, or is with one that is slow to answer.
+            await asyncio.sleep(FAREWELL_S)
+        return None
 
     async def _seek(self, stream: Stream) -> None:
         """A quiet stream that a scheduler was to place. The scheduler is asked to take it (again: without effect where

@@ -26,6 +26,7 @@ from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
+from services.gateway.kept_calls import KeptCalls
 from services.gateway.key_uses import SharedKeyUses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.mirrors import Mirrors
@@ -110,6 +111,7 @@ class GatewayService:
             mirrors=Mirrors(),
             loads=loads,
             table=table,
+            kept=KeptCalls(bus, gateway_id, table, metrics, settings),
             timelines=timelines,
             files=Files(bus),
             batches=batches,
@@ -136,6 +138,7 @@ class GatewayService:
         await context.loads.start()
         await context.timelines.start()
         await context.table.start()
+        await context.kept.start()
         await context.files.start()
         await context.batches.start()
         await context.audit.start()
@@ -170,7 +173,8 @@ class GatewayService:
 
     async def stop(self) -> None:
         """Is not ready for `leave_s`, during which it still serves all that comes; then takes no new connection, and lets
-        answers finish for `stop_grace_s`; then ends them with an error."""
+        answers finish for `stop_grace_s`; then ends them with an error. Those that are kept go on, and are resumed
+        elsewhere."""
         settings = self.context.settings
         self.context.connections.is_leaving = True
         # Others may answer the lines meanwhile.
@@ -181,6 +185,7 @@ class GatewayService:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=settings.stop_grace_s)
         await self.context.mirrors.stop()
+        await self.context.kept.stop()
         await self.context.table.stop()
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=ENDING_S)

@@ -16,8 +16,8 @@ MAX_QUIET_S = 16.0
 
 class Stream:
     def __init__(self, request: GenerationRequest, arrived_at: float, on_news: Callable[[], None]) -> None:
-        """`on_news` is called after new tokens, the end or a failure; it must not block. `request.timeout_s` counts
-        from `arrived_at` (seconds on the bus's clock), when the client's request came."""
+        """`on_news` is called after new tokens, the end or a failure, as all `listeners` are; it must not block.
+        `request.timeout_s` counts from `arrived_at` (seconds on the bus's clock), when the client's request came."""
         self.state = StreamState(request.request_id, request.sampling)
         self.failure: ErrorInfo | None = None
         """Set: the stream has ended without success."""
@@ -37,9 +37,18 @@ class Stream:
         self.quiet_s = QUIET_S
         self.num_losses = 0
         self.num_tokens_at_loss = -1
-        self.on_news = on_news
+        self.listeners = [on_news]
+        """Of whoever needs it: readers, and who keeps it for those that may come."""
+        self.is_kept = False
+        """It goes on where this gateway ends: another one may have it then."""
+        self.gateway_id = request.gateway_id
+        """Whose address its frames go to."""
         self._request = request
         self._arrived_at = arrived_at
+
+    def on_news(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
 
     @property
     def request_id(self) -> str:

@@ -1,11 +1,13 @@
 """Every open stream of this gateway: frames go in, news for clients come out.
 
-The thin service around `streams.StreamState`. It owns the subscription on this gateway's frames; what is lost on the way
-is found again by `recovery`. It knows nothing of HTTP or text.
+The thin service around `streams.StreamState`. It owns the subscriptions on this gateway's frames and, while it has streams
+that began at another one, on that one's; what is lost on the way is found again by `recovery`. It knows nothing of HTTP or
+text.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from services.gateway.catalog import Catalog
@@ -15,7 +17,7 @@ from services.gateway.recovery import Recovery
 from services.gateway.stream import Stream
 from services.gateway.timelines import Timelines
 from shared.bus.interface import Bus, Subscription
-from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_CANCEL, SCHEDULER_CANCEL
+from shared.messages.catalogue import GATEWAY_FRAMES, GATEWAY_LOST, INSTANCE_CANCEL, SCHEDULER_CANCEL
 from shared.messages.cluster import InstanceInfo
 from shared.messages.requests import (
     Cancel,
@@ -28,6 +30,11 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.streams import Outcome
+from shared.tasks import TaskSet
+
+KEPT_MARK = "kept-"
+"""In the ids of calls that may go on at another gateway: one that does not know them leaves them alone."""
+STOP_S = 5.0
 
 
 class StreamTable:
@@ -50,6 +57,10 @@ class StreamTable:
         self._timelines = timelines
         self._recovery = Recovery(bus, catalog, placer, metrics, timelines, self)
         self._subscription: Subscription | None = None
+        self._fostered: Counter[str] = Counter()
+        """Streams here that began at other gateways, by these."""
+        self._foster_subscriptions: dict[str, list[Subscription]] = {}
+        self._tasks = TaskSet()
         metrics.open_streams.set_function(lambda: len(self.streams))
 
     async def start(self) -> None:
@@ -58,9 +69,15 @@ class StreamTable:
         await self._recovery.start(self._gateway_id)
 
     async def stop(self) -> None:
-        """Open streams end with an error."""
+        """Open streams end with an error, those that are kept for this gateway only."""
         for stream in list(self.streams.values()):
-            self.fail(stream, ErrorCode.UNAVAILABLE, "The gateway is shutting down.")
+            if stream.is_kept:
+                self.abandon(
+                    stream, "The gateway is shutting down; the call goes on, and may be resumed at another one."
+                )
+            else:
+                self.fail(stream, ErrorCode.UNAVAILABLE, "The gateway is shutting down.")
+        await self._tasks.wait_all(STOP_S)
         if self._subscription is not None:
             await self._subscription.stop()
         await self._recovery.stop()
@@ -84,6 +101,54 @@ class StreamTable:
         elif stream.must_announce:
             self._recovery.announce(stream)
         return stream
+
+    async def attach(self, request: GenerationRequest, arrived_at: float, on_news: Callable[[], None]) -> Stream:
+        """The stream of a request that another reader has here, or that another gateway placed; its tokens are on their
+        way when this returns."""
+        if (known := self.streams.get(request.request_id)) is not None:
+            known.listeners.append(on_news)
+            return known
+        stream = Stream(request, arrived_at, on_news)
+        stream.heard_at = self._bus.now()
+        stream.is_placing = stream.is_kept = True
+        self.streams[stream.request_id] = stream
+        self._timelines.begin(stream, request, arrived_at)
+        try:
+            await self._foster(stream.gateway_id)
+        except BaseException:
+            self._forget(stream)
+            raise
+        self._recovery.adopt(stream)
+        return stream
+
+    async def _foster(self, gateway_id: str) -> None:
+        """Hears what is sent to the other gateway."""
+        if gateway_id == self._gateway_id:
+            return
+        self._fostered[gateway_id] += 1
+        if self._fostered[gateway_id] == 1:
+            subscriptions = self._foster_subscriptions[gateway_id] = []
+            frames, lost = GATEWAY_FRAMES.at(gateway_id=gateway_id), GATEWAY_LOST.at(gateway_id=gateway_id)
+            subscriptions.append(await self._bus.subscribe(frames, self._on_foster_frame))
+            subscriptions.append(await self._bus.subscribe(lost, self._recovery.on_lost))
+
+    def _on_foster_frame(self, frame: TokenFrame) -> None:
+        if entries := [entry for entry in frame.entries if entry.request_id in self.streams]:
+            self.take(frame.sender, entries)
+
+    def leave(self, stream: Stream, on_news: Callable[[], None]) -> None:
+        """Whoever listens with `on_news` needs no more of it; with the last of them it is closed. May be called twice."""
+        if on_news in stream.listeners:
+            stream.listeners.remove(on_news)
+        if not stream.listeners:
+            self.close(stream)
+
+    def abandon(self, stream: Stream, why: str) -> None:
+        """It goes on, but not here."""
+        if stream.is_open:
+            stream.failure = ErrorInfo(ErrorCode.HANDED_OVER, why)
+            self._forget(stream)
+            stream.on_news()
 
     def close(self, stream: Stream) -> None:
         """The client needs no more of it; where it has not ended, it is cancelled everywhere. May be called twice."""
@@ -121,7 +186,8 @@ class StreamTable:
                 stream.on_news()
                 continue
             if stream is None:
-                if entry.finish_reason is None:  # its cancel was lost, or overtaken by its dispatch
+                # Its cancel was lost, or overtaken by its dispatch; one that is kept may be another gateway's by now.
+                if entry.finish_reason is None and KEPT_MARK not in entry.request_id:
                     self._metrics.dropped_entries.labels("unknown").inc()
                     self._cancel_at(sender, entry.request_id)
                 continue
@@ -173,6 +239,17 @@ class StreamTable:
         stream.is_open = False
         self.streams.pop(stream.request_id, None)
         self._timelines.end(stream)
+        other = stream.gateway_id
+        if other in self._fostered:
+            self._fostered[other] -= 1
+            if not self._fostered[other]:
+                del self._fostered[other]
+                self._tasks.start(_stop_all(self._foster_subscriptions.pop(other)))
+
+
+async def _stop_all(subscriptions: list[Subscription]) -> None:
+    for subscription in subscriptions:
+        await subscription.stop()
 
 
 def _was_moved(earlier: int, later: int) -> bool:

@@ -58,6 +58,7 @@ from shared.messages.requests import (
     ListHeldRequests,
     ReplayQuery,
     ReplayReply,
+    StreamPosition,
     TokenEntry,
 )
 from shared.migration.incoming import Intake
@@ -124,7 +125,7 @@ class InstanceService:
         engine.memory.events.is_on = True
         self._events = InstanceEvents(bus, self._loop, self._id, are_traced=bool(settings.otlp_endpoint))
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
-        self._outputs = OutputLog()
+        self._outputs = OutputLog(settings.resume_s)
         self._reports = LoadReports(self._id, self.incarnation)
         self._changed = asyncio.Event()
         self._reported_at = float("-inf")
@@ -284,6 +285,7 @@ class InstanceService:
         refused = self._loop.apply(Submit(request))
         if refused is not None:
             raise ServiceError(refused)
+        self._outputs.place(request)
         self._reports.admitted.append(request.request_id)
         self._changed.set()
         return Accepted(request.request_id)
@@ -297,6 +299,8 @@ class InstanceService:
         room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
         for position in query.positions:
             request_id = position.request_id
+            if query.is_of_any_epoch:
+                position = self._in_known_epoch(position)
             entry = self._outputs.replay(position)
             is_new = self._outputs.epoch(request_id) != position.epoch
             if entry is None and is_new and self._loop.held_epoch(request_id) == position.epoch:
@@ -311,6 +315,11 @@ class InstanceService:
             else:
                 reply.unknown.append(request_id)
         return reply
+
+    def _in_known_epoch(self, position: StreamPosition) -> StreamPosition:
+        moved = self._migrations.handed_over(position.request_id)
+        epoch = self._migrations.known_epoch(position.request_id) if moved is None else moved.epoch
+        return msgspec.structs.replace(position, epoch=max(0, epoch))
 
     def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests(self._loop.ask(Engine.held_requests))

@@ -252,17 +252,18 @@ class InstanceMigrations(KvUsers):
     def handed_over(self, request_id: str) -> MigratedRequest | None:
         """Who took a request over from here lately, if it has not come back since."""
         moved = None if self._service is None else self._service.core.moved(request_id, self._loop.now())
-        return moved if moved is not None and moved.epoch > self._known_epoch(request_id) else None
+        return moved if moved is not None and moved.epoch > self.known_epoch(request_id) else None
 
     def owner(self, request_id: str, epoch: int) -> MigratedRequest | None:
         """Who has a request that is not here in `epoch` (any more): another, or this instance in a higher one."""
         moved = self.handed_over(request_id)
         if moved is None:
-            moved = MigratedRequest(request_id, self._intake.instance_id, self._known_epoch(request_id))
+            moved = MigratedRequest(request_id, self._intake.instance_id, self.known_epoch(request_id))
         is_here = moved.instance_id == self._intake.instance_id
         return moved if moved.epoch > epoch or (moved.epoch == epoch and not is_here) else None
 
-    def _known_epoch(self, request_id: str) -> int:
+    def known_epoch(self, request_id: str) -> int:
+        """The highest in which the request was here; -1: none is known."""
         held_epoch = self._loop.held_epoch(request_id)
         return max(self._outputs.epoch(request_id), -1 if held_epoch is None else held_epoch)
 

@@ -20,6 +20,8 @@ MAX_FRAME_ENTRIES = 512
 """Keeps a frame under the bus's message limit even with log-probabilities."""
 ENTRY_BYTES = 1024
 """At most, without log-probabilities of a prompt."""
+KEPT_S = 60.0
+"""For so long at least the output of a request that has ended is there for a gateway that missed its last frame."""
 MAX_ENDED_PROMPT_BYTES = 64 << 20
 """Of log-probabilities of prompts of requests that have ended."""
 
@@ -55,7 +57,7 @@ class _EndedRequests:
     """Each with its whole output and its end, so that a gateway that missed the last frame can ask again. Bounded in number
     and age; time is an argument."""
 
-    def __init__(self, max_requests: int = 4096, keep_s: float = 60.0) -> None:
+    def __init__(self, keep_s: float, max_requests: int = 4096) -> None:
         self._max_requests = max_requests
         self._keep_s = keep_s
         self._entries: OrderedDict[str, tuple[float, TokenEntry]] = OrderedDict()
@@ -108,9 +110,10 @@ class _Live(msgspec.Struct):
 class OutputLog:
     """Not thread-safe: the event loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_s: float = KEPT_S) -> None:
+        """`keep_s`: how long outputs of requests that have ended are kept."""
         self._live: dict[str, _Live] = {}
-        self._ended = _EndedRequests()
+        self._ended = _EndedRequests(max(KEPT_S, keep_s))
 
     def frames(self, sender: str, entries: list[TokenEntry], now: float) -> list[TokenFrame]:
         """Remembers the entries of one gateway and packs them into frames."""
@@ -124,6 +127,12 @@ class OutputLog:
                 first, num_bytes = index, 0
             num_bytes += entry_bytes
         return [*frames, TokenFrame(sender, entries[first:])] if entries else []
+
+    def place(self, request: GenerationRequest) -> None:
+        """The request was placed here. What was made of it elsewhere is replayed too, since its next gateway may know none
+        of it."""
+        if request.prior and self.epoch(request.request_id) < request.epoch:
+            self.adopt(request, num_cached_tokens=0)
 
     def adopt(self, request: GenerationRequest, num_cached_tokens: int) -> TokenEntry:
         """The request goes on here with all its output so far as `prior`. Returns the entry without tokens from which its

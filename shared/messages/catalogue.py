@@ -40,6 +40,7 @@ from shared.messages.cluster import (
     StoredCostModel,
 )
 from shared.messages.console import PoolView, ShowPool
+from shared.messages.kept import IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.migration import (
     AbortMigration,
     Commit,
@@ -147,6 +148,9 @@ GATEWAY_EVENTS = Topic(f"{_GATEWAY}.events", RequestEvents, sent_by=WORKER | SCH
 # gateway -> gateways, for timelines: each has those of its own requests
 ASK_GATEWAYS = Topic(f"{PREFIX}.gateways.ask", AskGateways, sent_by=GATEWAY, heard_by=GATEWAY)
 GATEWAY_TOLD = Topic(f"{_GATEWAY}.told", ToldByGateway, sent_by=GATEWAY, heard_by=GATEWAY)
+
+# gateway -> gateways, of a call that may be another's so far
+TAKEN_OVER = Topic(f"{PREFIX}.gateways.taken_over", TakenOver, sent_by=GATEWAY, heard_by=GATEWAY)
 
 # instance -> scheduler; node agent -> everyone
 LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY)
@@ -261,6 +265,10 @@ REQUEST_LOG = Bucket(
 
 RESPONSES = _gateways_own("tideway_responses", StoredResponse, ttl_s=86_400.0, drops_oldest=True)
 """key: response id; writer: the gateway that made it"""
+KEPT_CALLS = _gateways_own("tideway_kept_calls", KeptCall, ttl_s=7_200.0, drops_oldest=True)
+"""key: call id; writer: the gateway that has it; a call lives for a shorter time than its entry"""
+IDEMPOTENCY_KEYS = _gateways_own("tideway_idempotency_keys", IdempotencyClaim, ttl_s=7_200.0, drops_oldest=True)
+"""key: digest of whose it is and the client's key; writer: the gateway that answered first"""
 ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
 """key: `bucket_key(route's name)`; writer: gateway"""
 AUDIT = _gateways_own("tideway_audit", AdminAction)

@@ -100,6 +100,8 @@ class ErrorCode(StrEnum):
     """What the request needs (a LoRA adapter) is being loaded there: ask again."""
     UNAVAILABLE = "unavailable"
     """The needed peer (scheduler, instance, NATS) cannot be reached."""
+    HANDED_OVER = "handed_over"
+    """The gateway ends, and the request goes on without it."""
     STORAGE_FULL = "storage_full"
     """NATS cannot write to its disk, which is full."""
     NOT_FOUND = "not_found"
@@ -298,6 +300,8 @@ class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
     """A gateway that may have missed frames asks for everything from `next_offset` on."""
 
     positions: list[StreamPosition]
+    is_of_any_epoch: bool = False
+    """The gateway has not followed the requests, so that each is asked for in the highest epoch known to the instance."""
 
 
 class MigratedRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -214,7 +214,27 @@ def test_the_command_finds_the_gateway_of_its_container() -> None:
     text = (REPOSITORY / "services/gateway/Dockerfile").read_text()
     (url,) = re.findall(r"^ENV TIDEWAY_URL=(\S+)$", text, re.MULTILINE)
     assert url == f"http://127.0.0.1:{GatewaySettings().port}"
-    assert compose()["services"]["gateway"]["ports"] == ["${TIDEWAY_PUBLISH:-127.0.0.1:8000}:8000"]
+
+
+def test_clients_reach_the_gateways_through_a_proxy_that_leaves_out_those_that_are_not_ready() -> None:
+    services, port = compose()["services"], GatewaySettings().port
+    proxy, gateway = services["proxy"], services["gateway"]
+    assert proxy["ports"] == [f"${{TIDEWAY_PUBLISH:-127.0.0.1:8000}}:{port}"] and "ports" not in gateway
+    assert "networks" not in proxy, "it does not reach the bus"
+    assert proxy["read_only"] and proxy["cap_drop"] == ["ALL"]
+    config = (REPOSITORY / "deploy/haproxy/haproxy.cfg").read_text()
+    assert re.search(rf"^ *bind :{port}$", config, re.MULTILINE)
+    ((most, address),) = re.findall(r"server-template gateway 1-(\d+) (\S+)", config)
+    assert address == f"gateway:{port}" and 2 <= gateway["scale"] <= int(most)
+    ((interval_s, fall),) = re.findall(r"check inter (\d+)s fall (\d+)", config)
+    environment = environment_of(gateway)
+    leave_s, grace_s = float(environment["TIDEWAY_LEAVE_S"]), GatewaySettings().stop_grace_s
+    assert leave_s > 2 * int(interval_s) * int(fall) and "httpchk GET /ready" in config
+    assert leave_s + grace_s + 8 <= float(gateway["stop_grace_period"].removesuffix("s"))
+    (silence_s,) = re.findall(r"timeout server (\d+)s", config)
+    assert float(silence_s) >= GatewaySettings().request_timeout_s
+    # It comes from one address, with all that clients open.
+    assert environment["TIDEWAY_MAX_CLIENT_CONNECTIONS"] == str(GatewaySettings().max_connections)
 
 
 def test_what_the_images_copy_is_in_the_build_context() -> None:

@@ -114,6 +114,14 @@ class Stack:
                 cwd=REPOSITORY,
             )
 
+    def add_gateway(self, name: str) -> str:
+        """One more. Returns its URL, where it answers soon."""
+        port = free_port()
+        environment = {"TIDEWAY_GATEWAY_ID": name, "TIDEWAY_PORT": str(port), **user("gateway")}
+        self._commands[name] = (("services.gateway",), environment)
+        self.start(name)
+        return f"http://127.0.0.1:{port}"
+
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
         process = self.processes[name]
         process.send_signal(signal_number)

@@ -1,5 +1,5 @@
-"""kill -9 of a worker instance, the scheduler or NATS while 50 streams run: every stream ends with exactly the tokens of
-the undisturbed run."""
+"""kill -9 of a worker instance, the scheduler, NATS or a gateway while streams run: every stream ends with exactly the
+tokens of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.stack import Stack
@@ -17,6 +18,7 @@ from tests.e2e.streams import Stream, run_streams
 from tests.stalls import whatever_the_machine_does
 
 NUM_STREAMS = 50
+NUM_RESUMED = 16
 MAX_TOKENS = 120
 AFTER_TOKENS = 300
 STEP_S = 0.012
@@ -160,3 +162,72 @@ def leading_scheduler(system: Stack) -> str:
     thread.start()
     thread.join(20)
     return found[0]
+
+
+class Reader:
+    """One completion, over as many connections as it takes."""
+
+    def __init__(self, number: int, model: str, prompt: list[int]) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self.event_id = ""
+        self.finish_reasons: list[str] = []
+        self._key = f"resumed-{number}"
+        self._model = model
+        self._prompt = prompt
+
+    async def read(self, client: openai.AsyncOpenAI) -> None:
+        """The same call each time: the key says which answer it is of, the header what this client has of it."""
+        stream = await client.completions.create(
+            model=self._model,
+            prompt=self._prompt,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            extra_headers={"Idempotency-Key": self._key, "Last-Event-ID": self.event_id},
+        )
+        async for chunk in stream:
+            choice = chunk.choices[0]
+            self.text += choice.text
+            self.event_id = chunk.event_id  # type: ignore[attr-defined]
+            self.num_tokens = int(self.event_id.rstrip("e"))
+            if choice.finish_reason:
+                self.finish_reasons.append(choice.finish_reason)
+
+
+def test_a_killed_gateways_streams_are_read_to_their_ends_elsewhere(system: Stack, undisturbed: list[Stream]) -> None:
+    """With OpenAI's client, which gets exactly the rest."""
+    url = system.add_gateway("gateway-1")
+    system.wait_until(lambda: is_ready(url), "the second gateway")
+    expected = undisturbed[:NUM_RESUMED]
+    readers = [Reader(number, ("llama", "opt")[number % 2], stream.prompt) for number, stream in enumerate(expected)]
+
+    async def killed_under_streams() -> None:
+        async with client_of(url) as dying, client_of(system.url) as living:
+            begun = asyncio.gather(*(reader.read(dying) for reader in readers), return_exceptions=True)
+            while min(reader.num_tokens for reader in readers) < 20:
+                await asyncio.sleep(0.01)
+            system.kill("gateway-1")
+            ends = await begun
+            assert all(isinstance(end, httpx.TransportError | openai.APIError) for end in ends), ends
+            assert not any(reader.finish_reasons for reader in readers)
+            await asyncio.gather(*(reader.read(living) for reader in readers))
+
+    asyncio.run(asyncio.wait_for(killed_under_streams(), 90))
+    assert [reader.finish_reasons for reader in readers] == [["length"]] * NUM_RESUMED
+    for reader, stream in zip(readers, expected, strict=True):
+        with whatever_the_machine_does():
+            assert reader.text == stream.text
+        assert reader.event_id == f"{MAX_TOKENS}e"
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -44,6 +44,10 @@ def test_the_examples(stack: Stack, checkpoints: dict[str, str], tmp_path: Path)
     whole, stream = run(stack, "chat", "llama")
     assert whole.partition(": ")[2].rpartition(" (")[0] == stream.partition(": ")[2]
 
+    (resumed,) = run(stack, "resume", "llama")
+    connections, _, text = resumed.partition(" connections: ")
+    assert int(connections) >= 2 and stream.partition(": ")[2].strip("'\"") in text
+
     lines = run(stack, "batch", "opt")
     assert [line.split()[0] for line in lines] == [f"chapter-{number}" for number in range(20)]
 

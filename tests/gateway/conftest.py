@@ -152,12 +152,13 @@ async def running_stack(
     *,
     scheduler: bool = True,
     instance: bool = True,
+    peer_type: type[ScriptedPeer] = ScriptedPeer,
     **overrides: Any,
 ) -> AsyncIterator[Stack]:
     async with AsyncExitStack() as resources:
         peer_bus = await NatsBus.connect(bus_settings, service="peer", service_id="peer")
         resources.push_async_callback(peer_bus.close)
-        peer = ScriptedPeer(peer_bus)
+        peer = peer_type(peer_bus)
         await peer.start(*specs, scheduler=scheduler)
         resources.push_async_callback(peer.stop)
         if instance:

@@ -245,8 +245,7 @@ class ScriptedPeer:
 
             async def replay(query: ReplayQuery) -> ReplayReply:
                 self.replay_queries.append((instance_id, query))
-                unknown = ReplayReply([], [position.request_id for position in query.positions])
-                return self.replays.get(instance_id, unknown)
+                return self.replay(instance_id, query)
 
             def on_cancel(message: Cancel) -> None:
                 self.instance_cancelled.append((instance_id, message.request_id))
@@ -258,6 +257,10 @@ class ScriptedPeer:
                 await self.bus.subscribe(cancel, on_cancel),
             ]
         await self.put_instance(info)
+
+    def replay(self, instance_id: str, query: ReplayQuery) -> ReplayReply:
+        unknown = ReplayReply([], [position.request_id for position in query.positions])
+        return self.replays.get(instance_id, unknown)
 
     async def put_instance(self, info: InstanceInfo) -> None:
         self._infos[info.instance_id] = info

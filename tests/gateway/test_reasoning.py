@@ -96,7 +96,7 @@ def test_harmony() -> None:
         "<|start|>assistant<|channel|>final<|message|>Hi."
     )
     for first in range(len(text) + 1):
-        reader = OutputReader(FORMATS["harmony"], None, None)
+        reader = OutputReader(FORMATS["harmony"], None, None, "output")
         told = []
         for piece in (text[:first], text[first:]):
             reader.feed(piece)
@@ -230,7 +230,7 @@ def test_the_marks_of_reasoning_may_be_special_tokens() -> None:
 
 def test_nothing_is_looked_for_in_a_choice_of_no_tools() -> None:
     use = ToolUse(tools=(), all_tools=(), is_required=False, is_parallel=True)
-    reader = OutputReader(FORMATS["hermes"], use, ReasoningSplitter(THINK, is_open=False))
+    reader = OutputReader(FORMATS["hermes"], use, ReasoningSplitter(THINK, is_open=False), "output")
     reader.feed("<think>")
     assert reader.is_reasoning
     reader.feed("A</think>")

@@ -191,7 +191,7 @@ def test_calls_and_their_results_become_messages_of_a_chat() -> None:
 
 
 def test_what_follows_a_call_and_its_tokens_leave_it_whole() -> None:
-    response: Any = SimpleNamespace(output=[])
+    response: Any = SimpleNamespace(id="resp_1", output=[])
     tokenizer: Any = SimpleNamespace(token_text=str, token_bytes=lambda token_id: b"")
     builder = ResponseBuilder(response, tokenizer, 0)
     known = TokenLogprob(-1.0)

@@ -44,7 +44,7 @@ async def until(condition: Callable[[], object]) -> None:
 class Gateway:
     """Behind an address that stays, as a load balancer sees it."""
 
-    def __init__(self, nats_url: str, name: str) -> None:
+    def __init__(self, nats_url: str, name: str, **environment: str) -> None:
         self.port = free_port()
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
         self.is_ready = False
@@ -55,6 +55,7 @@ class Gateway:
             "TIDEWAY_GATEWAY_ID": name,
             "TIDEWAY_LEAVE_S": "3",
             "TIDEWAY_STOP_GRACE_S": "20",
+            **environment,
         }
         self._process: asyncio.subprocess.Process
         self._probing: asyncio.Task[None]
@@ -77,6 +78,11 @@ class Gateway:
         self._process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(DEADLINE_S):
             assert await self._process.wait() == 0
+        self._probing.cancel()
+        self.is_ready = False
+
+    def kill(self) -> None:
+        self._process.kill()
         self._probing.cancel()
         self.is_ready = False
 

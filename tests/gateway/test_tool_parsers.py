@@ -221,7 +221,7 @@ def test_a_chunk_has_one_entry_a_call_however_much_comes_at_once(
     tools = tuple(Tool("function", FunctionDefinition(each, None, NAMES[each])) for each in sorted(NAMES))
     for size in range(1, len(text) + 1):
         use = ToolUse(tools=tools, all_tools=tools, is_required=False, is_parallel=True)
-        reader, said, found = OutputReader(FORMATS[name], use, None), "", dict[int, list[str]]()
+        reader, said, found = OutputReader(FORMATS[name], use, None, "output"), "", dict[int, list[str]]()
         for start in range(0, len(text), size):
             reader.feed(text[start : start + size])
             told = reader.end("stop")[0] if start + size >= len(text) else reader.take()
@@ -283,7 +283,7 @@ def test_a_call_that_is_cut_off_is_no_content(name: str, text: str, content: str
 def reader_of(name: str, *, is_required: bool = False, is_parallel: bool = True) -> OutputReader:
     tools = tuple(Tool("function", FunctionDefinition(each, None, NAMES[each])) for each in sorted(NAMES))
     use = ToolUse(tools=tools, all_tools=tools, is_required=is_required, is_parallel=is_parallel)
-    return OutputReader(FORMATS[name], use, None)
+    return OutputReader(FORMATS[name], use, None, "output")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -439,7 +439,7 @@ def test_the_template_says_which_format() -> None:
     assert format_of("<tool_call><function=x>").name == "qwen3-coder"
     assert format_of("{{ messages }}").name == "json"
     assert format_of("{{ messages }}", "hermes").name == "hermes"
-    assert len(FORMATS["mistral"].new_id()) == 9
+    assert len(FORMATS["mistral"].new_id("chatcmpl-1-0/0")) == 9
 
 
 def test_a_template_without_tools_tells_of_them_in_words() -> None:

@@ -365,6 +365,8 @@ def test_the_services_get_the_time_and_the_room_that_they_need(tmp_path: Path, m
     assert specs["worker"].environment["TIDEWAY_MAX_NODE_INSTANCES"] == "6"
     assert made(tensor_parallel=2)["worker"].environment["TIDEWAY_TENSOR_PARALLEL"] == "2"
     assert all("TIDEWAY_MAX_NODE_INSTANCES" not in spec.environment for name, spec in specs.items() if name != "worker")
+    gateways = [spec for name, spec in made(num_gateways=2, port=9000).items() if name.startswith("gateway")]
+    assert [gateway.environment["TIDEWAY_PORT"] for gateway in gateways] == ["9000", "9001"]
     assert specs["worker"].stop_grace_s > InstanceSettings().drain_grace_s + STOP_MARGIN_S
     nats = tree.nats_spec("nats-server", DataFolder(tmp_path))
 

@@ -140,6 +140,20 @@ async def test_replay_gives_what_a_gateway_missed(stage):
     assert reply.unknown == ["r1", "nobody"]
 
 
+async def test_a_gateway_that_does_not_know_the_epoch_gets_all_of_a_request(stage):
+    first = request("r1", [1, 2, 3], 30)
+    whole = expected_output(first, 600)
+    sent = request("r1", [1, 2, 3], 30, epoch=64, prior=pack_tokens(whole[:5]))
+    await stage.submit(sent)
+    await stage.until(lambda: stage.end("r1"))
+    positions = [StreamPosition("r1", 0, 0), StreamPosition("nobody", 0, 0)]
+    query = ReplayQuery(positions, is_of_any_epoch=True)
+    reply = await stage.bus.request(INSTANCE_REPLAY.at(**IDS), query, timeout_s=5)
+    (entry,) = reply.entries
+    assert (entry.epoch, entry.offset, unpack_tokens(entry.tokens)) == (64, 0, whole)
+    assert reply.unknown == ["nobody"]
+
+
 async def test_replay_of_a_live_request(stage):
     sent = request("r1", [1, 2, 3], 500)
     await stage.submit(sent)

@@ -140,3 +140,24 @@ def test_ended_requests_keep_few_bytes_of_prompts() -> None:
         outputs.frames("here", [entry], 1.0)
     kept = [i for i in range(200) if outputs.replay(StreamPosition(f"r{i}", 1, 0)) is not None]
     assert kept == list(range(200 - (64 << 20) // 380_000, 200))
+
+
+def test_what_was_made_before_a_placement_is_replayed_too(outputs: OutputLog) -> None:
+    placed = request("r", [7], 10, epoch=64, prior=pack_tokens([1, 2]))
+    outputs.place(placed)
+    emit(outputs, 64, 2, [3])
+    outputs.place(placed)  # it was sent again
+    assert replayed(outputs, 64, 0) == (0, [1, 2, 3])
+    emit(outputs, 64, 3, [4], end=True)
+    assert replayed(outputs, 64, 0) == (0, [1, 2, 3, 4])
+    outputs.place(request("new", [7], 10))
+    assert outputs.replay(StreamPosition("new", 0, 0)) is None
+
+
+def test_outputs_of_requests_that_ended_are_kept_for_as_long_as_they_may_be_resumed() -> None:
+    entry = TokenEntry(request_id="r", epoch=0, offset=0, tokens=pack_tokens([1]), finish_reason=FinishReason.STOP)
+    for keep_s, is_kept in ((0.0, False), (300.0, True)):
+        outputs = OutputLog(keep_s)
+        outputs.frames("here", [entry], now=0.0)
+        outputs.frames("here", [msgspec.structs.replace(entry, request_id="later")], now=200.0)
+        assert (replayed(outputs, 0, 0) == (0, [1])) is is_kept

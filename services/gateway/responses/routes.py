@@ -1,25 +1,28 @@
-"""The Responses API: create, retrieve, delete."""
+"""The Responses API: create, retrieve, delete; and the resuming of answers of whichever API."""
 
 from __future__ import annotations
 
-import time
 import uuid
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway import answering
+from services.gateway.admission import Key
 from services.gateway.answering import answered, begin, first_deltas, keep_alive_of, num_prompt_tokens
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid
-from services.gateway.exchange import EventStream, Exchange
-from services.gateway.generation import Generation
+from services.gateway.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.generation import Generation, Prompt
+from services.gateway.kept_calls import AlreadyKept, Wish
 from services.gateway.other_routes import json_response
-from services.gateway.parsing import whole_number_of
+from services.gateway.parsing import Options, whole_number_of
 from services.gateway.responses.conversion import chat_request, items_of, renamed, shown_items
 from services.gateway.responses.messages import (
     DeletedResponse,
+    InputItem,
     InputTokens,
     ItemList,
     ResponseObject,
@@ -30,6 +33,8 @@ from services.gateway.responses.messages import (
 from services.gateway.responses.store import ID_PREFIX
 from services.gateway.responses.tools import called_tools
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
+from services.gateway.resuming import attach, num_events_seen
+from shared.messages.kept import KeptCall
 
 DEFAULT_ITEMS_LISTED, MAX_ITEMS_LISTED = 20, 100
 
@@ -50,19 +55,67 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     if message.previous_response_id is not None:
         items = await context.responses.conversation(message.previous_response_id, key.tenant) + items
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    try:
-        generation, headers = await begin(context, request, exchange, key, chat_request(message, items))
-    except ApiError as error:
-        raise renamed(error) from None
-    response = _opened(message, exchange, generation)
-    called = called_tools(message.tools)
-    builder = ResponseBuilder(response, generation.tokenizer, generation.options.num_top_logprobs, called)
+    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+    record = await context.kept.claimed(wish)
+    if record is None:
+        if wish is None and message.stream and message.store is not False and context.settings.resume_s:
+            # Whoever may read it by its id may read its events so, too.
+            wish = Wish(is_asked=False)
+
+        def opened(options: Options, prompts: list[Prompt]) -> tuple[ResponseObject, tuple[InputItem, ...]]:
+            return _opened(message, exchange, options, prompts), tuple(items)
+
+        try:
+            generation, headers = await begin(
+                context, request, exchange, key, chat_request(message, items), wish, opened
+            )
+        except ApiError as error:
+            raise renamed(error) from None
+        except AlreadyKept as kept:
+            record = kept.record
+        else:
+            response = _opened(message, exchange, generation.options, generation.prompts)
+            return await _answer(context, exchange, generation, headers, response, items, keep_alive)
+    return await answer_again(context, request, exchange, key, record, keep_alive)
+
+
+async def answer_again(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    record: KeptCall,
+    keep_alive: KeepAlive | None,
+) -> Response:
+    """The rest of a response that another connection began, or the whole where it is no stream."""
+    num_seen = num_events_seen(request)
+    generation, plan, headers = await attach(context, request, exchange, key, record, lambda request, plan: ())
+    assert plan.response is not None
+    items = list(plan.items)
+    return await _answer(context, exchange, generation, headers, plan.response, items, keep_alive, num_seen)
+
+
+async def _answer(
+    context: GatewayContext,
+    exchange: Exchange,
+    generation: Generation,
+    headers: dict[str, str],
+    response: ResponseObject,
+    items: list[InputItem],
+    keep_alive: KeepAlive | None,
+    num_seen: int = 0,
+) -> Response:
+    """`items`: the conversation up to the answer. `num_seen`: events that the client has."""
+    builder = ResponseBuilder(
+        response, generation.tokenizer, generation.options.num_top_logprobs, called_tools(response.tools)
+    )
+    tenant = exchange.call.tenant
 
     async def keep(response: ResponseObject) -> None:
-        await context.responses.keep(response, key.tenant, items)
+        await context.responses.keep(response, tenant, items)
 
     if generation.options.is_stream:
-        writer = ResponseWriter(builder, keep)
+        writer = ResponseWriter(builder, keep, num_seen)
         first = await first_deltas(exchange, generation, keep_alive)
         return EventStream(exchange, generation, writer, first, headers, keep_alive)
     while not generation.is_done:
@@ -74,11 +127,11 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     return Response(msgspec.json.encode(response), media_type="application/json", headers=headers)
 
 
-def _opened(message: ResponseRequest, exchange: Exchange, generation: Generation) -> ResponseObject:
-    options, sampling = generation.options, generation.prompts[0].sampling
+def _opened(message: ResponseRequest, exchange: Exchange, options: Options, prompts: list[Prompt]) -> ResponseObject:
+    sampling = prompts[0].sampling
     return ResponseObject(
         id=exchange.call.call_id,
-        created_at=int(time.time()),
+        created_at=exchange.call.created_s,
         status="in_progress",
         instructions=message.instructions,
         max_output_tokens=message.max_output_tokens,
@@ -101,6 +154,9 @@ def _opened(message: ResponseRequest, exchange: Exchange, generation: Generation
 
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
+    """As it is stored; with `stream=true` its events, `starting_after` one that the client has, while they are kept."""
+    if request.query_params.get("stream") == "true":
+        return await resume_stream(context, request, request.path_params["response_id"])
     tenant = context.admission.authenticate(request.headers).tenant
     stored = await context.responses.get(request.path_params["response_id"], tenant)
     return Response(stored.body, media_type="application/json")
@@ -139,8 +195,28 @@ async def count_input_tokens(context: GatewayContext, request: Request) -> Respo
     return json_response(InputTokens("response.input_tokens", num_tokens))
 
 
+async def get_stream(context: GatewayContext, request: Request) -> Response:
+    """The rest of an answer that another connection began, of whichever API."""
+    return await resume_stream(context, request, request.path_params["stream_id"])
+
+
+async def resume_stream(context: GatewayContext, request: Request, call_id: str) -> Response:
+    exchange = Exchange(context, request, "chat")
+    return await answered(exchange, _resume(context, request, exchange, call_id))
+
+
+async def _resume(context: GatewayContext, request: Request, exchange: Exchange, call_id: str) -> Response:
+    key = exchange.key = context.admission.authenticate(request.headers)
+    record = await context.kept.find(call_id, key.tenant)
+    again = answer_again if call_id.startswith(ID_PREFIX) else answering.answer_again
+    return await again(
+        context, request, exchange, key, record, keep_alive_of(request, context.settings.stream_keep_alive_s)
+    )
+
+
 async def delete_response(context: GatewayContext, request: Request) -> Response:
     tenant = context.admission.authenticate(request.headers).tenant
     response_id = request.path_params["response_id"]
     await context.responses.delete(response_id, tenant)
+    await context.kept.remove(response_id)
     return json_response(DeletedResponse(response_id, "response", True))

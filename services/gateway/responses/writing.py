@@ -7,7 +7,7 @@ the next `sequence_number`.
 from __future__ import annotations
 
 import copy
-import uuid
+import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.answers import on_one_line
-from services.gateway.errors import ApiError
+from services.gateway.errors import HANDED_OVER, ApiError
 from services.gateway.generation import Delta
 from services.gateway.logprobs import ShownToken, chat_logprobs
 from services.gateway.replies import ToolCallChunk, Usage
@@ -92,7 +92,7 @@ class ResponseBuilder:
         called = self._called.get(name)
         is_custom = called is not None and called.kind == "custom"
         item = OutputItem(
-            id=f"{'ctc' if is_custom else 'fc'}_{uuid.uuid4().hex}",
+            id=self._new_id("ctc_" if is_custom else "fc_"),
             type="custom_tool_call" if is_custom else "function_call",
             status="in_progress",
             call_id=call_id,
@@ -112,9 +112,7 @@ class ResponseBuilder:
         self._untold.clear()
         if not (self._is_open and self.response.output[-1].type == "reasoning"):
             events += self._close("completed")
-            item = OutputItem(
-                id=f"rs_{uuid.uuid4().hex}", type="reasoning", status="in_progress", summary=[], content=[]
-            )
+            item = OutputItem(id=self._new_id("rs_"), type="reasoning", status="in_progress", summary=[], content=[])
             events.append(self._open(item))
             part = {"item_id": item.id, "content_index": 0, "part": ReasoningText()}
             events.append(("response.content_part.added", {**self._place, **part}))
@@ -131,7 +129,7 @@ class ResponseBuilder:
         if not self._is_in_message:
             events += self._close("completed")
             item = OutputItem(
-                id=f"msg_{uuid.uuid4().hex}", type="message", status="in_progress", role="assistant", content=[]
+                id=self._new_id("msg_"), type="message", status="in_progress", role="assistant", content=[]
             )
             events.append(self._open(item))
             added = {"item_id": item.id, "content_index": 0, "part": OutputText()}
@@ -148,6 +146,11 @@ class ResponseBuilder:
         fields = {"item_id": item.id, "content_index": 0, "delta": text, "logprobs": logprobs}
         events.append(("response.output_text.delta", {**self._place, **fields}))
         return events
+
+    def _new_id(self, prefix: str) -> str:
+        """Of the next item: whoever makes the response again makes the same."""
+        seed = f"{self.response.id}/{len(self.response.output)}"
+        return prefix + hashlib.sha256(seed.encode()).hexdigest()[:32]
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -204,8 +207,11 @@ class ResponseBuilder:
 class ResponseWriter:
     """The events of a stream; as `answers.ChunkWriter`."""
 
-    def __init__(self, builder: ResponseBuilder, keep: Callable[[ResponseObject], Awaitable[None]]) -> None:
-        """`keep` stores a whole response."""
+    def __init__(
+        self, builder: ResponseBuilder, keep: Callable[[ResponseObject], Awaitable[None]], num_seen: int = 0
+    ) -> None:
+        """`keep` stores a whole response. `num_seen`: events that the client has, which are left out."""
+        self._num_seen = num_seen
         self._builder = builder
         self._keep = keep
         self._num_events = 0
@@ -229,6 +235,11 @@ class ResponseWriter:
         return self._encoded([*self._last, (f"response.{response.status}", {"response": response})])
 
     def error(self, error: ApiError) -> bytes:
+        if error.code == HANDED_OVER:
+            # The response has not failed: its next event is another gateway's, and this one is none of its own.
+            number = max(0, self._num_events - 1)
+            told = {"code": error.code, "message": error.message, "param": None, "sequence_number": number}
+            return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **told}) + b"\n\n"
         response = self._builder.response
         response.status, response.error = "failed", ResponseFailure(error.code or "server_error", error.message)
         return self._begin() + self._encoded([("response.failed", {"response": response})])
@@ -239,7 +250,8 @@ class ResponseWriter:
     def _encoded(self, events: list[Event]) -> bytes:
         parts = []
         for kind, fields in events:
-            data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
-            parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
+            if self._num_events >= self._num_seen:
+                data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
+                parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
             self._num_events += 1
         return b"".join(parts)

@@ -4,9 +4,9 @@ under `tool_choice` required or a named function."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import secrets
 import string
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +25,14 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-def _long_id() -> str:
-    return "call_" + secrets.token_hex(12)
+def _long_id(seed: str) -> str:
+    return "call_" + hashlib.sha256(seed.encode()).hexdigest()[:24]
 
 
-def _nine_characters() -> str:
+def _nine_characters(seed: str) -> str:
     """Mistral's templates refuse others."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    digest = hashlib.sha256(seed.encode()).digest()
+    return "".join(_ALPHANUMERIC[byte % len(_ALPHANUMERIC)] for byte in digest[:9])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class ToolFormat:
     end: str = ""
     marks: tuple[str, ...] = ()
     """That may be special tokens; the parser sees them all the same."""
-    new_id: Callable[[], str] = _long_id
-    """Where the model gives a call none."""
+    new_id: Callable[[str], str] = _long_id
+    """Where the model gives a call none; of what it alone is known by: whoever makes the answer again makes the same."""
     keyed: KeyedMarks | None = None
     """Where arguments are not JSON; `head` and `tail` are of no account then."""
     has_reasoning: bool = False

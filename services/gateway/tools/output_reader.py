@@ -30,11 +30,13 @@ class OutputReader:
         spelled: ToolFormat,
         use: ToolUse | None,
         splitter: ReasoningSplitter | None,
+        output_id: str,
         *,
         shows_reasoning: bool = True,
     ) -> None:
         """`use`: None where the model was told of no tools; calls are content then. `splitter`: None where it is not to be
-        parted. `shows_reasoning`: it is told of, and not left out."""
+        parted. `output_id`: as no other output has; ids of calls are made of it. `shows_reasoning`: it is told of, and not
+        left out."""
         self._parser: ToolParser | None = None
         if use is not None or spelled.has_reasoning:
             self._parser = spelled.parser({} if use is None else use.schemas)
@@ -42,6 +44,7 @@ class OutputReader:
         self._splitter = splitter
         self._shows_reasoning = shows_reasoning
         self._new_id = spelled.new_id
+        self._output_id = output_id
         self._max_calls = None if use is None or use.is_parallel else 1
         self._parsed = Parsed()
         self._arguments: dict[int, str] = {}
@@ -115,9 +118,8 @@ class OutputReader:
     def _chunk(self, call: CallDelta) -> ToolCallChunk:
         if not call.name:
             return ToolCallChunk(call.index, FunctionChunk(call.arguments))
-        return ToolCallChunk(
-            call.index, FunctionChunk(call.arguments, call.name), call.id or self._new_id(), "function"
-        )
+        call_id = call.id or self._new_id(f"{self._output_id}/{call.index}")
+        return ToolCallChunk(call.index, FunctionChunk(call.arguments, call.name), call_id, "function")
 
 
 def one_per_call(deltas: Iterable[CallDelta]) -> list[CallDelta]:

@@ -1,0 +1,54 @@
+"""What gateways keep on the bus of a call that may outlive its client's connection, or its gateway."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages.requests import GenerationRequest, Seconds, TokenEntry
+
+
+class KeptCall(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A call as another gateway needs it to make the same answer."""
+
+    call_id: str
+    """As clients know it; its requests are `call_id-0`, `call_id-1`, ..."""
+    tenant: str
+    """Id of whom it is for: nobody else may have it."""
+    operation: Literal["chat", "text_completion"]
+    shown_model: str
+    """As the client calls it."""
+    model: str
+    """That answers."""
+    created_s: int
+    """Unix time that the answer shows."""
+    arrived_s: Seconds
+    """Unix time."""
+    window_s: Seconds
+    """It goes on for so long when nobody reads it; 0: it is cancelled at once."""
+    expires_s: Seconds
+    """Unix time from which it is no longer to be had."""
+    template: GenerationRequest
+    """What its requests have in common. Their frames go to the gateway named here, whoever has the call now."""
+    plan: bytes
+    """The gateway's own: prompts, and how the answer is made and shown."""
+    claim: str = ""
+    """Key in the bucket of idempotency keys; empty: the client gave none."""
+    outputs: list[TokenEntry] = []
+    """The whole output of each request, once all have ended."""
+
+
+class IdempotencyClaim(msgspec.Struct, frozen=True, array_like=True):
+    """The call that a client's idempotency key stands for."""
+
+    call_id: str
+    digest: bytes
+    """SHA-256 of the request."""
+
+
+class TakenOver(msgspec.Struct, frozen=True, array_like=True):
+    """Gateway to gateway: somebody reads this call here now."""
+
+    call_id: str
+    gateway_id: str
