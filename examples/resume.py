@@ -1,5 +1,5 @@
 """A stream that is read to its end over as many connections, and gateways, as it takes: this one hangs up by itself after
-some tokens and goes on where it was. `TIDEWAY_URL` may name several gateways, separated by commas."""
+its first chunk and goes on where it was. `TIDEWAY_URL` may name several gateways, separated by commas."""
 
 import itertools
 import os
@@ -12,9 +12,8 @@ import openai
 
 URLS = os.environ.get("TIDEWAY_URL", "http://127.0.0.1:8000").split(",")
 API_KEY = os.environ.get("TIDEWAY_API_KEY", "none")
-HANG_UP_AFTER = 10
-"""Chunks, on each of the first connections."""
 NUM_HANG_UPS = 2
+"""Connections that end after a chunk."""
 MAX_FAILURES = 10
 PAUSE_S = 0.5
 
@@ -34,11 +33,11 @@ while not is_over:
             extra_headers={"Idempotency-Key": key, "Last-Event-ID": event_id},
         )
         num_connections += 1
-        for number, chunk in enumerate(stream):
+        for chunk in stream:
             text += chunk.choices[0].delta.content or ""
             event_id = chunk.event_id
             is_over = chunk.choices[0].finish_reason is not None
-            if number == HANG_UP_AFTER and num_connections <= NUM_HANG_UPS and not is_over:
+            if is_over or num_connections <= NUM_HANG_UPS:
                 break
         stream.close()
     except (openai.APIError, httpx.TransportError) as error:
