@@ -162,6 +162,7 @@ def test_models_share_instances_and_their_requests_move() -> None:
     ), "models take turns"
 
 
+@pytest.mark.long
 def test_a_batch_gets_what_is_left_and_does_not_keep_a_run_from_ending() -> None:
     jobs = draw_jobs(Workload(mix="S-S", rate_rps=4.0, num_requests=60), A10, 1)
     alone, beside = (
@@ -236,6 +237,7 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
     assert 1.0 < cluster.mean_instances() < 1 + num_started
 
 
+@pytest.mark.long
 def test_a_fleet_short_of_time_and_not_of_memory_grows_at_once_and_does_not_swing() -> None:
     """Prompts that take 0.3 s, in pools that they hardly fill: 0.45 instances' time at first, then 2.7."""
     draw = np.random.default_rng(5)
@@ -272,6 +274,7 @@ def test_a_miss_is_called_a_miss() -> None:
     assert verdicts((2.5, 4)) == [False] * 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["balance", "drain", "models"]
