@@ -520,10 +520,19 @@ class Admission:
             raise
         return Ticket(self, key, num_sequences, request_class)
 
-    async def charge_prompt(self, key: Key, num_tokens: int, now: float) -> None:
-        """Raises `ApiError` 429 where the tokens per minute are used up, or the prompt would exceed them."""
-        if key.tokens_per_minute is not None:
-            await self.uses.claim(key, PromptTokens(key, num_tokens), now)
+    async def charge_prompt(self, key: Key, num_tokens: int, now: float) -> PromptTokens | None:
+        """What was charged; None: the key's tokens are not limited. Raises `ApiError` 429 where the tokens per minute are
+        used up, or the prompt would exceed them."""
+        if key.tokens_per_minute is None:
+            return None
+        charged = PromptTokens(key, num_tokens)
+        await self.uses.claim(key, charged, now)
+        return charged
+
+    def give_back(self, key: Key, charged: PromptTokens) -> None:
+        """Of a prompt that is not computed."""
+        charged.give_back()
+        self.uses.note(key, soon=True)
 
     def charge_output(self, key: Key, num_tokens: int, now: float) -> None:
         if key.tokens_per_minute is not None:

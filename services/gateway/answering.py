@@ -191,7 +191,7 @@ async def begin(
         message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     num_tokens = sum(len(prompt.tokens) for prompt in prompts)
-    await exchange.unless_gone(context.admission.charge_prompt(key, num_tokens, context.bus.now()))
+    charged = await exchange.unless_gone(context.admission.charge_prompt(key, num_tokens, context.bus.now()))
 
     context.timelines.name(call.call_id, request.state.request_id)
     on_output = functools.partial(context.admission.charge_output, key)
@@ -199,7 +199,12 @@ async def begin(
     generation = call.plan(message, options, prompts, tokenizer, key.tenant, on_output, is_stepwise=is_stepwise)
     if wish is not None:
         shown = () if opened is None else opened(options, prompts)
-        call.kept = await context.kept.keep(wish, call.record(Plan(options, prompts, *shown)))
+        try:
+            call.kept = await context.kept.keep(wish, call.record(Plan(options, prompts, *shown)))
+        except BaseException:
+            if charged is not None:
+                context.admission.give_back(key, charged)
+            raise
     with context.telemetry.tracer.start_as_current_span("place"):
         try:
             await exchange.unless_gone(generation.start())

@@ -34,6 +34,8 @@ from shared.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import ScriptedPeer, until
+from tests.gateway.test_reasoning import TEMPLATE as REASONING_TEMPLATE
+from tests.gateway.test_responses import CODEX_TOOLS
 from tests.gateway.test_rolling_restart import Gateway
 from tests.gateway.test_rolling_restart import until as until_started
 from tests.gateway.test_tools import MAX_LEN, TEMPLATE, TOOLS
@@ -256,6 +258,17 @@ async def test_a_key_stands_for_one_answer(kept: Stack) -> None:
         rest = [chunk async for chunk in again]
     assert "".join(c.choices[0].delta.content or "" for c in first[:4] + rest) == TEXT
     assert len(kept.peer.submitted) == 2
+
+
+async def test_requests_that_share_an_answer_use_its_tokens_once(nats_settings: BusSettings, checkpoint: Path) -> None:
+    async with logging_stack(nats_settings, checkpoint, api_keys="one::1000") as stack:
+        stack.peer.interval_s = 0.01
+        headers = {KEY_HEADER: "k", "authorization": "Bearer one"}
+        path, body = "/v1/chat/completions", chat(stream=False)
+        answers = await asyncio.gather(*(stack.client.post(path, json=body, headers=headers) for _ in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4 and len(stack.peer.submitted) == 1
+        last = await stack.client.post(path, json=body, headers=headers)
+        assert int(last.headers["x-ratelimit-remaining-tokens"]) == 1000 - last.json()["usage"]["total_tokens"]
 
 
 async def test_a_client_that_hangs_up_and_tries_again_joins_its_request(kept: Stack) -> None:
@@ -572,6 +585,7 @@ async def test_calls_of_tools_are_resumed_within_their_arguments(
     specs = [ModelSpec(MODEL, str(folder), tool_format=spelled)]
     async with running_stack(nats_settings, specs, peer_type=LoggingPeer) as stack:
         stack.say(text)
+        stack.peer.interval_s = 0.004  # so that events end within the arguments
         await stack.peer.add_instance("a", MODEL, max_model_len=MAX_LEN)
         body = chat(tools=TOOLS, max_tokens=300)
         answer = await stack.client.post("/v1/chat/completions", json=body, headers={KEY_HEADER: "k"})
@@ -581,10 +595,39 @@ async def test_calls_of_tools_are_resumed_within_their_arguments(
         await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
         url = f"/v1/streams/{answer.headers[STREAM_HEADER]}"
         ids = sorted({event.id for event in whole if event.id}, key=lambda text: int(text.rstrip("e")))
-        for last in ids[:: max(1, len(ids) // 12)]:
+        for last in ids[:: max(1, len(ids) // 24)]:
             number = max(n for n, event in enumerate(whole) if event.id == last)
             rest = events_of((await stack.client.get(url, headers={"last-event-id": last})).text)
             assert message_of(whole[: number + 1] + rest) == expected
+
+
+async def test_reasoning_and_custom_tools_of_a_response_are_resumed(nats_settings: BusSettings, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "thinks", byte_level_tokenizer(), REASONING_TEMPLATE, MAX_LEN)
+    calls = [
+        {"name": "apply_patch", "arguments": {"input": "*** Begin"}},
+        {"name": "weather", "arguments": {"city": "東京"}},
+    ]
+    text = "<think>I see.</think>" + "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    specs = [ModelSpec(MODEL, str(folder), tool_format="hermes")]
+    async with running_stack(nats_settings, specs, peer_type=LoggingPeer) as stack, stack.openai() as client:
+        stack.say(text)
+        stack.peer.interval_s = 0.004
+        await stack.peer.add_instance("a", MODEL, max_model_len=MAX_LEN)
+        stream = await client.responses.create(model=MODEL, input="Hi", stream=True, tools=CODEX_TOOLS)  # type: ignore[call-overload]
+        whole = [event async for event in stream]
+        response = whole[-1].response
+        assert [item.type for item in response.output] == ["reasoning", "custom_tool_call", "function_call"]
+        for after in range(len(whole) - 1):
+            resumed = await client.responses.retrieve(response.id, stream=True, starting_after=after)
+            assert [event.model_dump() async for event in resumed] == [e.model_dump() for e in whole[after + 1 :]]
+
+
+async def test_messages_are_not_kept(kept: Stack) -> None:
+    body = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
+    for _ in range(2):
+        answer = await kept.client.post("/v1/messages", json=body, headers={KEY_HEADER: "k", WINDOW_HEADER: "30"})
+        assert answer.status_code == 200 and STREAM_HEADER not in answer.headers
+    assert len(kept.peer.submitted) == 2
 
 
 def message_of(events: list[Event]) -> tuple[str, list[list[str]], list[str]]:
