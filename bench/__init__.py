@@ -2,5 +2,5 @@
 
 import os
 
-# As an instance does (services/worker/instance_main.py): OpenMP reads it when torch is imported.
+# As an instance does (services/worker/instance/main.py): OpenMP reads it when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

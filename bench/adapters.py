@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from bench.peers.checkpoints import SHAPES, make_checkpoint
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec

@@ -27,8 +27,8 @@ import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.reporting import machine
-from services.worker.executor import Executor
-from services.worker.profiler import step_clock
+from services.worker.executor.executor import Executor
+from services.worker.executor.profiler import step_clock
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec

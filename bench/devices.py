@@ -55,7 +55,7 @@ def gpu_names(devices: Sequence[str]) -> str:
 def kv_block(checkpoint: Path, device: torch.device, *, deterministic: bool = False) -> tuple[int, int]:
     """(bytes, tokens) of a KV block of the checkpoint's model there, without reading its weights."""
     from services.worker.attention.choice import choose_backends
-    from shared.checkpoint import describe, run_dtype
+    from shared.models.checkpoint import describe, run_dtype
 
     shape = describe(checkpoint)
     dtype = run_dtype("auto", shape.dtype, device.type)

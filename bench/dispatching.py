@@ -18,10 +18,10 @@ import msgspec
 
 from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport, ModelLoad
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Dispatch
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
-from shared.settings import SchedulerSettings
 
 MODELS = ("llama", "opt")
 PROMPT = pack_tokens(list(range(512)))

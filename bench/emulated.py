@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from services.worker import __main__ as worker
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.plan import StepPlan, StepResult
 from shared.placement.facts import SHAPES
 from shared.placement.hardware import HARDWARE, cost_model
@@ -85,8 +85,8 @@ def _wait_until(at_s: float) -> None:
 def _run_instance() -> None:
     # A device that is waited for leaves the cores to others.
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    from services.worker import executor, profiler
-    from services.worker.suspension import Safepoints
+    from services.worker.executor import executor, profiler
+    from services.worker.executor.suspension import Safepoints
 
     costs = msgspec.json.decode(Path(os.environ[STEP_TIMES]).read_bytes(), type=dict[str, CostModel])
 
@@ -121,7 +121,7 @@ def _run_instance() -> None:
 
     executor.Executor = EmulatedExecutor  # type: ignore[misc]
     profiler.step_clock = lambda executor: time.perf_counter
-    runpy.run_module("services.worker.instance_main", run_name="__main__", alter_sys=True)
+    runpy.run_module("services.worker.instance.main", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

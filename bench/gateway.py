@@ -36,8 +36,8 @@ from bench.reporting import machine, processor_s, table, write
 from shared.bus.nats_bus import NatsBus
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason, GenerationRequest, TokenEntry, TokenFrame, TokenLogprob, pack_tokens
-from shared.service import new_event_loop
-from shared.settings import BusSettings
+from shared.runtime.service import new_event_loop
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 from tests.gateway.checkpoints import write_checkpoint
 from tests.gateway.peer import ScriptedPeer

@@ -260,7 +260,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def streams(shape: str, num_streams: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     from bench.coserving.testbed import SHAPES, make_checkpoint
-    from services.worker.executor import Executor
+    from services.worker.executor.executor import Executor
     from shared.engine.calls import AddModel, OnStep, Submit
     from shared.engine.recording import Configuration
     from shared.messages.cluster import ModelSpec

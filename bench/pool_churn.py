@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 import msgspec
 import numpy as np
 
-from shared.cost_model import CostModel, shape_of
+from shared.costs.model import CostModel, shape_of
 from shared.engine.calls import AddModel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.memory.slab import KvGeometry, blocks_per_merged, choose_merged_bytes, waste

@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.rebalance.cluster import A100, Cluster, Device, System
 from bench.reporting import met
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.simulation.gateway import Job
 
 LEAST_SHARE = 0.9

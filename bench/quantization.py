@@ -12,8 +12,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from services.worker.linear import Linear
-from services.worker.quantized_linear import AnyLinear, quantized
+from services.worker.models.linear import Linear
+from services.worker.models.quantized_linear import AnyLinear, quantized
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 """[outputs, inputs] of a layer: queries, keys and values; attention's output; gate and up; down."""

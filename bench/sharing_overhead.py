@@ -25,8 +25,8 @@ import torch
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.devices import kv_block
 from bench.reporting import Target, judged, machine, table_of, write
-from services.worker.executor import Executor
-from services.worker.profiler import step_clock
+from services.worker.executor.executor import Executor
+from services.worker.executor.profiler import step_clock
 from shared.engine.memory.slab import blocks_per_merged, choose_merged_bytes
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec

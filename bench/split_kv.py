@@ -32,7 +32,7 @@ from bench.coserving.testbed import SHAPES
 from bench.reporting import machine, table_of, write
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout, Heads
-from services.worker.kv_store import KvShape, KvStore, KvViews
+from services.worker.kv.kv_store import KvShape, KvStore, KvViews
 from shared.engine.memory.slab import ALIGNMENT_BYTES
 
 SPLIT_BLOCK = 16

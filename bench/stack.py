@@ -25,16 +25,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
-from services.worker.engine_building import build_engine
-from services.worker.engine_loop import EngineLoop
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
+from services.worker.instance.building import build_engine
+from services.worker.instance.engine_loop import EngineLoop
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import StepStats
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
-from shared.settings import InstanceSettings
+from shared.runtime.settings import InstanceSettings
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Closed
 from tideway.bench.client import Target

@@ -30,15 +30,15 @@ import torch.nn.functional as F
 
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.reporting import Target, judged, machine, table, write
-from services.gateway.answers import ChunkWriter
-from services.gateway.generation import Choice, Prompt
-from services.gateway.parsing import Options
-from services.gateway.stream import Stream
-from services.gateway.tokenization import ModelTokenizer, load_tokenizer
-from services.worker.engine_building import build_engine
-from services.worker.executor import Executor
+from services.gateway.openai.parsing import Options
+from services.gateway.requests.answers import ChunkWriter
+from services.gateway.streams.generation import Choice, Prompt
+from services.gateway.streams.stream import Stream
+from services.gateway.text.tokenization import ModelTokenizer, load_tokenizer
+from services.worker.executor.executor import Executor
+from services.worker.instance.building import build_engine
+from services.worker.instance.output_log import OutputLog
 from services.worker.models.decoder import ForwardBatch
-from services.worker.output_log import OutputLog
 from shared.bus.codec import decoder, encode
 from shared.engine.calls import AddModel, Cancel, Submit
 from shared.engine.driver import Driver
@@ -53,7 +53,7 @@ from shared.messages.requests import (
     TokenFrame,
     pack_tokens,
 )
-from shared.settings import InstanceSettings
+from shared.runtime.settings import InstanceSettings
 
 POOL_BYTES = 1 << 30
 MANY_ROWS = 256

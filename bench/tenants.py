@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.rebalance.cluster import DEVICES, Cluster, Device, System
 from bench.reporting import met
-from shared.cost_model import StepShape, prompt_s
+from shared.costs.model import StepShape, prompt_s
 from shared.simulation.gateway import Job, Record
 from tideway.bench.arrivals import renewal_times
 

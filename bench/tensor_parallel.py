@@ -28,7 +28,7 @@ import torch
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.reporting import Target, judged, machine, table_of, write
 from bench.sharing_overhead import DECODES, PREFILL, Place
-from services.worker.executor import Executor, region_bytes
+from services.worker.executor.executor import Executor, region_bytes
 from services.worker.ranks.group import RankGroup, Ranks
 from services.worker.ranks.shared_memory import RankMemory
 from shared.engine.memory.slab import choose_merged_bytes

@@ -6,13 +6,13 @@ Engines, scheduler and policies are those that serve; time is virtual, and a ste
 import random
 import statistics
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
 from shared.policies.dispatch import Candidate, Candidates, DispatchKey, DispatchPolicy, DispatchView, Wanted
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
-from shared.settings import SchedulerSettings
+from shared.runtime.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 

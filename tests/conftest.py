@@ -28,7 +28,7 @@ import pytest
 import pytest_timeout
 from hypothesis import HealthCheck, settings
 
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests import fast, stalls
 from tests.small_disk import SmallDisk
 

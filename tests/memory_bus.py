@@ -31,7 +31,7 @@ from shared.messages.channels import (
     Topic,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.telemetry import current_traceparent
+from shared.runtime.telemetry import current_traceparent
 from tests.memory_storage import MemoryKeyValue, MemoryObjectStore, MemoryStore, MemoryWatch
 
 M = TypeVar("M")

@@ -14,7 +14,7 @@ import time
 from functools import partial
 
 from services.worker import __main__ as worker
-from services.worker import engine_loop
+from services.worker.instance import engine_loop
 
 STEP_S = "TIDEWAY_TEST_STEP_S"
 MODULE = "tests.paced"
@@ -34,4 +34,4 @@ if __name__ == "__main__":
         worker.main()
     else:
         engine_loop.EngineLoop = PacedLoop
-        runpy.run_module("services.worker.instance_main", run_name="__main__", alter_sys=True)
+        runpy.run_module("services.worker.instance.main", run_name="__main__", alter_sys=True)

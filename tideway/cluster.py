@@ -23,7 +23,7 @@ from shared.messages.cluster import (
     NodeInfo,
     PlacementPlan,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tideway.data_folder import OperatorError
 
 

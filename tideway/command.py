@@ -21,9 +21,9 @@ from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, 
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
 from shared.migration import recording as migration
 from shared.recording import ReplayMismatch, header_of
+from shared.runtime.service import OPERATOR_ERROR_EXIT_CODE
+from shared.runtime.settings import SettingsError
 from shared.scheduling import recording as scheduling
-from shared.service import OPERATOR_ERROR_EXIT_CODE
-from shared.settings import SettingsError
 from tideway import completion, operations, requests, routes
 from tideway import plan as plans
 from tideway.backup import backup, restore

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from shared.bus.permissions import ROLES
-from shared.files import write_whole
+from shared.runtime.files import write_whole
 
 LOCK_ATTEMPTS = 3
 LOCK_RETRY_S = 0.05

@@ -19,7 +19,7 @@ from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_streams import Streams
 from shared.bus.permissions import ROLES, declared_streams, role_of
-from shared.settings import BusSettings, load
+from shared.runtime.settings import BusSettings, load
 from tideway.data_folder import OperatorError
 
 CONNECT_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shared.messages.cluster import TOOL_FORMATS, AdapterSpec, ModelSpec
-from shared.quantization import QUANTIZATIONS
+from shared.models.quantization import QUANTIZATIONS
 from tideway.data_folder import OperatorError
 
 MINIMUM_MEMORY_BYTES = 2 * 1024**3

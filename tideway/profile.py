@@ -19,24 +19,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shared import checkpoint
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
-from shared.checkpoint import CheckpointError
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.memory import slab
 from shared.messages.cluster import AttentionFacts, InstancePlan, ModelSpec
+from shared.models import checkpoint
+from shared.models.checkpoint import CheckpointError
 from shared.placement.hardware import HARDWARE, USABLE_SHARE, Hardware
-from shared.settings import InstanceSettings, WorkerSettings, load
+from shared.runtime.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.options import DEFAULT_DATA_DIR
 from tideway.preflight import parse_models
 from tideway.tree import bus_settings
 
 if TYPE_CHECKING:
-    from services.worker.machine import Machine
-    from services.worker.profiled_steps import Extent, Work
-    from services.worker.profiler import Profile, ProfiledModel
+    from services.worker.executor.profiled_steps import Extent, Work
+    from services.worker.executor.profiler import Profile, ProfiledModel
+    from services.worker.node.machine import Machine
     from shared.placement.hardware_fit import Profiled
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ def profile(
     # Before torch is imported, as in an instance.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        from services.worker.profiled_steps import BRIEF, FULL
-        from services.worker.profiler import ProfileError
+        from services.worker.executor.profiled_steps import BRIEF, FULL
+        from services.worker.executor.profiler import ProfileError
     except ModuleNotFoundError as error:
         # The images of the other services.
         raise OperatorError(f"{error}: measure where a worker is installed, say in its container.") from None
@@ -107,7 +107,7 @@ def profile(
 
 def profiled(spec: ModelSpec, model: ProfiledModel, cost_model: CostModel) -> Profiled:
     """Blocking. Raises `CheckpointError`."""
-    from services.worker.machine import survey
+    from services.worker.node.machine import survey
     from shared.placement.hardware_fit import Profiled
 
     shape = checkpoint.describe(checkpoint.resolve(spec.source))
@@ -117,7 +117,7 @@ def profiled(spec: ModelSpec, model: ProfiledModel, cost_model: CostModel) -> Pr
 
 def this_device(base: str, num_instances: int, name: str) -> Hardware:
     """With what is not fitted: memory from this machine, the rest from the kind `base`, default: with the device's name."""
-    from services.worker.machine import survey
+    from services.worker.node.machine import survey
 
     machine = survey(msgspec.structs.replace(load(WorkerSettings), num_instances=num_instances))
     if machine.device == "cpu":
@@ -159,7 +159,7 @@ async def run(
     spec: ModelSpec, data: DataFolder, num_instances: int, tensor_parallel: int, extent: Extent, console: Console
 ) -> tuple[ProfiledModel, CostModel]:
     """Measures one model, prints the table, stores the result. Raises `CheckpointError` and `ProfileError`."""
-    from services.worker.cost_models import CostModelStore
+    from services.worker.instance.cost_models import CostModelStore
 
     with console.status(f"{spec.name}: measuring, {extent.time_s:.0f} s at most") as status:
         model, measured = await asyncio.to_thread(
@@ -190,10 +190,10 @@ def measure(
     """Blocking. Raises `CheckpointError`, `ProfileError`, and `SettingsError` for devices that are not here."""
     import torch
 
-    from services.worker import profiler
-    from services.worker.cost_models import profiled_model
-    from services.worker.engine_building import make_executor, max_step_tokens, pool_merged
-    from services.worker.machine import survey
+    from services.worker.executor import profiler
+    from services.worker.instance.building import make_executor, max_step_tokens, pool_merged
+    from services.worker.instance.cost_models import profiled_model
+    from services.worker.node.machine import survey
     from services.worker.ranks.starting import start_ranks
 
     wanted = {"num_instances": num_instances, "tensor_parallel": tensor_parallel}

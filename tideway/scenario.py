@@ -18,10 +18,9 @@ import numpy as np
 from msgspec import Meta
 from msgspec import inspect as kinds
 
-from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, describe, resolve
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.messages.requests import RequestClass
-from shared.nearest import nearest
+from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, describe, resolve
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE, RANKS, Hardware
 from shared.placement.memory import why_not
@@ -36,6 +35,7 @@ from shared.placement.problem import (
 )
 from shared.placement.replacement import ReplacementSettings
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
+from shared.runtime.nearest import nearest
 from shared.simulation.deployment import BatchLines, Serving
 from shared.simulation.multiplexed import SplitKv
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Phases, Poisson, Replay

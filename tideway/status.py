@@ -24,7 +24,7 @@ from shared.messages.cluster import (
     PlacementPlan,
     StatisticsReport,
 )
-from shared.settings import BusSettings, load
+from shared.runtime.settings import BusSettings, load
 from tideway import preflight
 from tideway.cluster import ClusterView, no_jetstream, view_model
 from tideway.console import count_sources, fit

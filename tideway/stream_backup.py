@@ -23,8 +23,8 @@ import typer
 from nats.aio.client import Client
 
 from shared.bus.permissions import inbox_prefix
-from shared.settings import BusSettings, load
-from shared.tls import client_tls
+from shared.runtime.settings import BusSettings, load
+from shared.runtime.tls import client_tls
 from tideway.data_folder import OperatorError
 
 USER = "backup"

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shared.messages.cluster import AdapterSpec, ModelSpec
-from shared.settings import BusSettings, GatewaySettings, InstanceSettings, default_id, load
+from shared.runtime.settings import BusSettings, GatewaySettings, InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder, State
 from tideway.nats_config import nats_users
 from tideway.preflight import REPOSITORY, free_ports, local_host

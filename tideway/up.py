@@ -20,8 +20,8 @@ import msgspec
 
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec, PlacementPlan
-from shared.service import OPERATOR_ERROR_EXIT_CODE
-from shared.settings import (
+from shared.runtime.service import OPERATOR_ERROR_EXIT_CODE
+from shared.runtime.settings import (
     BusSettings,
     GatewaySettings,
     InstanceSettings,
@@ -30,7 +30,7 @@ from shared.settings import (
     WorkerSettings,
     load,
 )
-from shared.tls import is_loopback, own_server_tls
+from shared.runtime.tls import is_loopback, own_server_tls
 from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter

@@ -19,10 +19,10 @@ from services.scheduler.garbage import collect_rarely
 from shared.bus.codec import decoder
 from shared.messages.cluster import LoadReport
 from shared.messages.requests import GenerationRequest
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Dispatch, Paired, SendRebalance
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, OnTime, Submit
 from shared.scheduling.core import SchedulerCore
-from shared.settings import SchedulerSettings
 
 WARM_UP_S = 1.0
 MAX_READ = 300

@@ -29,7 +29,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import INSTANCES, PREFIX, SCHEDULER_ANNOUNCE, SCHEDULER_SUBMIT
 from shared.messages.cluster import LeaseHolder
 from shared.messages.requests import GenerationRequest
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 
 WARM_UP_S = 12.0

@@ -28,7 +28,7 @@ from bench.coserving.safepoints import safepoints
 from bench.coserving.testbed import SHAPES, Testbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
 from bench.reporting import judged, write
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from tideway.bench.plots import PlotsUnavailable
 
 EXPERIMENTS: dict[str, Callable[[Bench], ExperimentResult]] = {

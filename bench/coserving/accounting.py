@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from shared.cost_model import CostModel, StepShape, shape_of
+from shared.costs.model import CostModel, StepShape, shape_of
 from tideway.bench.workload import PlannedRequest
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.coserving.accounting import StepParts, parts_of
 from bench.reporting import machine
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, SetCostModel, Submit
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import ModelShape, StepPlan

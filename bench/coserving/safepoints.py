@@ -15,7 +15,7 @@ from bench.coserving.results import ExperimentResult, Table
 from bench.coserving.runs import FIRST_TOKEN_ID, MODEL, TIDEWAY, Objectives, RunFailed, Step, VirtualTestbed
 from bench.coserving.testbed import Testbed
 from bench.reporting import Target
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.requests import RequestClass, SamplingParams, pack_tokens
 from tideway.bench.summary import Distribution

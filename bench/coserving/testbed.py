@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.coserving.runs import MODEL, Clients, Objectives, RunFailed, RunResult, Setup, Step, System, num_merged
 from bench.reporting import machine
-from services.worker.cost_models import profiled_model
-from services.worker.engine_loop import EngineLoop
-from services.worker.executor import Executor, PreparedModel
-from services.worker.profiled_steps import BRIEF, FULL
-from services.worker.profiler import profile
-from shared.cost_model import CostModel
+from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.profiled_steps import BRIEF, FULL
+from services.worker.executor.profiler import profile
+from services.worker.instance.cost_models import profiled_model
+from services.worker.instance.engine_loop import EngineLoop
+from shared.costs.model import CostModel
 from shared.engine.driver import StepStats
 from shared.engine.engine import Engine
 from shared.engine.memory.slab import choose_merged_bytes

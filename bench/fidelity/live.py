@@ -20,7 +20,7 @@ from bench.stack import add_tokenizer
 from shared import recording
 from shared.engine.calls import SetCostModel
 from shared.engine.recording import CALLS
-from shared.settings import SchedulerSettings, load
+from shared.runtime.settings import SchedulerSettings, load
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Poisson
 from tideway.bench.client import Connections, Target, make_body, send

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shared import recording
-from shared.cost_model import CostModel, StepShape, shape_of
+from shared.costs.model import CostModel, StepShape, shape_of
 from shared.engine.calls import AddModel, OnStep, SetCostModel, SetStatistics, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepPlan

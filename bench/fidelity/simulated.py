@@ -15,7 +15,7 @@ from bench.fidelity.workloads import Mix, Served, planned
 from shared.engine.calls import SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.recording import Configuration
-from shared.settings import SchedulerSettings
+from shared.runtime.settings import SchedulerSettings
 from shared.simulation.fleet import CONTROL_S, Device, Fleet, Instance, Model
 from shared.simulation.gateway import Job
 from tideway.bench.workload import PlannedRequest

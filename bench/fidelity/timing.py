@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from bench.fidelity.observed import Observed, Step
-from shared import cost_fit
-from shared.cost_model import CostModel, StepShape
+from shared.costs import fit as cost_fit
+from shared.costs.model import CostModel, StepShape
 
 MOST_NOISE = 1.0
 """Logarithm of a step's time over the predicted one; beyond it, it was a stall of the machine."""

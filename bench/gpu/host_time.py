@@ -33,15 +33,15 @@ import torch
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.reporting import Target, judged, machine, table, write
 from bench.steps import Parts
-from services.worker import executor
 from services.worker.attention.facts import TORCH_CUDA
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.torch_backend import TorchBackend
-from shared.checkpoint import describe
+from services.worker.executor import executor
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
+from shared.models.checkpoint import describe
 from tests.worker import fake_flashinfer
 
 MODEL = "m"

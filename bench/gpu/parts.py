@@ -32,13 +32,13 @@ from bench.gpu.shapes import shapes
 from bench.gpu.stepping import MODEL, LeftOut, Runner, Setup, chosen
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import Heads
-from services.worker.fp8_linear import Fp8Linear, scaled_product_of
-from services.worker.linear import Linear
-from services.worker.ops import choose_ops
-from services.worker.sampling import SamplingRows
-from shared.checkpoint import describe
+from services.worker.executor.sampling import SamplingRows
+from services.worker.models.fp8_linear import Fp8Linear, scaled_product_of
+from services.worker.models.linear import Linear
+from services.worker.models.ops import choose_ops
 from shared.engine.plan import CopyKind, KvCopy, StepPlan
 from shared.messages.requests import SamplingParams
+from shared.models.checkpoint import describe
 
 HEADS = (Heads(32, 8, 128), Heads(32, 32, 128), Heads(32, 2, 128), Heads(4, 2, 64))
 """Of the 8B shape, Llama 2's, GLM-4's, and a small model's."""

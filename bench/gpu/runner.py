@@ -26,7 +26,7 @@ from bench.gpu.order import BUDGET_S, BY_NAME, Part, Place, command, with_needed
 from bench.gpu.page import page
 from bench.gpu.results import CUT, DONE, FAILED, LEFT_OUT, NOT_BEGUN, Document, Outcome
 from bench.gpu.targets import judged
-from services.worker.processes import dies_with_parent
+from services.worker.node.processes import dies_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVES = (REPOSITORY / ".tideway/gpu/site.tar.xz", REPOSITORY / ".tideway/gpu/site.tar.gz")

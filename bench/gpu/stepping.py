@@ -19,8 +19,8 @@ import torch
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.devices import kv_block
 from services.worker.attention.interface import AttentionBackend, BatchLayout, Heads
-from services.worker.executor import Executor
-from services.worker.ops import choose_ops
+from services.worker.executor.executor import Executor
+from services.worker.models.ops import choose_ops
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec

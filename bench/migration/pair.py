@@ -38,7 +38,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -139,7 +139,7 @@ class Pair:
         }
         with open(Path(self._folder.name) / f"{name}.log", "ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "services.worker.instance_main"],
+                [sys.executable, "-m", "services.worker.instance.main"],
                 env=environment,
                 stdout=log,
                 stderr=log,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.migration_chaos.trials import UNFAULTED, Result, Trials
 from bench.reporting import machine, table, write
-from shared.service import new_event_loop
+from shared.runtime.service import new_event_loop
 
 
 def main(arguments: list[str] | None = None) -> int:

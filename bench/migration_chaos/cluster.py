@@ -29,10 +29,10 @@ from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import InstanceExited, InstanceInfo, InstancePlan, ModelSpec
-from shared.replica import serve
-from shared.service import run_service
-from shared.settings import BusSettings, InstanceSettings, SchedulerSettings
-from shared.tasks import TaskSet
+from shared.runtime.replica import serve
+from shared.runtime.service import run_service
+from shared.runtime.settings import BusSettings, InstanceSettings, SchedulerSettings
+from shared.runtime.tasks import TaskSet
 from tests.conftest import NatsServer, free_port
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ import msgspec
 from bench.migration_chaos.executor import ChaosExecutor
 from bench.migration_chaos.faults import NO_FAULT, NOTE, REFUSE, Fault
 from bench.migration_chaos.network import SLOW_S, CuttableNetwork
-from services.worker import executor as executor_module
-from services.worker import instance as instance_module
-from services.worker import instance_main
-from services.worker import instance_migrations as moves_module
-from services.worker.instance import InstanceService
+from services.worker.executor import executor as executor_module
+from services.worker.instance import main as instance_main
+from services.worker.instance import migrations as moves_module
+from services.worker.instance import service as instance_module
+from services.worker.instance.service import InstanceService
 from services.worker.kv_transport import transport as transport_module
 from services.worker.kv_transport.staging import KvPool
 from services.worker.kv_transport.transport import KvTransport, TransportLimits
@@ -38,8 +38,8 @@ from shared.migration import recording as recording_module
 from shared.migration.commands import BeginOut, Command, WindUp
 from shared.migration.core import MigrationCore
 from shared.migration.outgoing import MOVED
-from shared.service import run_service
-from shared.settings import InstanceSettings
+from shared.runtime.service import run_service
+from shared.runtime.settings import InstanceSettings
 
 
 class Options(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.worker.kv_transport.errors import LinkError
 from services.worker.kv_transport.links import Buffer, Link, Network
-from shared.tasks import TaskSet
+from shared.runtime.tasks import TaskSet
 
 SLOW_S = 0.03
 

@@ -12,12 +12,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from bench.migration_chaos.executor import VOCABULARY, output
-from services.gateway.catalog import Catalog
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placing import Placer
-from services.gateway.stream import Stream
-from services.gateway.stream_table import StreamTable
-from services.gateway.timelines import Timelines
+from services.gateway.models.catalog import Catalog
+from services.gateway.streams.placing import Placer
+from services.gateway.streams.stream import Stream
+from services.gateway.streams.stream_table import StreamTable
+from services.gateway.streams.timelines import Timelines
 from shared.bus.interface import Bus, ServiceError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (

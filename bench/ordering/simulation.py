@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 
 from bench.ordering.workloads import Setting, time_alone_s
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.policies.baselines import SkipJoinMlfq
-from shared.settings import SchedulerSettings
+from shared.runtime.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 from shared.simulation.itl import ItlHistogram

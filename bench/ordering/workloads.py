@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.simulation.gateway import Job
 from tideway.bench.arrivals import renewal_times
 from tideway.bench.lengths import LogNormal, sample_lengths

@@ -18,7 +18,7 @@ from bench.rebalance.experiments import DURATION_S, EXPERIMENTS, NUM_INSTANCES, 
 from bench.rebalance.results import draw_balance
 from bench.rebalance.workloads import MIXES, PREFILL_MIX
 from bench.reporting import machine, save_figure, write
-from shared.settings import SchedulerSettings
+from shared.runtime.settings import SchedulerSettings
 
 TRACES = ("azure_llm_2023_conv.csv", "mooncake_conversation.jsonl")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.rebalance.cluster import Device
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.simulation.gateway import Job
 
 TICK_S = 0.1

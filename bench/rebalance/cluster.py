@@ -14,13 +14,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.load import GIVE_UP_S
 from shared.engine.memory.slab import blocks_per_merged, choose_merged_bytes
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.placement.memory import LEAST_MERGED_BYTES
-from shared.settings import InstanceSettings, SchedulerSettings
+from shared.runtime.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import fleet
 from shared.simulation.batches import Batches
 from shared.simulation.gateway import MODEL, Gateway, Job, Record

@@ -39,8 +39,8 @@ from bench.rebalance.workloads import (
     long_prompt_tokens,
 )
 from bench.reporting import met
-from shared.cost_model import StepShape
-from shared.settings import SchedulerSettings
+from shared.costs.model import StepShape
+from shared.runtime.settings import SchedulerSettings
 from shared.simulation.gateway import Job
 from shared.simulation.itl import ItlHistogram
 

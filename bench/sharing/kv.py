@@ -15,7 +15,7 @@ import msgspec
 
 from bench.reporting import table
 from bench.sharing.systems import A800
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.engine.memory.slab import blocks_per_merged
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.memory import pool

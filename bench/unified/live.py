@@ -25,8 +25,8 @@ from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY, planne
 from bench.reporting import processor_s
 from bench.stack import add_tokenizer
 from bench.unified.variants import MIX, Online, Row, Variant, placed, row
-from shared.checkpoint import describe, resolve
 from shared.messages.requests import RequestClass
+from shared.models.checkpoint import describe, resolve
 from shared.placement.execution import execution_s as execution_s_of
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.fidelity.workloads import EMULATED_MODELS, MIXES, MODELS, Mix, planned
 from bench.unified.variants import MIX, Online, Row, Variant, row
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass

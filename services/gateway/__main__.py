@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.gateway.service import GatewayService
-from shared.replica import run
-from shared.settings import GatewaySettings
+from shared.runtime.replica import run
+from shared.runtime.settings import GatewaySettings
 
 
 def main() -> None:

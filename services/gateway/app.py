@@ -17,28 +17,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import (
-    admin_routes,
-    batch_routes,
-    file_routes,
-    other_routes,
-    pooling_routes,
-    route_admin,
-    tenant_admin,
-)
-from services.gateway.admission import RATE_LIMIT_HEADERS
-from services.gateway.answering import answer_chat, answer_completion
+from services.gateway.access.admission import RATE_LIMIT_HEADERS
+from services.gateway.admin import endpoints as admin_routes
+from services.gateway.admin import routes as route_admin
+from services.gateway.admin import tenants as tenant_admin
 from services.gateway.anthropic import routes as messages
 from services.gateway.anthropic.messages import CountReply, CountRequest, MessageObject, MessageRequest
-from services.gateway.bodies import EarlyAnswer
+from services.gateway.batch import file_routes
+from services.gateway.batch import routes as batch_routes
 from services.gateway.console import pages
 from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError, of_info
-from services.gateway.exchange import CLIENT_GONE_STATUS
-from services.gateway.kept_calls import STREAM_HEADER
-from services.gateway.openapi import Route, describe
-from services.gateway.origins import Origins
-from services.gateway.replies import (
+from services.gateway.http.bodies import EarlyAnswer
+from services.gateway.http.errors import ApiError, of_info
+from services.gateway.http.origins import Origins
+from services.gateway.openai.openapi import Route, describe
+from services.gateway.openai.replies import (
     AuditLog,
     BatchList,
     BatchObject,
@@ -54,16 +47,7 @@ from services.gateway.replies import (
     TokenizeReply,
     VersionReply,
 )
-from services.gateway.responses import routes as responses
-from services.gateway.responses.messages import (
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    ResponseObject,
-    ResponseRequest,
-)
-from services.gateway.resuming import AFTER, MAX_AFTER
-from services.gateway.schemas import (
+from services.gateway.openai.schemas import (
     AddModelRequest,
     ChangePlanRequest,
     ChatRequest,
@@ -76,6 +60,19 @@ from services.gateway.schemas import (
     SetRouteRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
+)
+from services.gateway.requests import other_routes, pooling_routes
+from services.gateway.requests.answering import answer_chat, answer_completion
+from services.gateway.requests.exchange import CLIENT_GONE_STATUS
+from services.gateway.requests.kept_calls import STREAM_HEADER
+from services.gateway.requests.resuming import AFTER, MAX_AFTER
+from services.gateway.responses import routes as responses
+from services.gateway.responses.messages import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+    ResponseRequest,
 )
 from shared.bus.interface import BusError
 from shared.messages.admin import (

@@ -14,34 +14,41 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 
-from services.gateway.admission import Admission, KeyFiles, TenantPolicy, named_tenants, read_admin_keys, read_keys
+from services.gateway.access.admission import (
+    Admission,
+    KeyFiles,
+    TenantPolicy,
+    named_tenants,
+    read_admin_keys,
+    read_keys,
+)
+from services.gateway.access.key_uses import SharedKeyUses
+from services.gateway.admin.audit import Audit
+from services.gateway.admin.cluster_loads import ClusterLoads
 from services.gateway.app import make_app
-from services.gateway.audit import Audit
-from services.gateway.batch_service import BatchService
-from services.gateway.batches import Batches
-from services.gateway.bodies import BodyRoom
-from services.gateway.catalog import Catalog
-from services.gateway.cluster_loads import ClusterLoads
+from services.gateway.batch.files import Files
+from services.gateway.batch.records import Batches
+from services.gateway.batch.service import BatchService
 from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
-from services.gateway.files import Files
-from services.gateway.http_limits import Connections, LimitedProtocol
-from services.gateway.kept_calls import KeptCalls
-from services.gateway.key_uses import SharedKeyUses
+from services.gateway.http.bodies import BodyRoom
+from services.gateway.http.limits import Connections, LimitedProtocol
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.mirrors import Mirrors
-from services.gateway.placing import Placer
+from services.gateway.models.catalog import Catalog
+from services.gateway.models.routes import Routes
+from services.gateway.requests.kept_calls import KeptCalls
+from services.gateway.requests.mirrors import Mirrors
 from services.gateway.responses.store import Responses
-from services.gateway.routes import Routes
-from services.gateway.stream_table import StreamTable
-from services.gateway.text_pool import TextPool
-from services.gateway.timelines import Timelines
-from services.gateway.tokenization import Tokenizers
+from services.gateway.streams.placing import Placer
+from services.gateway.streams.stream_table import StreamTable
+from services.gateway.streams.timelines import Timelines
+from services.gateway.text.pool import TextPool
+from services.gateway.text.tokenization import Tokenizers
 from shared.bus.interface import Bus
-from shared.settings import GatewaySettings, SettingsError, default_id
-from shared.tasks import TaskSet
-from shared.telemetry import Telemetry
-from shared.tls import is_loopback, server_tls
+from shared.runtime.settings import GatewaySettings, SettingsError, default_id
+from shared.runtime.tasks import TaskSet
+from shared.runtime.telemetry import Telemetry
+from shared.runtime.tls import is_loopback, server_tls
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +84,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the process's, see shared.service
+        yield  # signals are the process's, see shared.runtime.service
 
 
 class GatewayService:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.metrics import GatewayMetrics
 from shared.messages.admin import InstanceState
-from shared.telemetry import metrics_text
+from shared.runtime.telemetry import metrics_text
 
 
 class _Families(Collector):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.placement.service import PlacementService
-from shared.replica import run
-from shared.settings import PlacementSettings
+from shared.runtime.replica import run
+from shared.runtime.settings import PlacementSettings
 
 
 def main() -> None:

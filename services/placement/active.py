@@ -44,7 +44,6 @@ from services.placement.requests import check_length, check_quantization, check_
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
-from shared.checkpoint import CheckpointError, CheckpointMissing, quantized
 from shared.messages.admin import (
     AddAdapter,
     AddModel,
@@ -85,8 +84,9 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.settings import PlacementSettings
-from shared.tasks import TaskSet, set_within
+from shared.models.checkpoint import CheckpointError, CheckpointMissing, quantized
+from shared.runtime.settings import PlacementSettings
+from shared.runtime.tasks import TaskSet, set_within
 
 Q = TypeVar("Q")
 R = TypeVar("R")

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import msgspec
 
 from services.placement.requests import MAX_SLO_SCALE, NAME_PATTERN, refuse
-from shared.adapters import AdapterFiles, check_base, describe_adapter
-from shared.checkpoint import ITEMSIZES, CheckpointShape, resolve
 from shared.messages.cluster import AdapterSpec, ModelSpec
-from shared.model_families import TRANSFORMERS, family_of
+from shared.models.adapters import AdapterFiles, check_base, describe_adapter
+from shared.models.checkpoint import ITEMSIZES, CheckpointShape, resolve
+from shared.models.families import TRANSFORMERS, family_of
 
 
 def check_adapter(spec: AdapterSpec) -> None:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-from shared.checkpoint import (
+from shared.models.checkpoint import (
     CheckpointError,
     CheckpointMissing,
     CheckpointShape,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from services.placement.fleet import num_ranks, num_stages
-from shared.checkpoint import ITEMSIZES, CheckpointShape, run_dtype
 from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo
+from shared.models.checkpoint import ITEMSIZES, CheckpointShape, run_dtype
 from shared.placement.footprint import Footprint, model_footprint
 
 

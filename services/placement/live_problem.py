@@ -15,10 +15,10 @@ import msgspec
 
 from services.placement.fleet import node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel, DeviceFacts
-from shared.checkpoint import CheckpointShape, cost_key, run_dtype
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.messages.cluster import InstancePlan, ModelSpec, NodeInfo, StoredCostModel
 from shared.messages.traffic import ModelTraffic
+from shared.models.checkpoint import CheckpointShape, cost_key, run_dtype
 from shared.placement.facts import model_facts
 from shared.placement.hardware import A100_80G, CPU, HARDWARE, RANKS, Hardware, cost_models
 from shared.placement.places import pools

@@ -13,10 +13,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from shared.bus.interface import Bus, BusError, KeyValue, Watch
-from shared.files import write_whole
 from shared.messages.catalogue import STATISTICS
 from shared.messages.channels import Bucket
 from shared.messages.cluster import AdapterSpec, ModelSpec, ModelStatistics
+from shared.runtime.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -47,9 +47,9 @@ from shared.placement.plan import Group, Plan, Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
-from shared.settings import PlacementSettings, SettingsError
-from shared.tasks import TaskSet
-from shared.telemetry import context_of, current_traceparent
+from shared.runtime.settings import PlacementSettings, SettingsError
+from shared.runtime.tasks import TaskSet
+from shared.runtime.telemetry import context_of, current_traceparent
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
-from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
 from shared.messages.cluster import TOOL_FORMATS, ModelSpec, NodeInfo
 from shared.messages.requests import ErrorCode
+from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
+from shared.models.quantization import QUANTIZATIONS
 from shared.placement.hardware import RANKS
 from shared.placement.plan import Group, Plan, group_of, plan_of
 from shared.placement.replacement import losers
-from shared.quantization import QUANTIZATIONS
 
 MAX_SLO_SCALE = 1000.0
 RETRY_S = 10.0

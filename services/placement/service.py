@@ -17,13 +17,13 @@ from services.placement.replacing import Search, replacement_settings
 from services.placement.requests import check_spec
 from services.placement.searching import search_elsewhere
 from shared.bus.interface import Bus, BusError, Watch
-from shared.checkpoint import CheckpointShape
-from shared.lease import Lease
 from shared.messages.catalogue import ADAPTERS, MODELS, NODES, buckets_declared_by
 from shared.messages.channels import Role
 from shared.messages.cluster import AdapterSpec, ModelSpec, NodeInfo
-from shared.settings import PlacementSettings, SettingsError, default_id
-from shared.telemetry import Telemetry
+from shared.models.checkpoint import CheckpointShape
+from shared.runtime.lease import Lease
+from shared.runtime.settings import PlacementSettings, SettingsError, default_id
+from shared.runtime.telemetry import Telemetry
 
 
 def scaling_backend(bus: Bus, settings: PlacementSettings) -> ScalingBackend:

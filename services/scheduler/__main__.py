@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.scheduler.garbage import collect_rarely
 from services.scheduler.service import SchedulerService
-from shared.replica import run
-from shared.settings import SchedulerSettings
+from shared.runtime.replica import run
+from shared.runtime.settings import SchedulerSettings
 
 
 def main() -> None:

@@ -55,7 +55,9 @@ from shared.messages.requests import (
 )
 from shared.messages.timeline import EventKind, RequestEvent
 from shared.recording import file_writer
-from shared.request_events import EventPost
+from shared.runtime.request_events import EventPost
+from shared.runtime.settings import SchedulerSettings
+from shared.runtime.tasks import TaskSet
 from shared.scheduling import calls
 from shared.scheduling.actions import (
     Action,
@@ -99,8 +101,6 @@ from shared.scheduling.core import SchedulerCore
 from shared.scheduling.recording import Configuration, recorded
 from shared.scheduling.request_rows import RequestRecorder
 from shared.scheduling.scaling import CALL_TIMEOUT_S, call_of
-from shared.settings import SchedulerSettings
-from shared.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from shared.messages.cluster import InstanceInfo, TenantStatistics
 from shared.messages.migration import AbortReason, MigrationReason
 from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
 from shared.policies.tenant_labels import TenantLabels
+from shared.runtime.telemetry import Telemetry, context_of
 from shared.scheduling.actions import Dispatch, InstanceLost, LeftQueue, MigrationEnded, Paired
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.queue import Lane
 from shared.scheduling.tenants import merged
-from shared.telemetry import Telemetry, context_of
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import logging
 from services.scheduler.active import ActiveScheduler
 from services.scheduler.observer import Observer
 from shared.bus.interface import Bus, Subscription, Watch
-from shared.lease import Lease
 from shared.messages.catalogue import EXECUTION_STATISTICS, INSTANCES, MODELS
 from shared.messages.cluster import (
     ExecutionStatistics,
@@ -17,9 +16,10 @@ from shared.messages.cluster import (
     ModelSpec,
 )
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
+from shared.runtime.lease import Lease
+from shared.runtime.settings import SchedulerSettings, SettingsError, default_id
+from shared.runtime.telemetry import Telemetry
 from shared.scheduling.scaling import check_settings
-from shared.settings import SchedulerSettings, SettingsError, default_id
-from shared.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

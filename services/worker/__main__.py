@@ -9,14 +9,14 @@ from functools import partial
 
 import msgspec
 
-from services.worker.engine_building import max_step_tokens
-from services.worker.machine import survey
+from services.worker.instance.building import max_step_tokens
 from services.worker.migration.faults import FaultPoints
-from services.worker.node import NodeAgent
+from services.worker.node.agent import NodeAgent
+from services.worker.node.machine import survey
 from shared.bus.nats_bus import NatsBus
-from shared.service import load_or_exit, run_service, unless_stopped
-from shared.settings import InstanceSettings, WorkerSettings, default_id, load
-from shared.telemetry import start_telemetry
+from shared.runtime.service import load_or_exit, run_service, unless_stopped
+from shared.runtime.settings import InstanceSettings, WorkerSettings, default_id, load
+from shared.runtime.telemetry import start_telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -43,9 +43,9 @@ from shared.bus.permissions import declared_streams, inbox_prefix, role_of
 from shared.bus.serving import EndpointServer
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.settings import BusSettings, SettingsError
-from shared.telemetry import current_traceparent
-from shared.tls import client_tls
+from shared.runtime.settings import BusSettings, SettingsError
+from shared.runtime.telemetry import current_traceparent
+from shared.runtime.tls import client_tls
 
 M = TypeVar("M")
 Q = TypeVar("Q")

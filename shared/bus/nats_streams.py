@@ -29,7 +29,7 @@ from shared.bus.interface import BusError, RevisionConflict, Room, StreamUse
 from shared.bus.nats_client import DirectClient, NotPermittedError
 from shared.bus.stream_health import StreamHealth, health_of
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.settings import SettingsError
+from shared.runtime.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from shared.bus.interface import ServiceError
 from shared.bus.metrics import BusMetrics, subject_pattern
 from shared.messages.channels import Endpoint
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.telemetry import context_of
+from shared.runtime.telemetry import context_of
 
 logger = logging.getLogger(__name__)
 

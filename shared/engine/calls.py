@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from shared.cost_model import CostModel, CostSource
+from shared.costs.model import CostModel, CostSource
 from shared.engine.handover import PinnedBlocks, Reservation
 from shared.engine.plan import ModelShape, StepResult
 from shared.messages.cluster import ExecutionStatistics

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import sys
 
-from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, prompt_s
+from shared.costs.live import LiveCosts
+from shared.costs.model import CostModel, CostSource, KnownCosts, LiveScale, prompt_s
 from shared.engine.batch import PlannedStep
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
-from shared.live_costs import LiveCosts
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
 from shared.policies.predicted_statistics import predicted_statistics

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Iterable
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.engine.batch import Batch
 from shared.engine.memory.blocks import BlockPool
 from shared.engine.model_queue import ModelQueue

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shared.cost_model import KnownCosts
+from shared.costs.model import KnownCosts
 from shared.engine.calls import Call, TakeInterrupt
 from shared.engine.charging import Charging
 from shared.engine.checks import check_engine

@@ -7,7 +7,7 @@ from heapq import merge
 from itertools import chain
 from typing import NamedTuple
 
-from shared.cost_model import prompt_s
+from shared.costs.model import prompt_s
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.sequence import Sequence
 

@@ -13,7 +13,7 @@ from math import ceil, inf
 
 import msgspec
 
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.engine.late_prompts import late_prompts
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue

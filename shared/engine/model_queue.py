@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from shared.cost_model import CostModel, StepShape, prompt_s
+from shared.costs.model import CostModel, StepShape, prompt_s
 from shared.engine.memory.blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import PriorityClass, Sequence

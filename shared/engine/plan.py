@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.cost_model import StepShape, shape_of
+from shared.costs.model import StepShape, shape_of
 from shared.messages.requests import SamplingParams, TokenLogprob
 
 

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import cast
 
-from shared.cost_model import StepShape, prompt_s
+from shared.costs.model import StepShape, prompt_s
 from shared.engine.batch import Batch, PlannedStep
 from shared.engine.candidate import Candidate
 from shared.engine.drafting import Drafting

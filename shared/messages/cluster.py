@@ -446,7 +446,7 @@ class AdminAction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredCostModel(msgspec.Struct, frozen=True):
-    """A fitted cost model (`shared.cost_model.CostModel`, encoded) and what it was measured on."""
+    """A fitted cost model (`shared.costs.model.CostModel`, encoded) and what it was measured on."""
 
     key: str
     """Fingerprint of the model's shape and dtype, the device and the number of ranks."""

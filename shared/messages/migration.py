@@ -80,7 +80,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Chained hashes, 16 bytes each, of those of the blocks that are full."""
     block_size: Count
     block_bytes: Count
-    """Of a whole block, of which each rank of the source has a part. Blocks are as in services/worker/kv_store.py."""
+    """Of a whole block, of which each rank of the source has a part. Blocks: services/worker/kv/kv_store.py."""
     on_host: bool = False
     """The blocks are a checkpoint in host memory and stay one."""
     max_tokens: Count = 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.placement.memory import pool, why_not
 from shared.placement.plan import plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.placement.memory import why_not
 from shared.placement.plan import is_cpu
 from shared.placement.problem import ModelFacts, Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.checkpoint import CheckpointShape, run_dtype
+from shared.models.checkpoint import CheckpointShape, run_dtype
 from shared.placement.footprint import model_footprint
 from shared.placement.hardware import RANKS, Hardware, cost_models
 from shared.placement.problem import ModelFacts, NodeFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.checkpoint import ITEMSIZES, CheckpointShape
+from shared.models.checkpoint import ITEMSIZES, CheckpointShape
 
 STEP_SEQUENCES = 256
 """Sequences in one step at most: each needs a row of logits."""

@@ -17,8 +17,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shared.checkpoint import ITEMSIZES, CheckpointShape
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
+from shared.models.checkpoint import ITEMSIZES, CheckpointShape
 from shared.placement.plan import is_cpu
 
 RANKS = (1, 2, 4, 8)
@@ -189,7 +189,7 @@ _A100_FITTED = {
 }
 _AS_A100 = dict.fromkeys(_A100_FITTED, "as fitted on the A100")
 _SHARES = {
-    "memory_share": "services/worker/machine.py",
+    "memory_share": "services/worker/node/machine.py",
     "block_size": "services/worker/attention/facts.py",
     "step_tokens": "default of an instance",
 }

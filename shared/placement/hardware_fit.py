@@ -8,9 +8,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shared.checkpoint import CheckpointShape
-from shared.cost_fit import nnls
-from shared.cost_model import CostModel
+from shared.costs.fit import nnls
+from shared.costs.model import CostModel
+from shared.models.checkpoint import CheckpointShape
 from shared.placement.hardware import Hardware, Work, work_of
 
 

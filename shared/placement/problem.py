@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.placement.plan import DEFAULT_SLO_SCALE as DEFAULT_SLO_SCALE
 from shared.placement.plan import Group as Group
 from shared.placement.plan import ModelPrediction as ModelPrediction

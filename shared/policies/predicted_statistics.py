@@ -3,7 +3,7 @@ order of magnitude between models, not accuracy)."""
 
 from __future__ import annotations
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.messages.cluster import ExecutionStatistics
 
 PROMPT_TOKENS = 512

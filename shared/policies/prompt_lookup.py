@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 
 FIRST_HIT_RATE = 0.5
 HIT_WEIGHT = 0.125

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 
 
 class StepView(NamedTuple):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 
 HIGH_WEIGHT = 16.0
 """Of 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took 6 % longer at one of three

@@ -14,7 +14,7 @@ from itertools import islice
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shared.cost_model import prompt_s
+from shared.costs.model import prompt_s
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
     NUM_CACHED,

@@ -31,6 +31,7 @@ from shared.messages.cluster import ExecutionStatistics, LoadReport
 from shared.policies.catalogue import dispatch_policy, ordering_policy
 from shared.policies.dispatch import DispatchParameters
 from shared.recording import Recorder
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action
 from shared.scheduling.calls import Call
 from shared.scheduling.cluster import ClusterView
@@ -44,7 +45,6 @@ from shared.scheduling.queue import GlobalQueue
 from shared.scheduling.recovery import Delivery, Inquiries
 from shared.scheduling.rescheduling import Rescheduler
 from shared.scheduling.scaling import Scaler
-from shared.settings import SchedulerSettings
 
 R = TypeVar("R")
 

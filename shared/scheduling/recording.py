@@ -10,10 +10,10 @@ import msgspec
 from shared import recording
 from shared.messages.cluster import ExecutionStatistics
 from shared.recording import Recorder
+from shared.runtime.settings import BusSettings, SchedulerSettings
 from shared.scheduling import calls
 from shared.scheduling.actions import Action, Dispatch, LeftQueue
 from shared.scheduling.core import SchedulerCore
-from shared.settings import BusSettings, SchedulerSettings
 
 CALLS = recording.decoder_of(calls.Call)
 

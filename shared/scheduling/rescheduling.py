@@ -10,9 +10,9 @@ from shared.messages.cluster import LoadReport
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.policies.rebalancing import Destination, InstanceView, Pair, Rebalancer
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
-from shared.settings import SchedulerSettings
 
 LEASE_INTERVALS = 3
 MIN_LEASE_S = 0.5

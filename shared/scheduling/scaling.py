@@ -23,9 +23,9 @@ from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import PlacementPlan
 from shared.policies.autoscaling import Autoscaling, Fleet, Grow, Keep, Member, ScalingBounds, Shrink
+from shared.runtime.settings import SchedulerSettings, SettingsError
 from shared.scheduling.actions import CancelDrain, DrainAction, ScaleUp, ScalingAction
 from shared.scheduling.cluster import ClusterView, InstanceState
-from shared.settings import SchedulerSettings, SettingsError
 
 NOTHING: Mapping[str, float] = {}
 CALL_TIMEOUT_S = 15.0

@@ -24,7 +24,7 @@ from shared.placement.execution import execution_s, step_tokens
 from shared.placement.memory import pool
 from shared.placement.plan import is_cpu
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Traffic
-from shared.settings import InstanceSettings, SchedulerSettings
+from shared.runtime.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import metrics
 from shared.simulation.batches import Batches
 from shared.simulation.events import Events

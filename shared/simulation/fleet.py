@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
@@ -30,10 +30,10 @@ from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ExecutionStatistics, InstanceExited, InstanceInfo, LoadedModel, MigrationOutcome
 from shared.messages.migration import Rebalance
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling import actions, calls
 from shared.scheduling.calls import Call
 from shared.scheduling.core import SchedulerCore
-from shared.settings import SchedulerSettings
 from shared.simulation.events import Events
 from shared.simulation.gateway import LAST_TOKEN, Gateway, Job, RunFailed
 from shared.simulation.instance import VirtualInstance, VirtualStep

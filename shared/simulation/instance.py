@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import Call
 from shared.engine.driver import Driver
 from shared.engine.engine import Effect, Engine

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.policies.multiplexing import (
     QUOTA_INTERVAL_S,
     UNITS,

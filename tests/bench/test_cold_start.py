@@ -15,7 +15,7 @@ from bench.coserving.runs import (
     VirtualRun,
     VirtualTestbed,
 )
-from shared.cost_model import CostModel, CostSource
+from shared.costs.model import CostModel, CostSource
 from shared.engine.calls import AddModel, SetCostModel
 from shared.engine.engine import Engine
 from shared.messages.requests import RequestClass

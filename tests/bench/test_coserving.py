@@ -45,7 +45,7 @@ from bench.coserving.safepoints import met_step_s, safepoints
 from bench.coserving.testbed import Testbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
 from bench.reporting import Target
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
 from tideway.bench.records import UNFINISHED, RequestRecord

@@ -13,12 +13,12 @@ from bench.fidelity.observed import Observed, Step, observe
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order
 from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
 from bench.fidelity.workloads import CALIBRATION, MIXES, MODELS, Figures, Served, figures, planned
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration, recorded
 from shared.messages.cluster import ExecutionStatistics
-from shared.settings import SchedulerSettings
+from shared.runtime.settings import SchedulerSettings
 
 COSTS = {
     name: CostModel(

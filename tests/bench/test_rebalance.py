@@ -24,7 +24,7 @@ from bench.rebalance.workloads import (
     long_prompt_tokens,
     power_law,
 )
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
 from shared.messages.requests import RequestClass
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE

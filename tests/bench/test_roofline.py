@@ -28,13 +28,14 @@ from bench.gpu.roofline import (
     expected_ms,
     prefill_step,
 )
-from services.worker import deterministic, sampling
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.executor import Executor
+from services.worker.executor import sampling
+from services.worker.executor.executor import Executor
+from services.worker.models import deterministic
+from services.worker.models.ops import FlashInferOps
 from services.worker.models.rope import RotaryEmbedding
 from services.worker.native import library
-from services.worker.ops import FlashInferOps
 from shared.engine.memory.slab import KvGeometry
 from shared.messages.cluster import ModelSpec
 from tests.tideway.readme import REPOSITORY

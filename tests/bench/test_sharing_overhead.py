@@ -8,7 +8,7 @@ import pytest
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.sharing_overhead import compare, make_checkpoints, measure, pool_bytes, weights_memory
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
 

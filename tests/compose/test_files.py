@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 
 from services.worker.attention.flashinfer_modules import _arch
 from shared.bus.permissions import ROLES
-from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
+from shared.runtime.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
 from tests.conftest import free_port
 from tests.deploy.metrics import every_metric
 from tideway.nats_config import users_file

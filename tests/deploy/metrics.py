@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry
 from services.gateway.metrics import GatewayMetrics
 from services.placement.metrics import NatsMetrics, PlacementMetrics
 from services.scheduler.observer import Observer
-from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.instance.telemetry import InstanceTelemetry
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.migration.telemetry import MigrationTelemetry
-from services.worker.node import _Metrics as NodeMetrics
+from services.worker.node.agent import _Metrics as NodeMetrics
 from shared.bus.metrics import bus_metrics
-from shared.settings import BusSettings
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings
+from shared.runtime.telemetry import start_telemetry
 
 
 def every_metric() -> CollectorRegistry:

@@ -12,8 +12,8 @@ from typing import Any
 import nats
 import nats.errors
 
-from shared.settings import BusSettings
-from shared.tls import client_tls
+from shared.runtime.settings import BusSettings
+from shared.runtime.tls import client_tls
 from tests.certificates import Authority
 from tests.conftest import free_port
 from tests.deploy.chart import render

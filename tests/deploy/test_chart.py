@@ -15,9 +15,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services.worker.processes import KILL_TIMEOUT_S, STOP_MARGIN_S
+from services.worker.node.processes import KILL_TIMEOUT_S, STOP_MARGIN_S
 from shared.bus.permissions import ROLES
-from shared.settings import (
+from shared.runtime.settings import (
     GatewaySettings,
     InstanceSettings,
     PlacementSettings,

@@ -10,7 +10,7 @@ import pytest
 
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import FILE_CONTENTS
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.deploy.nats_servers import Servers
 from tideway.data_folder import OperatorError
 from tideway.stream_backup import backup_streams, make_backup, restore_backup

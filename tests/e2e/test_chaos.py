@@ -147,7 +147,7 @@ def leading_scheduler(system: Stack) -> str:
 
     from shared.bus.nats_bus import NatsBus
     from shared.messages.catalogue import LEASES
-    from shared.settings import BusSettings
+    from shared.runtime.settings import BusSettings
 
     found: list[str] = []
 

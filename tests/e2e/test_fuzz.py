@@ -17,7 +17,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.messages import catalogue
 from shared.messages.channels import Endpoint, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.e2e.stack import TEST_USER, Stack
 from tests.shared.test_messages import CHANNELS, sample
 

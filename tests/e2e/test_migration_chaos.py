@@ -14,7 +14,7 @@ from bench.migration_chaos.faults import CUTS, POINTS, draw
 from bench.migration_chaos.trials import Trials
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.requests import SamplingParams, pack_tokens
-from shared.service import new_event_loop
+from shared.runtime.service import new_event_loop
 from tests.stalls import whatever_the_machine_does
 
 NUM_MIGRATIONS = 24

@@ -14,7 +14,7 @@ runtime.install()
 
 from transformers import PreTrainedModel  # noqa: E402
 
-from services.worker.kv_store import KvStore  # noqa: E402
+from services.worker.kv.kv_store import KvStore  # noqa: E402
 from tests.emulated_cuda import flashinfer, nccl  # noqa: E402
 from tests.emulated_cuda.tensors import DeviceTensor, device  # noqa: E402
 from tests.stalls import whatever_the_machine_does  # noqa: E402

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker import executor as executor_module
-from services.worker import kv_copies
 from services.worker.attention import flashinfer_backend
+from services.worker.executor import executor as executor_module
+from services.worker.executor.profiler import _block_copy_s
+from services.worker.kv import kv_copies
+from services.worker.kv.transfer import beside_steps
 from services.worker.models import decode_graphs
 from services.worker.models.decode_graphs import DecodeGraphs
 from services.worker.models.experts import Experts
 from services.worker.models.llama import LlamaModel
-from services.worker.profiler import _block_copy_s
-from services.worker.transfer import beside_steps
 from tests.emulated_cuda.runtime import Event, Stream
 from tests.emulated_cuda.tensors import device
 from tests.worker.checkpoints import write_checkpoint

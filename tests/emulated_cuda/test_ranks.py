@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from services.worker.executor import Executor, region_bytes
+from services.worker.executor.executor import Executor, region_bytes
 from services.worker.ranks.group import GroupError, Ranks
 from services.worker.ranks.shared_memory import RankMemory
 from shared.engine.plan import ModelShape, StepPlan, StepResult

@@ -18,8 +18,8 @@ from services.gateway.service import GatewayService
 from shared.bus.nats_bus import NatsBus
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason, GenerationRequest
-from shared.settings import BusSettings, GatewaySettings
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings, GatewaySettings
+from shared.runtime.telemetry import start_telemetry
 from tests.gateway.checkpoints import byte_level_tokenizer, sentencepiece_tokenizer, write_checkpoint
 from tests.gateway.peer import ScriptedPeer, until
 

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway import cluster_loads
+from services.gateway.admin import cluster_loads
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ScaleInstances, ScaleModel
 from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC, SCHEDULER_STATISTICS
@@ -25,7 +25,7 @@ from shared.messages.cluster import (
 )
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import GetTraffic, ModelSummary, ModelTraffic, TrafficReply
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
 from tests.stalls import Stopwatch

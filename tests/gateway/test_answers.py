@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.gateway.answers import on_one_line
+from services.gateway.requests.answers import on_one_line
 
 TEXTS = ["plain", "naïve", "a\x85b\u2028c\u2029d", "\\u2028 as written", "中\n文\r\x0b"]
 

@@ -15,7 +15,7 @@ from services.gateway.anthropic.conversion import chat_request
 from services.gateway.anthropic.messages import MessageRequest
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.test_reasoning import TEMPLATE

@@ -9,15 +9,16 @@ from typing import Any
 import openai
 import pytest
 
-from services.gateway import batch_service, batches
-from services.gateway.batch_runner import BatchRun
+from services.gateway.batch import records as batches
+from services.gateway.batch import service as batch_service
+from services.gateway.batch.runner import BatchRun
 from shared.bus import nats_objects
 from shared.messages.batches import BatchLineResult
 from shared.messages.catalogue import BATCH_RESULTS, FILE_CONTENTS, MODELS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, unpack_tokens
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.batching import begun_elsewhere, echo, ended, leftovers, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until

@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.gateway.batch_input import read_lines
-from services.gateway.batch_output import BatchOutput
+from services.gateway.batch.output import BatchOutput
+from services.gateway.batch.reading import read_lines
 from shared.bus.interface import BusError, ServiceError
 from shared.messages.batches import BatchLineResult
 from shared.messages.catalogue import BATCH_RESULTS, BATCHES, FILE_CONTENTS
@@ -31,7 +31,7 @@ from shared.messages.requests import (
     GenerationRequest,
     unpack_tokens,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 from tests.gateway.batching import begun_elsewhere, echo, ended, leftovers, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack

@@ -11,15 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.gateway import batch_input, batch_runner, batch_service, batches
-from services.gateway.batch_runner import BatchRun
-from services.gateway.batches import Batches, first_begun, fits, outstanding_bytes
+from services.gateway.batch import reading as batch_input
+from services.gateway.batch import records as batches
+from services.gateway.batch import runner as batch_runner
+from services.gateway.batch import service as batch_service
+from services.gateway.batch.records import Batches, first_begun, fits, outstanding_bytes
+from services.gateway.batch.runner import BatchRun
 from shared.bus.interface import BusError, Room
 from shared.bus.nats_bus import NatsBus
 from shared.messages.batches import BatchLineResult, BatchRecord, StoredFile
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.batching import echo, ended, leftovers, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.gateway.batch_input import InputError, _split
-from services.gateway.batch_state import (
+from services.gateway.batch.grants import take
+from services.gateway.batch.reading import InputError, _split
+from services.gateway.batch.state import (
     MAX_WINDOW_S,
     TERMINAL,
     Attempts,
@@ -29,10 +30,9 @@ from services.gateway.batch_state import (
     predicted_finish_s,
     window_s,
 )
-from services.gateway.batch_validation import LineChecker, estimated_tokens
-from services.gateway.grants import take
-from services.gateway.replies import BatchObject, FileObject
-from services.gateway.schemas import ChatMessage, ChatRequest, CompletionRequest
+from services.gateway.batch.validation import LineChecker, estimated_tokens
+from services.gateway.openai.replies import BatchObject, FileObject
+from services.gateway.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
 from shared.messages.batches import (
     BatchLineResult,
     BatchProblem,

@@ -14,7 +14,7 @@ import pytest
 
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, RequestClass
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.batching import ENDPOINT, echo, ended, jsonl, leftovers, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_stack
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 
 TOOL_TEMPLATE = (

@@ -25,7 +25,7 @@ from shared.messages.requests import RequestClass
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
 from shared.policies.catalogue import ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.browser.driver import ENTER, MISSING, RIGHT, TAB, Browser
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until

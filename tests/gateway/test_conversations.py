@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.chat_templates import ChatTemplate
-from services.gateway.conversations import arguments_object, plain_messages
-from services.gateway.errors import ApiError
-from services.gateway.schemas import ChatMessage
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.conversations import arguments_object, plain_messages
+from services.gateway.openai.schemas import ChatMessage
+from services.gateway.text.chat_templates import ChatTemplate
 
 END = "<|end|>"
 QWEN = (

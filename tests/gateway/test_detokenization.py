@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from services.gateway.detokenization import REPLACEMENT, Decoding, Detokenizer, StopStrings
+from services.gateway.text.detokenization import REPLACEMENT, Decoding, Detokenizer, StopStrings
 from tests.gateway.checkpoints import byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer(), "sentencepiece": sentencepiece_tokenizer()}

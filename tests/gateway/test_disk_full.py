@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.gateway import batch_service
+from services.gateway.batch import service as batch_service
 from shared.bus import nats_streams
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 from tests.gateway.conftest import MODEL, running_stack
 from tests.small_disk import SmallDisk, SmallDiskError

@@ -12,12 +12,12 @@ import httpx
 import openai
 import pytest
 
-from services.gateway import bodies
-from services.gateway.schemas import is_nested_deep
+from services.gateway.http import bodies
+from services.gateway.openai.schemas import is_nested_deep
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import MAX_MODEL_LEN
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until

@@ -12,7 +12,7 @@ import pytest
 
 from shared.messages.catalogue import FILE_CONTENTS, FILES
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway import parsing
-from services.gateway.errors import ApiError
-from services.gateway.logprobs import ShownToken, completion_logprobs
-from services.gateway.parsing import check_prompt_logprobs
-from services.gateway.replies import ChatCompletion, Completion
-from services.gateway.schemas import ChatRequest, CompletionRequest
-from services.gateway.tokenization import load_tokenizer
+from services.gateway.http.errors import ApiError
+from services.gateway.openai import parsing
+from services.gateway.openai.parsing import check_prompt_logprobs
+from services.gateway.openai.replies import ChatCompletion, Completion
+from services.gateway.openai.schemas import ChatRequest, CompletionRequest
+from services.gateway.text.logprobs import ShownToken, completion_logprobs
+from services.gateway.text.tokenization import load_tokenizer
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
     FinishReason,
@@ -27,7 +27,7 @@ from shared.messages.requests import (
     packed_logprob_bytes,
     unpack_tokens,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 

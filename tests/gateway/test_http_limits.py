@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.bodies import FREE_BYTES, BodyRoom, decompressed
-from services.gateway.errors import ApiError
-from services.gateway.http_limits import MIN_BODY_BYTES_PER_S, Waiting
+from services.gateway.http.bodies import FREE_BYTES, BodyRoom, decompressed
+from services.gateway.http.errors import ApiError
+from services.gateway.http.limits import MIN_BODY_BYTES_PER_S, Waiting
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.errors import ApiError
-from services.gateway.json_schemas import EXACT_INTEGER, GREATEST_BOUND, prepared
-from services.gateway.structured import json_grammar
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.json_schemas import EXACT_INTEGER, GREATEST_BOUND, prepared
+from services.gateway.openai.structured import json_grammar
 
 BYTES = LLTokenizer("byte")
 

@@ -14,16 +14,16 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.admission import Admission, Key, Ticket
-from services.gateway.errors import ApiError
-from services.gateway.key_uses import ALIVE_INTERVAL_S, FLUSH_S, MAX_WAIT_S, RETRY_S, SharedKeyUses
+from services.gateway.access.admission import Admission, Key, Ticket
+from services.gateway.access.key_uses import ALIVE_INTERVAL_S, FLUSH_S, MAX_WAIT_S, RETRY_S, SharedKeyUses
+from services.gateway.http.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import GATEWAYS, KEY_USES
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import RequestClass
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until

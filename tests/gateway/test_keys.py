@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway import admission as admission_module
-from services.gateway import audit, batch_state, line_answering
-from services.gateway.admission import (
+from services.gateway.access import admission as admission_module
+from services.gateway.access.admission import (
     AdminKey,
     AdminRole,
     Admission,
@@ -24,13 +23,16 @@ from services.gateway.admission import (
     read_admin_keys,
     read_keys,
 )
-from services.gateway.answering import prompts_in_time
-from services.gateway.errors import ApiError
+from services.gateway.admin import audit
+from services.gateway.batch import line_answering
+from services.gateway.batch import state as batch_state
+from services.gateway.http.errors import ApiError
+from services.gateway.requests.answering import prompts_in_time
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, RequestClass
-from shared.settings import BusSettings, GatewaySettings, SettingsError
+from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
 from tests.gateway.conftest import MODEL, running_gateway, running_stack
 from tests.gateway.peer import until
 from tests.tideway.readme import REPOSITORY

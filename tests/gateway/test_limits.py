@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.admission import WINDOW_S, Admission, Key, TokenWindow, read_keys
-from services.gateway.errors import ApiError
-from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, sampling_of, timeout_of
-from services.gateway.placing import candidates
-from services.gateway.schemas import CompletionRequest
+from services.gateway.access.admission import WINDOW_S, Admission, Key, TokenWindow, read_keys
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, sampling_of, timeout_of
+from services.gateway.openai.schemas import CompletionRequest
+from services.gateway.streams.placing import candidates
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo, LoadedModel
 from shared.messages.requests import Priority, RequestClass
-from shared.settings import GatewaySettings, SettingsError
+from shared.runtime.settings import GatewaySettings, SettingsError
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=40), st.integers(0, 200))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway import recovery
+from services.gateway.streams import recovery
 from shared.messages.catalogue import INSTANCE_EXITED
 from shared.messages.cluster import InstanceExited, ModelSpec
 from shared.messages.requests import (
@@ -17,7 +17,7 @@ from shared.messages.requests import (
     MigratedRequest,
     ReplayReply,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Reader, Stack, running_stack
 from tests.gateway.peer import prior_tokens, until
 from tests.gateway.test_recovery import begun, continue_from_prior, finished_whole, impatient

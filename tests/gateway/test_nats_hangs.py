@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.gateway import other_routes
+from services.gateway.requests import other_routes
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.gateway.batching import ended, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_stack

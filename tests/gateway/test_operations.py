@@ -20,10 +20,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, format_span_id, format_trace_id
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway import cluster_loads, other_routes
-from services.gateway.parsing import MAX_SEQUENCE_TOKENS
+from services.gateway.admin import cluster_loads
+from services.gateway.openai.parsing import MAX_SEQUENCE_TOKENS
+from services.gateway.requests import other_routes
 from services.gateway.service import GatewayService
-from services.gateway.tokenization import ModelTokenizer
+from services.gateway.text.tokenization import ModelTokenizer
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE, NODES
 from shared.messages.cluster import (
@@ -34,8 +35,8 @@ from shared.messages.cluster import (
 )
 from shared.messages.requests import FinishReason
 from shared.placement.plan import Group
-from shared.settings import BusSettings, GatewaySettings, SettingsError
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
+from shared.runtime.telemetry import start_telemetry
 from tests.conftest import free_port
 from tests.gateway.checkpoints import MAX_MODEL_LEN
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack

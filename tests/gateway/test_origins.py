@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.origins import is_private_name
+from services.gateway.http.origins import is_private_name
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 
 DRAIN = "/admin/instances/a/drain"

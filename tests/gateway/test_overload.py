@@ -12,14 +12,14 @@ import pytest
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Accepted, ErrorCode, GenerationRequest
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, running_stack
 
 
 @pytest.fixture
 def spec(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    monkeypatch.setattr("services.gateway.placing.SCHEDULER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("services.gateway.placing.PATIENCE_S", 0.2)
+    monkeypatch.setattr("services.gateway.streams.placing.SCHEDULER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("services.gateway.streams.placing.PATIENCE_S", 0.2)
     return ModelSpec(MODEL, str(checkpoint))
 
 

@@ -18,7 +18,7 @@ from services.gateway.tools.reasoning import REASONING_FORMATS, Opening, Reasoni
 from services.gateway.tools.use import ToolUse
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason, unpack_tokens
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.test_structured import follows

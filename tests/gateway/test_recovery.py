@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway import placing, recovery, stream
+from services.gateway.streams import placing, recovery, stream
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import INSTANCE_EXITED, SCHEDULER_ANNOUNCE
 from shared.messages.cluster import InstanceExited, LeaseHolder, ModelSpec
@@ -22,7 +22,7 @@ from shared.messages.requests import (
     RequestClass,
     TokenFrame,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.gateway.conftest import MODEL, Reader, Stack, running_stack
 from tests.gateway.peer import prior_tokens, until
@@ -238,7 +238,7 @@ async def test_a_new_scheduler_that_refuses_for_good_ends_what_nobody_runs(manua
 async def test_a_new_scheduler_hears_of_what_the_last_one_takes_with_its_last_word(
     monkeypatch: pytest.MonkeyPatch, manual: Stack
 ) -> None:
-    monkeypatch.setattr("services.gateway.stream.QUIET_S", 60.0)
+    monkeypatch.setattr("services.gateway.streams.stream.QUIET_S", 60.0)
     manual.peer.may_answer.clear()
     reader = manual.read()
     request = await manual.next_request()

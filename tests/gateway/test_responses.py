@@ -13,15 +13,15 @@ import msgspec
 import openai
 import pytest
 
-from services.gateway.generation import Delta
-from services.gateway.logprobs import ShownToken
-from services.gateway.replies import FunctionChunk, ToolCallChunk
+from services.gateway.openai.replies import FunctionChunk, ToolCallChunk
 from services.gateway.responses.conversion import chat_request, items_of
 from services.gateway.responses.messages import ResponseRequest
 from services.gateway.responses.writing import ResponseBuilder
+from services.gateway.streams.generation import Delta
+from services.gateway.text.logprobs import ShownToken
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenLogprob, unpack_tokens
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.test_tools import BOTH, MAX_LEN, TEMPLATE, TOOLS, with_room

@@ -15,9 +15,9 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
+from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
 from services.gateway.service import GatewayService
-from services.worker.output_log import OutputLog
+from services.worker.instance.output_log import OutputLog
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import KEPT_CALLS
@@ -30,7 +30,7 @@ from shared.messages.requests import (
     ReplayReply,
     TokenFrame,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import ScriptedPeer, until

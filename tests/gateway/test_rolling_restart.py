@@ -16,7 +16,7 @@ import httpx
 from shared.bus.nats_bus import NatsBus
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason, GenerationRequest
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import free_port
 from tests.gateway.conftest import MODEL, Reader
 from tests.gateway.peer import ScriptedPeer

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.answering import prompts_in_time
-from services.gateway.errors import ApiError
-from services.gateway.parsing import options_of
-from services.gateway.schemas import CompletionRequest
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.parsing import options_of
+from services.gateway.openai.schemas import CompletionRequest
+from services.gateway.requests.answering import prompts_in_time
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import RequestClass
 from shared.messages.routes import Arm, Mirror, Route
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.e2e.otlp_collector import OtlpCollector
 from tests.gateway.batching import ended, jsonl, reach
 from tests.gateway.conftest import Stack, running_stack

@@ -9,10 +9,10 @@ import time
 import msgspec
 import pytest
 
-from services.gateway.conversations import plain_messages
-from services.gateway.errors import MAX_JSON_CONTAINERS, MAX_JSON_VALUES, ApiError, decode
-from services.gateway.schemas import ChatRequest, CompletionRequest
-from services.gateway.text_work import Render, decode_task, encode
+from services.gateway.http.errors import MAX_JSON_CONTAINERS, MAX_JSON_VALUES, ApiError, decode
+from services.gateway.openai.conversations import plain_messages
+from services.gateway.openai.schemas import ChatRequest, CompletionRequest
+from services.gateway.text.work import Render, decode_task, encode
 from tests.gateway.conftest import MODEL, Stack
 
 COMPLETION = msgspec.json.Decoder(CompletionRequest)

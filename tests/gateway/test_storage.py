@@ -11,7 +11,7 @@ from shared.bus.interface import Bus, BusError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.channels import Bucket, ObjectBucket
 from shared.messages.requests import ErrorCode
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.memory_bus import MemoryHub
 
 BLOBS = ObjectBucket("test_blobs")

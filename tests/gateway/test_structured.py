@@ -9,15 +9,17 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from prometheus_client import CollectorRegistry
 
-from services.gateway import structured, text_pool, text_work
-from services.gateway.errors import ApiError
+from services.gateway.http.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.schemas import MAX_STRUCTURED_CHOICES, CompletionRequest
-from services.gateway.structured import Grammar, encoded, grammar_of, json_grammar
-from services.gateway.text_pool import TextPool
-from services.gateway.text_work import TryGrammar, work
+from services.gateway.openai import structured
+from services.gateway.openai.schemas import MAX_STRUCTURED_CHOICES, CompletionRequest
+from services.gateway.openai.structured import Grammar, encoded, grammar_of, json_grammar
+from services.gateway.text import pool as text_pool
+from services.gateway.text import work as text_work
+from services.gateway.text.pool import TextPool
+from services.gateway.text.work import TryGrammar, work
 from shared.messages.requests import FinishReason
-from shared.settings import GatewaySettings
+from shared.runtime.settings import GatewaySettings
 from tests.gateway.batching import ended, line, reach, read, start
 from tests.gateway.conftest import Stack
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from services.gateway.chat_templates import ChatTemplate
-from services.gateway.text_bounds import longest_token_characters
+from services.gateway.text.bounds import longest_token_characters
+from services.gateway.text.chat_templates import ChatTemplate
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import MAX_MODEL_LEN, byte_level_tokenizer, sentencepiece_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until

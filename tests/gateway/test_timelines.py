@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from services.gateway import timelines as module
+from services.gateway.streams import timelines as module
 from shared.messages.catalogue import GATEWAY_EVENTS
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.settings import BusSettings
-from shared.tls import own_server_tls
+from shared.runtime.settings import BusSettings
+from shared.runtime.tls import own_server_tls
 from tests.certificates import Authority
 from tests.gateway.conftest import running_gateway
 

@@ -12,21 +12,21 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from services.gateway.chat_templates import (
+from services.gateway.http.errors import ApiError
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.conversations import plain_messages
+from services.gateway.openai.schemas import ChatMessage, ContentPart
+from services.gateway.text.bounds import may_inflate
+from services.gateway.text.chat_templates import (
     DEFAULT_TEMPLATE,
     ChatTemplate,
     load_template,
 )
-from services.gateway.conversations import plain_messages
-from services.gateway.errors import ApiError
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.schemas import ChatMessage, ContentPart
-from services.gateway.text_bounds import may_inflate
-from services.gateway.text_pool import TextPool
-from services.gateway.tokenization import Tokenizers, load_tokenizer
-from shared.checkpoint import CheckpointError, read_tokenizer_config
+from services.gateway.text.pool import TextPool
+from services.gateway.text.tokenization import Tokenizers, load_tokenizer
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings, GatewaySettings
+from shared.models.checkpoint import CheckpointError, read_tokenizer_config
+from shared.runtime.settings import BusSettings, GatewaySettings
 from tests.gateway.checkpoints import byte_level_tokenizer, sentencepiece_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, running_stack
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_without_tokenizer_json_is_converted(tmp_path: Path) -> Non
 async def test_a_tokenizer_that_failed_is_tried_again(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.tokenization.RETRY_AFTER_FAILURE_S", 0.0)
+    monkeypatch.setattr("services.gateway.text.tokenization.RETRY_AFTER_FAILURE_S", 0.0)
     folder = tmp_path / "later"
     spec = ModelSpec("m", str(folder))
     tokenizers = Tokenizers(TextPool(GatewaySettings(), GatewayMetrics(CollectorRegistry())))

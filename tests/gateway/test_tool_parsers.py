@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.schemas import FunctionDefinition, Tool
+from services.gateway.openai.schemas import FunctionDefinition, Tool
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
 from services.gateway.tools.keyed import typed
 from services.gateway.tools.output_reader import OutputReader

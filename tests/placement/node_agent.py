@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.worker.node_state import Ask, Kill, NodeState, Start, Terminate
+from services.worker.node.state import Ask, Kill, NodeState, Start, Terminate
 from shared.bus.interface import Bus, KeyValue
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import INSTANCES, NODES, PLANS

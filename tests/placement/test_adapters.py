@@ -13,14 +13,14 @@ import pytest
 from services.placement import active
 from services.placement.adapters import read_adapter, with_adapters
 from services.placement.footprint import DeviceFacts, footprint
-from shared.adapters import AdapterFiles
 from shared.bus.interface import ServiceError
-from shared.checkpoint import describe
 from shared.messages.admin import AddAdapter, RemoveAdapter
 from shared.messages.catalogue import ADAPTERS, PLACEMENT_ADD_ADAPTER, PLACEMENT_REMOVE_ADAPTER
 from shared.messages.cluster import AdapterSpec, AttentionFacts, ModelSpec
 from shared.messages.requests import ErrorCode
-from shared.settings import BusSettings
+from shared.models.adapters import AdapterFiles
+from shared.models.checkpoint import describe
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.placement.test_service import Cluster, cluster, placement, until  # noqa: F401
 from tests.worker.adapters import write_adapter

@@ -23,7 +23,7 @@ from shared.messages.admin import Done, ScaleNode
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import NodeInfo
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.settings import SettingsError
+from shared.runtime.settings import SettingsError
 from tests.placement.api_server import COST, ScriptedApiServer
 
 

@@ -18,10 +18,10 @@ from services.placement.metrics import PlacementMetrics
 from services.placement.requests import check_length, check_quantization, check_spec
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import ServiceError
-from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import MeanStd, ModelSummary, ModelTraffic
+from shared.models.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
 
 SHAPE = CheckpointShape(
     architecture="LlamaForCausalLM",

@@ -22,10 +22,10 @@ from services.placement.planning import (
     plan,
     wasted,
 )
-from shared.checkpoint import ITEMSIZES, CheckpointShape, cost_key
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
+from shared.models.checkpoint import ITEMSIZES, CheckpointShape, cost_key
 from shared.placement.demand import POOL_HEADROOM
 from shared.placement.hardware import A100_80G, L4, cost_model
 from shared.placement.memory import KEPT_POOL, LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES

@@ -21,8 +21,8 @@ from shared.placement.carry_out import CarryOutSettings
 from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Proposal, Trial
 from shared.placement.problem import Problem
 from shared.placement.replacement import Replacement
-from shared.settings import BusSettings, SettingsError
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings, SettingsError
+from shared.runtime.telemetry import start_telemetry
 from tests.placement.node_agent import ScriptedNode
 from tests.placement.test_scaling import drain, scale
 from tests.placement.test_service import Cluster, cluster, placement, sources, until, where

@@ -16,7 +16,6 @@ from services.placement.fleet import Fleet, node_of
 from services.placement.service import PlacementService
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
-from shared.checkpoint import CheckpointShape
 from shared.messages.admin import DrainInstance, ScaleInstances, ScaleModel
 from shared.messages.catalogue import (
     INSTANCES,
@@ -31,8 +30,9 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode
-from shared.settings import BusSettings, PlacementSettings, SettingsError
-from shared.telemetry import start_telemetry
+from shared.models.checkpoint import CheckpointShape
+from shared.runtime.settings import BusSettings, PlacementSettings, SettingsError
+from shared.runtime.telemetry import start_telemetry
 from tests.placement.api_server import ScriptedApiServer
 from tests.placement.test_service import Cluster, cluster, placement, sources, until, where
 

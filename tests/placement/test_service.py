@@ -27,7 +27,6 @@ from services.placement.service import PlacementService
 from shared.bus import nats_key_value
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.bus.nats_bus import NatsBus
-from shared.checkpoint import CheckpointShape
 from shared.messages.admin import (
     AddModel,
     Done,
@@ -66,8 +65,9 @@ from shared.messages.traffic import (
     RequestRows,
     request_number,
 )
-from shared.settings import BusSettings, PlacementSettings, SettingsError
-from shared.telemetry import Telemetry, start_telemetry
+from shared.models.checkpoint import CheckpointShape
+from shared.runtime.settings import BusSettings, PlacementSettings, SettingsError
+from shared.runtime.telemetry import Telemetry, start_telemetry
 from tests.conftest import NatsServer
 from tests.placement.checkpoints import write_checkpoint
 

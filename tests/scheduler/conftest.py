@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.scheduler.service import SchedulerService
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
-from shared.settings import BusSettings, SchedulerSettings
-from shared.telemetry import Telemetry
+from shared.runtime.settings import BusSettings, SchedulerSettings
+from shared.runtime.telemetry import Telemetry
 from tests.conftest import NatsServer
 from tests.memory_bus import MemoryBus, MemoryHub
 from tests.scheduler.peers import ScriptedGateway, ScriptedInstance, eventually

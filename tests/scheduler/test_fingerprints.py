@@ -8,8 +8,8 @@ import pytest
 
 from services.scheduler.observer import Observer
 from shared.messages.cluster import InstanceInfo, LoadedModel
-from shared.settings import BusSettings
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings
+from shared.runtime.telemetry import start_telemetry
 
 
 def instance(instance_id: str, **fingerprints: str) -> InstanceInfo:

@@ -10,7 +10,7 @@ import pytest
 
 from shared.messages.catalogue import SCHEDULER_ANNOUNCE
 from shared.messages.cluster import LeaseHolder
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.scheduler.conftest import NatsStage
 from tests.scheduler.peers import eventually

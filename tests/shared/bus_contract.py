@@ -20,7 +20,7 @@ from shared.messages.channels import (
     Topic,
 )
 from shared.messages.requests import ErrorCode
-from shared.telemetry import context_of, current_traceparent
+from shared.runtime.telemetry import context_of, current_traceparent
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True):

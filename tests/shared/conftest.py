@@ -9,7 +9,7 @@ import pytest
 from nats.aio.client import Client
 
 from shared.bus.nats_bus import NatsBus
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.shared.bus_contract import Connect
 

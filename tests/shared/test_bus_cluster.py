@@ -16,7 +16,7 @@ from shared.bus.interface import Bus, BusError, KeyValue
 from shared.bus.nats_bus import NatsBus
 from shared.messages.channels import Bucket
 from shared.messages.requests import ErrorCode
-from shared.settings import BusSettings, SettingsError
+from shared.runtime.settings import BusSettings, SettingsError
 from tests.conftest import NatsServer
 from tests.nats_cluster import NatsCluster
 from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, Ping, eventually

@@ -26,8 +26,8 @@ from shared.bus.nats_client import MAX_PENDING_BYTES
 from shared.messages.catalogue import INSTANCE_SUBMIT, PREFIX
 from shared.messages.channels import Topic
 from shared.messages.requests import Accepted, ErrorCode, GenerationRequest, SamplingParams
-from shared.settings import BusSettings, SettingsError
-from shared.telemetry import context_of
+from shared.runtime.settings import BusSettings, SettingsError
+from shared.runtime.telemetry import context_of
 from tests.conftest import NatsServer, free_port
 from tests.shared.bus_contract import (
     LEDGER,

@@ -14,7 +14,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_streams import delivery
 from shared.messages.channels import Bucket
 from shared.messages.requests import ErrorCode
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, Connect, Ping, eventually
 from tests.shared.conftest import ConnectTo

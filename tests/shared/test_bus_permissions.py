@@ -31,7 +31,7 @@ from shared.messages.requests import (
     ReplayQuery,
     SamplingParams,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.shared.conftest import flushed
 from tideway.data_folder import OperatorError

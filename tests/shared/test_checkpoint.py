@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shared import checkpoint
-from shared.checkpoint import CheckpointError
+from shared.models import checkpoint
+from shared.models.checkpoint import CheckpointError
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -340,7 +340,7 @@ def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_describing_imports_no_tensor_library() -> None:
-    code = "import sys, shared.checkpoint; print(sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
+    code = "import sys, shared.models.checkpoint; print(sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

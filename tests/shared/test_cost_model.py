@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import cost_fit
-from shared.cost_model import CostModel, LiveScale, StepShape, shape_of
+from shared.costs import fit as cost_fit
+from shared.costs.model import CostModel, LiveScale, StepShape, shape_of
 
 costs = st.builds(
     CostModel,

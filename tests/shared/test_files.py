@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.files import write_whole
+from shared.runtime.files import write_whole
 
 
 def test_a_file_is_one_of_those_that_were_written_at_once_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
-from shared.lease import SAFETY_S, TTL_S, Lease
 from shared.messages.catalogue import LEASES, TERMS
-from shared.settings import BusSettings
+from shared.runtime.lease import SAFETY_S, TTL_S, Lease
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.memory_bus import MemoryHub
 from tests.shared.bus_contract import eventually
@@ -292,8 +292,8 @@ def test_never_two_holders_whatever_happens(seed: int, faults: list[Fault]) -> N
 HOLDER_PROCESS = """
 import asyncio, sys
 from shared.bus.nats_bus import NatsBus
-from shared.lease import Lease
-from shared.settings import BusSettings
+from shared.runtime.lease import Lease
+from shared.runtime.settings import BusSettings
 
 async def main():
     bus = await NatsBus.connect(BusSettings(nats_url=sys.argv[1]), "test", "child")

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from shared.cost_model import CostModel, StepShape
-from shared.live_costs import FIRST_STEP_TOKENS, GROWTH, PRIOR, LiveCosts
+from shared.costs.live import FIRST_STEP_TOKENS, GROWTH, PRIOR, LiveCosts
+from shared.costs.model import CostModel, StepShape
 
 CPU = CostModel(
     fixed_s=0.025,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.policies.virtual_usage import (
     HIGH_WEIGHT,
     IDEAL_SLOWDOWN,

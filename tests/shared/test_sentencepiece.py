@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.gateway.tokenization import load_tokenizer
-from shared import checkpoint
+from services.gateway.text.tokenization import load_tokenizer
 from shared.messages.cluster import ModelSpec
-from shared.sentencepiece import SentencePieceError, read_model, tokenizer_json
+from shared.models import checkpoint
+from shared.models.sentencepiece import SentencePieceError, read_model, tokenizer_json
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 
 TEXT, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.service import FORMATTERS, TextFormatter, unless_stopped
+from shared.runtime.service import FORMATTERS, TextFormatter, unless_stopped
 
 PROGRAM = """
 import asyncio, logging, resource, sys
-from shared.checkpoint import CheckpointError
-from shared.service import load_or_exit, run_service
-from shared.settings import SchedulerSettings, SettingsError
+from shared.models.checkpoint import CheckpointError
+from shared.runtime.service import load_or_exit, run_service
+from shared.runtime.settings import SchedulerSettings, SettingsError
 
 async def wait(stop):
     logging.info("loop %s", type(asyncio.get_running_loop()).__module__)
@@ -132,7 +132,7 @@ def test_a_log_in_json_is_an_object_a_line() -> None:
     (record,) = map(json.loads, err.splitlines())
     assert datetime.fromisoformat(record["time"]).tzinfo is not None
     assert [record[key] for key in ("service", "level", "logger", "message")] == [
-        "scheduler", "ERROR", "shared.service", "scheduler failed"
+        "scheduler", "ERROR", "shared.runtime.service", "scheduler failed"
     ]  # fmt: skip
     assert record["exception"].endswith("ValueError: scripted")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.messages.cluster import ModelSpec
-from shared.settings import (
+from shared.runtime.settings import (
     BusSettings,
     GatewaySettings,
     InstanceSettings,

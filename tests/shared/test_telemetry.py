@@ -18,9 +18,9 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import Counter
 
-from shared import telemetry as telemetry_module
-from shared.settings import BusSettings, SettingsError
-from shared.telemetry import context_of, current_traceparent, metrics_text, start_telemetry
+from shared.runtime import telemetry as telemetry_module
+from shared.runtime.settings import BusSettings, SettingsError
+from shared.runtime.telemetry import context_of, current_traceparent, metrics_text, start_telemetry
 from tests.conftest import free_port
 from tests.stalls import Stopwatch
 

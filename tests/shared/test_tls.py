@@ -12,8 +12,8 @@ from shared.bus import nats_bus
 from shared.bus.nats_bus import NatsBus
 from shared.messages import catalogue
 from shared.messages.requests import HeldRequests, ListHeldRequests
-from shared.settings import BusSettings, GatewaySettings, SettingsError
-from shared.tls import client_tls, server_tls
+from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
+from shared.runtime.tls import client_tls, server_tls
 from tests.certificates import Authority
 from tests.conftest import NatsServer
 from tests.shared.bus_contract import eventually

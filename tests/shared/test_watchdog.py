@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from shared.watchdog import STUCK_EXIT_CODE
+from shared.runtime.watchdog import STUCK_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import asyncio, sys, time
-from shared.service import run_service
-from shared.settings import BusSettings
+from shared.runtime.service import run_service
+from shared.runtime.settings import BusSettings
 
 async def stuck(stop):
     await asyncio.sleep(0)

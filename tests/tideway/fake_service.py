@@ -51,7 +51,7 @@ async def _register(role: str) -> None:
         NodeInfo,
         PlacementPlan,
     )
-    from shared.settings import BusSettings, load
+    from shared.runtime.settings import BusSettings, load
 
     bus = await NatsBus.connect(load(BusSettings), role, role)
     models = [ModelSpec(**spec) for spec in json.loads(os.environ["FAKE_MODELS"])]

@@ -10,7 +10,7 @@ import pytest
 
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import FILE_CONTENTS, MODELS
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.tideway.test_up import Run
 from tideway.backup import backup, restore
 from tideway.data_folder import OperatorError

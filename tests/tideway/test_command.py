@@ -23,7 +23,7 @@ from shared.messages.cluster import (
     ModelSpec,
     PlacementPlan,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.tideway.conftest import InThisProcess
 from tideway.cluster import ModelState, view_model
 from tideway.data_folder import DataFolder

@@ -13,12 +13,18 @@ import pytest
 import typer.main
 
 from services.gateway.app import ROUTES
-from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
-from shared import live_costs
-from shared.cost_model import CostSource
+from services.gateway.openai.schemas import AddModelRequest, ChatRequest, CompletionRequest
+from shared.costs import live as live_costs
+from shared.costs.model import CostSource
 from shared.policies.rebalancing import MAX_CHECKED
+from shared.runtime.settings import (
+    GatewaySettings,
+    InstanceSettings,
+    PlacementSettings,
+    SchedulerSettings,
+    WorkerSettings,
+)
 from shared.scheduling.rescheduling import SOON_S
-from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from tests.tideway.nats_rows import bucket_rows, subject_rows
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
 from tideway.command import app
@@ -145,7 +151,9 @@ def test_documented_endpoints_and_fields_exist() -> None:
 
 def test_documented_metrics_exist() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "services").rglob("*.py"))
-    sources += "".join((REPOSITORY / name).read_text() for name in ("shared/bus/metrics.py", "shared/telemetry.py"))
+    sources += "".join(
+        (REPOSITORY / name).read_text() for name in ("shared/bus/metrics.py", "shared/runtime/telemetry.py")
+    )
     names = ("gateway", "scheduler", "placement", "instance", "bus", "nats_stream")
     prefixes = (*(f"tideway_{name}_" for name in names), "")
     pages = "".join(

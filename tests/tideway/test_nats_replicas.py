@@ -11,7 +11,7 @@ from nats.js import JetStreamContext
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import FILE_CONTENTS, INSTANCES, LEASES, MODELS
 from shared.messages.cluster import LeaseHolder, ModelSpec
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.e2e.stack import users_by_role
 from tests.nats_cluster import NatsCluster
 from tideway.data_folder import OperatorError

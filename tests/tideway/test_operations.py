@@ -37,7 +37,7 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.traffic import GetTraffic, MeanStd, ModelSummary, ModelTraffic, Spread, TrafficReply
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until

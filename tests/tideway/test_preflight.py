@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.tls import is_loopback
+from shared.runtime.tls import is_loopback
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.preflight import (
     check_memory,

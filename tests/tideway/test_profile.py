@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shared.bus.nats_bus import NatsBus
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.worker.checkpoints import write_checkpoint
 from tideway import profile
 from tideway.data_folder import OperatorError
@@ -110,7 +110,7 @@ def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_the_worker_it_says_where_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "services.worker.profiled_steps", None)
+    monkeypatch.setitem(sys.modules, "services.worker.executor.profiled_steps", None)
     with pytest.raises(OperatorError, match="say in its container"):
         run(data_dir=tmp_path)
 

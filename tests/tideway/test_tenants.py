@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shared.messages.catalogue import SCHEDULER_STATISTICS
 from shared.messages.cluster import ModelSpec, StatisticsReport, TenantStatistics
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until

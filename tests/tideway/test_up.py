@@ -23,9 +23,9 @@ import nats.errors
 import pytest
 from rich.console import Console
 
-from services.worker.processes import STOP_MARGIN_S
+from services.worker.node.processes import STOP_MARGIN_S
 from shared.messages.cluster import ModelSpec
-from shared.settings import InstanceSettings, SettingsError
+from shared.runtime.settings import InstanceSettings, SettingsError
 from tests.conftest import NatsServer
 from tests.tideway.test_supervisor import is_alive, until
 from tideway import readiness, status, tree

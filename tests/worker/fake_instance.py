@@ -32,8 +32,8 @@ from shared.messages.cluster import (
     LoadedModel,
     ModelSpec,
 )
-from shared.service import run_service
-from shared.settings import InstanceSettings, load
+from shared.runtime.service import run_service
+from shared.runtime.settings import InstanceSettings, load
 
 TAKES_S = 0.1
 HELD_S = 1.5

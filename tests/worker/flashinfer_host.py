@@ -19,9 +19,9 @@ from services.worker.attention import flashinfer_backend
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import BatchLayout, Heads
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.kv_store import KvShape, KvStore
+from services.worker.kv.kv_store import KvShape, KvStore
+from services.worker.kv.transfer import StaticInputs
 from services.worker.models.decode_graphs import captured_sizes
-from services.worker.transfer import StaticInputs
 from tests.worker import fake_flashinfer
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from services.worker.engine_building import build_engine
-from services.worker.instance import InstanceService
+from services.worker.instance.building import build_engine
+from services.worker.instance.service import InstanceService
 from shared.bus.nats_bus import NatsBus
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.catalogue import (
@@ -38,8 +38,8 @@ from shared.messages.requests import (
     TokenFrame,
     unpack_tokens,
 )
-from shared.settings import BusSettings, InstanceSettings
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings, InstanceSettings
+from shared.runtime.telemetry import start_telemetry
 from tests.shared.engine.fake_executor import FakeExecutor
 
 SHAPES = {"a": ModelShape("a", 4, 3, 600), "b": ModelShape("b", 2, 2, 60)}

@@ -37,7 +37,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.migration.parties import Gateway, until
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.requests import SamplingParams, TokenLogprob, pack_tokens
 

@@ -9,16 +9,16 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from services.worker.models import adapters as lora
 from services.worker.models.loading import identity_of, load_model
 from services.worker.native import library
 from services.worker.ranks.group import Alone
-from shared.adapters import check_base, describe_adapter
-from shared.checkpoint import CheckpointError
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter, SamplingParams, pack_tokens
+from shared.models.adapters import check_base, describe_adapter
+from shared.models.checkpoint import CheckpointError
 from tests.worker.adapters import ALL, OPT, merged, write_adapter
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.step_driver import Driver, Row

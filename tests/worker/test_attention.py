@@ -21,8 +21,8 @@ from services.worker.attention.flash_backend import FlashBackend, FlashUnavailab
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import AttentionBackend, BatchLayout, Heads
 from services.worker.attention.torch_backend import TorchBackend, _grouping
-from services.worker.kv_store import KvShape, KvStore, KvViews
-from services.worker.transfer import StaticInputs
+from services.worker.kv.kv_store import KvShape, KvStore, KvViews
+from services.worker.kv.transfer import StaticInputs
 from tests.worker import fake_flashinfer
 
 torch.set_num_threads(1)

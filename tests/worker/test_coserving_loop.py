@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engine_building import build_engine
-from services.worker.engine_loop import EngineLoop
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
+from services.worker.instance.building import build_engine
+from services.worker.instance.engine_loop import EngineLoop
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, SetCostModel, Submit
 from shared.engine.driver import StepStats
 from shared.engine.requests import Ended, Output
@@ -26,7 +26,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.settings import InstanceSettings
+from shared.runtime.settings import InstanceSettings
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 
 NUM_OFFLINE, NUM_ONLINE = 8, 8

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.worker.coserving_telemetry import CoServingTelemetry
-from services.worker.engine_building import build_engine, host_pool_merged
-from services.worker.machine import free_memory_bytes
-from shared.cost_model import CostSource, KnownCosts
+from services.worker.instance.building import build_engine, host_pool_merged
+from services.worker.instance.coserving_telemetry import CoServingTelemetry
+from services.worker.node.machine import free_memory_bytes
+from shared.costs.live import PRIOR
+from shared.costs.model import CostSource, KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
-from shared.live_costs import PRIOR
 from shared.messages.cluster import InstancePlan
 from shared.messages.requests import FinishReason, RequestClass
-from shared.settings import InstanceSettings, SettingsError
+from shared.runtime.settings import InstanceSettings, SettingsError
 from tests.shared.engine.fake_executor import request
 
 

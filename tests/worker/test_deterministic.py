@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker import linear
-from services.worker.deterministic import INVARIANT, tiles
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
+from services.worker.models import linear
 from services.worker.models.decoder import activation
+from services.worker.models.deterministic import INVARIANT, tiles
 from services.worker.models.rope import RotaryEmbedding
-from shared.checkpoint import CheckpointError
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import pack_tokens
+from shared.models.checkpoint import CheckpointError
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.ranks.followers import followers
 from tests.worker.step_driver import Driver, Row

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine_loop import EngineLoop
+from services.worker.instance.engine_loop import EngineLoop
 from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, Reattach, Submit, Unreserve
 from shared.engine.driver import StepStats
 from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from shared.engine.calls import AddModel, OnCopy, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output

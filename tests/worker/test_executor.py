@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.executor import WARM_UP, Executor
+from services.worker.executor.executor import WARM_UP, Executor
+from services.worker.kv.transfer import Field
 from services.worker.models.decode_graphs import Capture, Replayable
 from services.worker.models.decoder import ForwardState
 from services.worker.native import library
 from services.worker.ranks.group import Alone
 from services.worker.ranks.shared_memory import RankMemory
-from services.worker.transfer import Field
-from shared.checkpoint import CheckpointError
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
+from shared.models.checkpoint import CheckpointError
 from tests.worker import fake_flashinfer
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver, Row

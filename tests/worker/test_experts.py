@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.worker.linear import Linear
 from services.worker.models.experts import Experts
+from services.worker.models.linear import Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

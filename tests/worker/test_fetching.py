@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.fetching import Fetching, fetch
-from shared.checkpoint import CheckpointError
+from services.worker.node.fetching import Fetching, fetch
+from shared.models.checkpoint import CheckpointError
 from tests.placement.checkpoints import write_checkpoint
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.attention.facts import TORCH_CUDA, flashinfer
-from shared.model_families import FAMILIES
+from shared.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 RANKS = (1, 2, 4, 8)

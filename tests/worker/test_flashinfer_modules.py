@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.worker import ops
 from services.worker.attention import flashinfer_modules as modules
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.flashinfer_modules import VARIANTS, Variant, explain
 from services.worker.attention.torch_backend import TorchBackend
+from services.worker.models import ops
 from tests.worker import fake_flashinfer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.worker import fp8_linear
-from services.worker.fp8_linear import Fp8Linear, compare, multiply, quantise, scaled_product_of
+from services.worker.models import fp8_linear
+from services.worker.models.fp8_linear import Fp8Linear, compare, multiply, quantise, scaled_product_of
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]

@@ -12,9 +12,9 @@ import llguidance.numpy
 import pytest
 from tokenizers import Tokenizer
 
-from services.worker import grammars
-from services.worker.executor import Executor
-from services.worker.grammars import GrammarCounters, GrammarRows, Guides, Vocabulary, _Guide
+from services.worker.executor import grammars
+from services.worker.executor.executor import Executor
+from services.worker.executor.grammars import GrammarCounters, GrammarRows, Guides, Vocabulary, _Guide
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from services.worker.ranks import group_executor, messages
 from services.worker.ranks.group import ALONE, Alone, GroupError
 from services.worker.ranks.group_executor import GroupExecutor
@@ -32,10 +32,10 @@ from services.worker.ranks.messages import (
 )
 from services.worker.ranks.shared_memory import RankMemory
 from services.worker.ranks.starting import RankProcess
-from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.engine.plan import CopyKind, EndedCopy, KvCopy, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
+from shared.models.checkpoint import CheckpointError, CheckpointMissing
 from tests.worker.checkpoints import write_checkpoint
 
 UNKNOWN = StepPlan(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Output

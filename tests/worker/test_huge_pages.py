@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.instance_environment import HUGE_PAGES
+from services.worker.node.environment import HUGE_PAGES
 
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SCRIPT = """

@@ -8,9 +8,8 @@ import math
 import msgspec
 import pytest
 
-from services.worker.instance_models import InstanceModels
+from services.worker.instance.models import InstanceModels
 from shared.bus.interface import BusError
-from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
@@ -35,6 +34,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
+from shared.models.checkpoint import CheckpointError, CheckpointMissing
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.stalls import Stopwatch
 from tests.worker.instance_stage import IDS, instance_on
@@ -357,7 +357,7 @@ async def test_finished_requests_report_their_time_on_the_device(stage):
 
 
 async def test_the_registry_says_where_step_times_are_from_and_what_is_free(stage, caplog):
-    caplog.set_level("INFO", logger="services.worker.instance")
+    caplog.set_level("INFO", logger="services.worker.instance.service")
 
     def shown() -> dict[str, str]:
         return {model.name: model.cost_model for model in stage.info.models if model.state == "ready"}
@@ -381,7 +381,7 @@ async def test_an_engine_that_fails_makes_the_instance_give_up(stage):
 
 
 async def test_a_replay_larger_than_a_message_is_cut_and_continues():
-    from services.worker.output_log import cut
+    from services.worker.instance.output_log import cut
     from shared.messages.requests import TokenLogprob
 
     logprob = TokenLogprob(-1.0, tuple(range(10**6, 10**6 + 20)), (-1.5,) * 20, 1)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from services.worker import instance_adapters
+from services.worker.instance import adapters as instance_adapters
 from shared.bus.interface import BusError
-from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.messages.admin import UnloadModel
 from shared.messages.catalogue import ADAPTERS, INSTANCE_COMMIT, INSTANCE_SUBMIT, INSTANCE_UNLOAD_MODEL
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import AdapterSpec
 from shared.messages.migration import Commit, Committed, SequenceProgress
 from shared.messages.requests import Adapter, ErrorCode, FinishReason
-from shared.settings import BusSettings
+from shared.models.checkpoint import CheckpointError, CheckpointMissing
+from shared.runtime.settings import BusSettings
 from tests.shared.engine.fake_executor import request
 from tests.worker.instance_stage import IDS, Stage, SteppedExecutor, instance_on
 

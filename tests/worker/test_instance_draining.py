@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from services.worker.draining import Draining
-from services.worker.instance_main import first_of, local_address
+from services.worker.instance.draining import Draining
+from services.worker.instance.main import first_of, local_address
 from shared.bus.interface import ServiceError
 from shared.engine.engine import Engine
 from shared.messages.cluster import LoadedModel
 from shared.messages.migration import MigrationReason
 from shared.messages.requests import ErrorCode, RequestClass
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.shared.engine.fake_executor import request
 from tests.worker.instance_peer import LONG_PROMPT, OTHER_PROMPT, Peer, held, local_transport, rebalance

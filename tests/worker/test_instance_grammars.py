@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker import instance
-from services.worker.grammars import GrammarCounters
+from services.worker.executor.grammars import GrammarCounters
+from services.worker.instance import service as instance
 from shared.bus.interface import BusError
 from shared.messages.catalogue import INSTANCE_SUBMIT
 from shared.messages.requests import ErrorCode, FinishReason, GenerationRequest
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.shared.engine.fake_executor import request
 from tests.worker.instance_stage import IDS, Stage, SteppedExecutor, instance_on
 

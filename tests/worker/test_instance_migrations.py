@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.worker import instance_models
+from services.worker.instance import models as instance_models
 from services.worker.kv_transport import KvTransport, TransferError, TransferReason
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
@@ -47,7 +47,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.worker.instance_peer import LONG_PROMPT, OTHER_PROMPT, Peer, held, local_transport, rebalance
 from tests.worker.instance_stage import IDS, SlabExecutor, Stage, instance_on
@@ -336,7 +336,7 @@ async def test_the_registry_names_the_kv_transport_where_there_is_one(nats_setti
 async def test_without_a_usable_transport_the_instance_says_so_and_serves(
     nats_settings: BusSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    monkeypatch.setattr("services.worker.instance_migrations.OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("services.worker.instance.migrations.OPEN_TIMEOUT_S", 0.1)
 
     async def open_transport() -> KvTransport:
         if problem == "unusable":

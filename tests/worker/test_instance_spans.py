@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.worker.instance_spans import InstanceSpans
+from services.worker.instance.spans import InstanceSpans
 from shared.engine.handover import Detached
 from shared.engine.requests import Ended
 from shared.messages.migration import SequenceProgress

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker import kv_copies
-from services.worker.executor import Executor
-from services.worker.kv_copies import KvCopies
-from services.worker.kv_store import KvShape, KvStore, KvViews
+from services.worker.executor.executor import Executor
+from services.worker.kv import kv_copies
+from services.worker.kv.kv_copies import KvCopies
+from services.worker.kv.kv_store import KvShape, KvStore, KvViews
 from shared.engine.memory import slab
 from shared.engine.plan import CopyKind, KvCopy
 from shared.messages.cluster import ModelSpec

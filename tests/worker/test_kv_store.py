@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.kv_store import KvShape, KvStore, KvViews
+from services.worker.kv.kv_store import KvShape, KvStore, KvViews
 from shared.engine.memory import slab
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.worker import instance as instance_module
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
+from services.worker.instance import service as instance_module
 from services.worker.kv_transport import KvTransport
 from shared.bus.nats_bus import NatsBus
 from shared.engine.engine import Engine
@@ -18,7 +18,7 @@ from shared.messages.admin import UnloadModel
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_UNLOAD_MODEL
 from shared.messages.migration import MigrationReason
 from shared.messages.requests import Cancel, FinishReason, GenerationRequest, RequestClass
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.paced import PacedLoop
 from tests.worker.instance_stage import Stage, instance_on
 from tests.worker.kv_transport.local import LocalHub, LocalNetwork

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.draining import REBALANCE_TIMEOUT_S
+from services.worker.instance.draining import REBALANCE_TIMEOUT_S
 from shared.messages.catalogue import INSTANCES
 from shared.messages.migration import MigrationReason
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests import paced
 from tests.worker.neighbours import (
     Neighbours,

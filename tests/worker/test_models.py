@@ -22,18 +22,18 @@ from transformers import (
     ZayaForCausalLM,
 )
 
-from services.worker.executor import Executor
-from services.worker.linear import Linear, packing_works
+from services.worker.executor.executor import Executor
 from services.worker.models import decoder
+from services.worker.models.linear import Linear, packing_works
 from services.worker.models.loading import LOADERS, identity_of, load_model
 from services.worker.native import library
 from services.worker.ranks.group import Alone
-from shared import checkpoint
-from shared.checkpoint import CheckpointError, run_dtype
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
-from shared.model_families import FAMILIES, TRANSFORMERS, family_of
+from shared.models import checkpoint
+from shared.models.checkpoint import CheckpointError, run_dtype
+from shared.models.families import FAMILIES, TRANSFORMERS, family_of
 from tests.worker.checkpoints import BY_TRANSFORMERS, VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -279,7 +279,7 @@ def test_a_shared_weight_is_packed_only_where_the_copy_is_small(monkeypatch: pyt
     monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
     weight, x = torch.randn(32, 16), torch.randn(2, 16)
     assert Linear(weight, shared=True)._packed
-    monkeypatch.setattr("services.worker.linear._MAX_SHARED_COPY_BYTES", weight.nbytes - 1)
+    monkeypatch.setattr("services.worker.models.linear._MAX_SHARED_COPY_BYTES", weight.nbytes - 1)
     large = Linear(weight, shared=True)
     assert not large._packed and torch.equal(large(x), F.linear(x, weight))
 
@@ -289,7 +289,7 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
-    monkeypatch.setattr("services.worker.linear._pack", broken)
+    monkeypatch.setattr("services.worker.models.linear._pack", broken)
     packing_works.cache_clear()
     try:
         weight, x = torch.randn(8, 4), torch.randn(2, 4)

@@ -16,9 +16,9 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.worker.instance_environment import instance_environment
-from services.worker.machine import Machine
-from services.worker.node import NodeAgent
+from services.worker.node.agent import NodeAgent
+from services.worker.node.environment import instance_environment
+from services.worker.node.machine import Machine
 from shared.bus.interface import Bus, ServiceError, Watch
 from shared.bus.nats_bus import NatsBus
 from shared.messages.admin import Done, ScaleNode
@@ -40,8 +40,8 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode
-from shared.settings import BusSettings, SettingsError, WorkerSettings
-from shared.telemetry import Telemetry, start_telemetry
+from shared.runtime.settings import BusSettings, SettingsError, WorkerSettings
+from shared.runtime.telemetry import Telemetry, start_telemetry
 from tests.stalls import Stopwatch
 from tests.worker.fake_instance import HELD_S
 
@@ -246,11 +246,11 @@ async def test_the_instances_of_a_killed_agent_die_and_its_successor_says_so(
     """In a process of its own, on the event loop that services run on."""
     program = (
         "import asyncio, sys\n"
-        "from services.worker.node import NodeAgent\n"
+        "from services.worker.node.agent import NodeAgent\n"
         "from tests.worker.test_node_agent import FAKE, MACHINE, running_agent\n"
-        "from shared.service import run_service\n"
-        "from shared.settings import WorkerSettings\n"
-        "from shared.telemetry import start_telemetry\n"
+        "from shared.runtime.service import run_service\n"
+        "from shared.runtime.settings import WorkerSettings\n"
+        "from shared.runtime.telemetry import start_telemetry\n"
         f"settings = WorkerSettings(nats_url={nats_settings.nats_url!r}, node_id='n')\n"
         "async def main(stop):\n"
         "    async with running_agent(settings.nats_url, start_telemetry('node', 'n', settings)):\n"
@@ -352,7 +352,7 @@ async def test_instances_that_hold_requests_get_their_grace_and_the_node_stays_r
 async def test_a_second_signal_ends_the_worker_at_once(nats_settings: BusSettings, peers: Peers) -> None:
     """The process as it is started by operators, except for its instances."""
     program = (
-        "import services.worker.node as node\n"
+        "import services.worker.node.agent as node\n"
         "from services.worker import __main__ as worker\n"
         "from tests.worker.test_node_agent import FAKE\n"
         "worker.NodeAgent.__init__.__defaults__ = (FAKE, *worker.NodeAgent.__init__.__defaults__[1:])\n"

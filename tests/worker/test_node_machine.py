@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from services.worker import machine
 from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA, flash
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.machine import Gpu, Machine, free_memory_bytes, num_cores, parse_gpus, survey
+from services.worker.node import machine
+from services.worker.node.machine import Gpu, Machine, free_memory_bytes, num_cores, parse_gpus, survey
 from shared.messages.cluster import AttentionFacts, DeviceGroup
-from shared.settings import SettingsError, WorkerSettings
+from shared.runtime.settings import SettingsError, WorkerSettings
 
 GIB = 1 << 30
 FLASH_2 = msgspec.json.encode([flash(2, 256, 256), TORCH_CUDA]).decode()

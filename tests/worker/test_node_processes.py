@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from services.worker import processes as module
-from services.worker.processes import InstanceProcess, LineWriter, Processes
+from services.worker.node import processes as module
+from services.worker.node.processes import InstanceProcess, LineWriter, Processes
 from tests.stalls import Stopwatch
 
 

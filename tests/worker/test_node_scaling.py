@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.worker.machine import Machine
+from services.worker.node.machine import Machine
 from shared.bus.nats_bus import NatsBus
 from shared.messages.admin import DrainInstance, ScaleInstances
 from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
 from shared.messages.cluster import DeviceGroup, PlacementPlan
-from shared.settings import BusSettings
-from shared.telemetry import start_telemetry
+from shared.runtime.settings import BusSettings
+from shared.runtime.telemetry import start_telemetry
 from tests.placement.checkpoints import write_checkpoint
 from tests.placement.test_service import placement
 from tests.worker.test_node_agent import FAKE, Peers, running_agent, until

@@ -10,8 +10,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker import node_state
-from services.worker.node_state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s, num_planned
+from services.worker.node import state as node_state
+from services.worker.node.state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s, num_planned
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
     DeviceGroup,

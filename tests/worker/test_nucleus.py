@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.nucleus import by_bisection, by_sorting
+from services.worker.executor.nucleus import by_bisection, by_sorting
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import pack_tokens

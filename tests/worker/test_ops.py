@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker import deterministic
-from services.worker.executor import Executor
-from services.worker.ops import FlashInferOps, TorchOps, choose_ops, compare
+from services.worker.executor.executor import Executor
+from services.worker.models import deterministic
+from services.worker.models.ops import FlashInferOps, TorchOps, choose_ops, compare
 from tests.worker import fake_flashinfer
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.step_driver import Driver

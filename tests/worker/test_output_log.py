@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.worker.output_log import OutputLog, cut
+from services.worker.instance.output_log import OutputLog, cut
 from shared.messages.requests import (
     UNKNOWN_LOGPROB,
     FinishReason,

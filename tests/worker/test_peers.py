@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.worker import peers as peers_module
-from services.worker.peers import Peers
+from services.worker.instance import peers as peers_module
+from services.worker.instance.peers import Peers
 from shared.messages.catalogue import INSTANCES
 from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import MigrationReason
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.memory_bus import MemoryBus, MemoryHub
 from tests.shared.engine.fake_executor import request
 from tests.worker.instance_peer import LONG_PROMPT, OTHER_PROMPT, Peer, rebalance

@@ -17,14 +17,14 @@ import msgspec
 import pytest
 import torch
 
-from services.worker.cost_models import CostModels, CostModelStore, profiled_model
-from services.worker.engine_loop import EngineLoop
-from services.worker.executor import Executor
-from services.worker.instance_models import InstanceModels
-from services.worker.profiled_steps import BRIEF, FULL, Extent
-from services.worker.profiler import ProfiledModel, ProfileError, Profiling, profile
+from services.worker.executor.executor import Executor
+from services.worker.executor.profiled_steps import BRIEF, FULL, Extent
+from services.worker.executor.profiler import ProfiledModel, ProfileError, Profiling, profile
+from services.worker.instance.cost_models import CostModels, CostModelStore, profiled_model
+from services.worker.instance.engine_loop import EngineLoop
+from services.worker.instance.models import InstanceModels
 from shared.bus.interface import BusError
-from shared.cost_model import CostModel, CostSource, shape_of
+from shared.costs.model import CostModel, CostSource, shape_of
 from shared.engine import recording
 from shared.engine.calls import AddModel, RemoveModel, Submit
 from shared.engine.engine import Engine

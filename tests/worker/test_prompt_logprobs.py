@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.worker import prompt_logprobs
-from services.worker.executor import Executor
+from services.worker.executor import prompt_logprobs
+from services.worker.executor.executor import Executor
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import unpack_logprobs
 from tests.worker.checkpoints import prompt_of, write_checkpoint

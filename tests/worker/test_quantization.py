@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from services.worker.deterministic import INVARIANT
-from services.worker.linear import Linear
+from services.worker.models.deterministic import INVARIANT
+from services.worker.models.linear import Linear
 from services.worker.models.loading import identity_of, load_model
-from services.worker.quantized_linear import (
+from services.worker.models.quantized_linear import (
     GroupedWeights,
     Int4Linear,
     Int8Linear,
@@ -23,9 +23,9 @@ from services.worker.quantized_linear import (
     rounded_to_int4,
 )
 from services.worker.ranks.group import Alone
-from shared import checkpoint
-from shared.checkpoint import CheckpointError
-from shared.quantization import QUANTIZATIONS, QuantizationError, stored_quantization
+from shared.models import checkpoint
+from shared.models.checkpoint import CheckpointError
+from shared.models.quantization import QUANTIZATIONS, QuantizationError, stored_quantization
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.test_models import generate
 

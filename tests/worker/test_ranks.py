@@ -24,7 +24,6 @@ from services.worker.ranks.group import GroupError
 from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import SetUp
 from services.worker.ranks.starting import RankProcess, join_ranks, start_ranks
-from shared.checkpoint import CheckpointError
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import Driver as EngineDriver
 from shared.engine.engine import Engine
@@ -32,6 +31,7 @@ from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import DeviceGroup, ModelSpec
 from shared.messages.requests import Adapter, GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
+from shared.models.checkpoint import CheckpointError
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
 from tests.e2e.checkpoints import make_llama

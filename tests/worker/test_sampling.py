@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.grammars import Masks
-from services.worker.sampling import SampledTokens, SamplingRows, gumbel_noise
+from services.worker.executor.grammars import Masks
+from services.worker.executor.sampling import SampledTokens, SamplingRows, gumbel_noise
 from shared.messages.requests import SamplingParams
 
 torch.set_num_threads(1)

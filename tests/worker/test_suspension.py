@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
+from services.worker.executor.suspension import PartialForward, Safepoints
 from services.worker.models.decoder import ForwardBatch, ForwardState
-from services.worker.suspension import PartialForward, Safepoints
 from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens

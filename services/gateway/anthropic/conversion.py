@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from services.gateway.anthropic.messages import Block, InputMessage, MessageRequest, MessageTool, Prompted
-from services.gateway.errors import ApiError, invalid
-from services.gateway.schemas import ChatRequest
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.schemas import ChatRequest
 
 _LEFT_OUT = ("redacted_thinking", "server_tool_use", "container_upload", "mcp_tool_use")
 _SERVER_RESULT = "_tool_result"

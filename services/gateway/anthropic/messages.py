@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.schemas import MAX_MESSAGES, MAX_TOOLS, ModelName, StopString, TopP, check_nesting
+from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ModelName, StopString, TopP, check_nesting
 
 
 class Block(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,22 +9,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.admission import Key
-from services.gateway.answering import (
+from services.gateway.access.admission import Key
+from services.gateway.anthropic.conversion import chat_request, renamed
+from services.gateway.anthropic.messages import CountReply, CountRequest, MessageRequest
+from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
+from services.gateway.context import GatewayContext
+from services.gateway.http.bodies import read_message
+from services.gateway.http.errors import ApiError
+from services.gateway.requests.answering import (
     answered,
     begin,
     first_deltas,
     keep_alive_of,
     num_prompt_tokens,
 )
-from services.gateway.anthropic.conversion import chat_request, renamed
-from services.gateway.anthropic.messages import CountReply, CountRequest, MessageRequest
-from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
-from services.gateway.bodies import read_message
-from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError
-from services.gateway.exchange import EventStream, Exchange, KeepAlive
-from services.gateway.other_routes import json_response
+from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.requests.other_routes import json_response
 
 ID_PREFIX = "msg_"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.answers import on_one_line
 from services.gateway.anthropic.messages import MessageObject, MessageUsage, OutputBlock, StopReason
-from services.gateway.conversations import arguments_object
-from services.gateway.errors import ApiError
-from services.gateway.generation import Delta, Generation
-from services.gateway.replies import ToolCallChunk, Usage
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.conversations import arguments_object
+from services.gateway.openai.replies import ToolCallChunk, Usage
+from services.gateway.requests.answers import on_one_line
+from services.gateway.streams.generation import Delta, Generation
 
 Event = tuple[str, dict[str, Any]]
 _REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

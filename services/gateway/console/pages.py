@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError
+from services.gateway.http.errors import ApiError
 
 KINDS = {
     "css": "text/css; charset=utf-8",

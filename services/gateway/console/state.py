@@ -8,10 +8,10 @@ import time
 
 import msgspec
 
-from services.gateway.batches import Batches
-from services.gateway.catalog import Catalog
-from services.gateway.cluster_loads import ClusterLoads
-from services.gateway.timelines import Timelines
+from services.gateway.admin.cluster_loads import ClusterLoads
+from services.gateway.batch.records import Batches
+from services.gateway.models.catalog import Catalog
+from services.gateway.streams.timelines import Timelines
 from shared.bus.interface import Bus, BusError
 from shared.messages.admin import InstanceState
 from shared.messages.catalogue import INSTANCE_POOL, PLANS

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.errors import ApiError, invalid
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.schemas import ChatRequest
 from services.gateway.responses.messages import (
     InputItem,
     OutputItem,
@@ -18,7 +19,6 @@ from services.gateway.responses.messages import (
     TextPart,
 )
 from services.gateway.responses.tools import CUSTOM_ARGUMENT, called_tools, chat_choice, chat_name
-from services.gateway.schemas import ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
 _NAMES = {

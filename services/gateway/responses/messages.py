@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.replies import ChatTokenLogprob
-from services.gateway.schemas import (
+from services.gateway.openai.replies import ChatTokenLogprob
+from services.gateway.openai.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,

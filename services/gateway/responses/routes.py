@@ -8,17 +8,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway import answering
-from services.gateway.admission import Key
-from services.gateway.answering import answered, begin, first_deltas, keep_alive_of, num_prompt_tokens
-from services.gateway.bodies import read_message
+from services.gateway.access.admission import Key
 from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError, invalid
-from services.gateway.exchange import EventStream, Exchange, KeepAlive
-from services.gateway.generation import Generation, Prompt
-from services.gateway.kept_calls import AlreadyKept, Wish
-from services.gateway.other_routes import json_response
-from services.gateway.parsing import Options, whole_number_of
+from services.gateway.http.bodies import read_message
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.parsing import Options, whole_number_of
+from services.gateway.requests import answering
+from services.gateway.requests.answering import answered, begin, first_deltas, keep_alive_of, num_prompt_tokens
+from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.requests.kept_calls import AlreadyKept, Wish
+from services.gateway.requests.other_routes import json_response
+from services.gateway.requests.resuming import attach, num_events_seen
 from services.gateway.responses.conversion import chat_request, items_of, renamed, shown_items
 from services.gateway.responses.messages import (
     DeletedResponse,
@@ -33,7 +33,7 @@ from services.gateway.responses.messages import (
 from services.gateway.responses.store import ID_PREFIX
 from services.gateway.responses.tools import called_tools
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
-from services.gateway.resuming import attach, num_events_seen
+from services.gateway.streams.generation import Generation, Prompt
 from shared.messages.kept import KeptCall
 
 DEFAULT_ITEMS_LISTED, MAX_ITEMS_LISTED = 20, 100

@@ -6,8 +6,8 @@ import logging
 
 import msgspec
 
-from services.gateway.errors import ApiError
-from services.gateway.files import is_id
+from services.gateway.batch.files import is_id
+from services.gateway.http.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.responses.conversion import items_of_output
 from services.gateway.responses.messages import InputItem, ResponseObject

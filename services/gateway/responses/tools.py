@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.gateway.conversations import arguments_object
-from services.gateway.errors import ApiError, invalid
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.conversations import arguments_object
 from services.gateway.responses.messages import ResponseTool, ToolChoice
 
 HOSTED_TOOLS = (

@@ -14,11 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.answers import on_one_line
-from services.gateway.errors import HANDED_OVER, ApiError
-from services.gateway.generation import Delta
-from services.gateway.logprobs import ShownToken, chat_logprobs
-from services.gateway.replies import ToolCallChunk, Usage
+from services.gateway.http.errors import HANDED_OVER, ApiError
+from services.gateway.openai.replies import ToolCallChunk, Usage
+from services.gateway.requests.answers import on_one_line
 from services.gateway.responses.messages import (
     IncompleteDetails,
     InputTokensDetails,
@@ -31,7 +29,9 @@ from services.gateway.responses.messages import (
     ResponseUsage,
 )
 from services.gateway.responses.tools import Called, custom_input
-from services.gateway.tokenization import ModelTokenizer
+from services.gateway.streams.generation import Delta
+from services.gateway.text.logprobs import ShownToken, chat_logprobs
+from services.gateway.text.tokenization import ModelTokenizer
 
 Event = tuple[str, dict[str, Any]]
 """Type, and fields beside it."""

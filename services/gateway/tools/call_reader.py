@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
-from services.gateway.conversations import arguments_object
+from services.gateway.openai.conversations import arguments_object
 
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")

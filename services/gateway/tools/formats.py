@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.gateway.conversations import calls_as_text
-from services.gateway.schemas import FunctionDefinition
-from services.gateway.structured import Grammar, behind, json_grammar, lark_text
+from services.gateway.openai.conversations import calls_as_text
+from services.gateway.openai.schemas import FunctionDefinition
+from services.gateway.openai.structured import Grammar, behind, json_grammar, lark_text
 from services.gateway.tools.harmony import MARKS as HARMONY_MARKS
 from services.gateway.tools.harmony import HarmonyParser
 from services.gateway.tools.keyed import KeyedMarks, KeyedParser, texts_of

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.gateway.replies import FinishedBy, FunctionChunk, ToolCallChunk
+from services.gateway.openai.replies import FinishedBy, FunctionChunk, ToolCallChunk
 from services.gateway.tools.formats import ToolFormat
 from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser
 from services.gateway.tools.reasoning import ReasoningSplitter

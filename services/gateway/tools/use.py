@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.errors import invalid
-from services.gateway.schemas import AllowedToolsChoice, ChatRequest, FunctionDefinition, NamedTool, Tool
-from services.gateway.structured import Grammar, encoded, lark_grammar
+from services.gateway.http.errors import invalid
+from services.gateway.openai.schemas import AllowedToolsChoice, ChatRequest, FunctionDefinition, NamedTool, Tool
+from services.gateway.openai.structured import Grammar, encoded, lark_grammar
 from services.gateway.tools.formats import ToolFormat
 
 

@@ -13,7 +13,7 @@ import httpx
 
 from shared.bus.interface import ServiceError
 from shared.messages.requests import ErrorCode
-from shared.settings import SettingsError
+from shared.runtime.settings import SettingsError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CALL_TIMEOUT_S = 4.0

@@ -21,7 +21,7 @@ from services.placement.fleet import active_by_node, instance_ids, node_of
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import NodeInfo
 from shared.messages.requests import ErrorCode
-from shared.settings import SettingsError
+from shared.runtime.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 
 from services.worker.attention.facts import TORCH_CPU
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.kv_store import LayerKv
+from services.worker.kv.kv_store import LayerKv
 from services.worker.native.library import (
     MAX_HEAD_DIM,
     AttentionStruct,

@@ -3,8 +3,8 @@ the executor will."""
 
 from __future__ import annotations
 
-from shared.checkpoint import ITEMSIZES
 from shared.messages.cluster import AttentionFacts
+from shared.models.checkpoint import ITEMSIZES
 
 TORCH_CPU = AttentionFacts("torch", (32, 64, 96, 128), tuple(ITEMSIZES))
 TORCH_CUDA = AttentionFacts("torch", (128, 64, 32, 256), tuple(ITEMSIZES))

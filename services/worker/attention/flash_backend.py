@@ -21,8 +21,8 @@ import torch
 
 from services.worker.attention.facts import flash
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.kv_store import LayerKv
-from services.worker.transfer import Field, pack_to_device
+from services.worker.kv.kv_store import LayerKv
+from services.worker.kv.transfer import Field, pack_to_device
 from shared.messages.cluster import AttentionFacts
 
 

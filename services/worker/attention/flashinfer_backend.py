@@ -29,9 +29,9 @@ from services.worker.attention.facts import flashinfer
 from services.worker.attention.flashinfer_modules import explain
 from services.worker.attention.interface import AttentionBackend, BatchLayout, Heads
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.kv_store import KvShape, KvStore, LayerKv
-from services.worker.suspension import Event, cuda_event
-from services.worker.transfer import Field, pack_to_device
+from services.worker.executor.suspension import Event, cuda_event
+from services.worker.kv.kv_store import KvShape, KvStore, LayerKv
+from services.worker.kv.transfer import Field, pack_to_device
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from services.worker.kv_store import LayerKv
-from services.worker.transfer import Field
+from services.worker.kv.kv_store import LayerKv
+from services.worker.kv.transfer import Field
 from shared.messages.cluster import AttentionFacts
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.kv_store import KvShape, KvStore
+from services.worker.kv.kv_store import KvShape, KvStore
 from services.worker.models.decoder import DecoderModel
 from shared.engine.memory import slab
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.attention.torch_backend import Gathering, Pages
-from services.worker.kv_store import LayerKv
-from services.worker.transfer import to_device
+from services.worker.kv.kv_store import LayerKv
+from services.worker.kv.transfer import to_device
 
 TILE_ROWS = 32
 """Of a KV head: each query has one for each of the heads that share it."""

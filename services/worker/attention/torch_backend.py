@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.kv_store import LayerKv
-from services.worker.transfer import to_device
+from services.worker.kv.kv_store import LayerKv
+from services.worker.kv.transfer import to_device
 
 _MAX_PADDING = 0.25
 """Padded work allowed on top of a group's own, as a share."""

@@ -25,7 +25,7 @@ from services.worker.kv_transport.wire import (
     decode_control,
     encode_control,
 )
-from shared.tasks import TaskSet
+from shared.runtime.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 

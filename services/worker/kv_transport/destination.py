@@ -16,7 +16,7 @@ from services.worker.kv_transport.links import Refusal, name_of
 from services.worker.kv_transport.receiving import Incoming, Receipt, Receiver
 from services.worker.kv_transport.staging import End, KvPool
 from services.worker.kv_transport.wire import LINE_BYTES, VERSION, Accept, Cancel, Ended, Open
-from shared.tasks import TaskSet
+from shared.runtime.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from services.worker.kv_transport.links import Buffer, Link
 from services.worker.kv_transport.rates import TokenBucket
 from services.worker.kv_transport.staging import End, KvPool, StagingPair, buffer_of, to_end
 from services.worker.kv_transport.wire import CONTROL_TAG, WINDOW, Accept, Ended, Sent, combined, encode_control
-from shared.tasks import set_within
+from shared.runtime.tasks import set_within
 
 _FILLER = np.zeros(1, dtype=np.uint8)
 

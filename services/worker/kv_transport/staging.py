@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from services.worker.kv_store import BlockParts, KvBlocks, WindowedBlocks
+from services.worker.kv.kv_store import BlockParts, KvBlocks, WindowedBlocks
+from services.worker.kv.transfer import to_device
 from services.worker.kv_transport.faults import Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.wire import LINE_BYTES, PIECE_BYTES, checksum, device_checksum
-from services.worker.transfer import to_device
 
 T = TypeVar("T")
 

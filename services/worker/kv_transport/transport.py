@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.kv_store import KvBlocks
+from services.worker.kv.kv_store import KvBlocks
 from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.destination import Destination
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
@@ -35,7 +35,7 @@ from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
 from services.worker.kv_transport.staging import End, KvPool, StagingPairs
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.wire import Open
-from shared.tasks import TaskSet
+from shared.runtime.tasks import TaskSet
 
 _REFUSALS = (
     TransferReason.TICKET_UNKNOWN,

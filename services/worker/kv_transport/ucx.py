@@ -45,7 +45,7 @@ import numpy as np
 from services.worker.kv_transport.doors import KV_PORTS, Doors, PortRange, devices_at
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
 from services.worker.kv_transport.links import Buffer, Link, Network, Refusal, name_of
-from shared.tasks import TaskSet
+from shared.runtime.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 

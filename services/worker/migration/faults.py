@@ -7,7 +7,7 @@ import os
 import signal
 from enum import StrEnum
 
-from shared.settings import SettingsError
+from shared.runtime.settings import SettingsError
 
 DELAY_S = 1.0
 """Where none is given."""

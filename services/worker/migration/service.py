@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from services.worker.engine_loop import EngineLoop
+from services.worker.instance.engine_loop import EngineLoop
 from services.worker.kv_transport import Incoming, KvTransport, Outgoing, TransferError
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetry
@@ -53,9 +53,9 @@ from shared.migration.questions import Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.migration.source import Event
 from shared.recording import file_writer
-from shared.settings import InstanceSettings
-from shared.tasks import TaskSet, set_within
-from shared.telemetry import Telemetry
+from shared.runtime.settings import InstanceSettings
+from shared.runtime.tasks import TaskSet, set_within
+from shared.runtime.telemetry import Telemetry
 
 T = TypeVar("T")
 

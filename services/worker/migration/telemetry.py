@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from shared.messages.migration import MigrationReason
 from shared.migration.outgoing import MOVED
-from shared.telemetry import Telemetry, context_of
+from shared.runtime.telemetry import Telemetry, context_of
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 STAGE_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from services.worker.linear import Linear
+from services.worker.models.linear import Linear
 from services.worker.native.library import ChangeStruct, interleaved
 from services.worker.ranks.group import RankGroup
-from shared.adapters import AdaptedModule, AdapterFiles
-from shared.checkpoint import CheckpointError
-from shared.model_families import OUTPUTS
+from shared.models.adapters import AdaptedModule, AdapterFiles
+from shared.models.checkpoint import CheckpointError
+from shared.models.families import OUTPUTS
 
 
 class Adaptable(NamedTuple):

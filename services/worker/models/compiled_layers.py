@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.compiled_backend import kv_struct
-from services.worker.kv_store import KvViews
+from services.worker.kv.kv_store import KvViews
 from services.worker.models.adapters import BatchAdapters, CompiledChanges, LoraWeights
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.native.library import (

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.kv_store import KvViews
+from services.worker.kv.kv_store import KvViews
+from services.worker.kv.transfer import Field, StaticInputs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.ranks.group import GroupError
-from services.worker.transfer import Field, StaticInputs
 
 logger = logging.getLogger(__name__)
 

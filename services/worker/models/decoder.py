@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.attention.interface import AttentionBackend, Heads
-from services.worker.kv_store import KvShape, KvViews, LayerKv
+from services.worker.kv.kv_store import KvShape, KvViews, LayerKv
 from services.worker.models.adapters import Adaptable, BatchAdapters
 from services.worker.ranks.group import RankGroup
-from shared.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
+from shared.models.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from services.worker.quantized_linear import AnyLinear
+from services.worker.models.quantized_linear import AnyLinear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

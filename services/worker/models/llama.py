@@ -18,14 +18,14 @@ from services.worker.models.adapters import Adaptable
 from services.worker.models.compiled_layers import CompiledLayers
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
 from services.worker.models.experts import Experts
+from services.worker.models.ops import WideNormOps
 from services.worker.models.parts import Parts, layer_kinds, layer_windows, parts_of
+from services.worker.models.quantized_linear import AnyLinear
 from services.worker.models.rope import RotaryEmbedding
 from services.worker.models.weights import TokenEmbedding, WeightReader
 from services.worker.native.library import Packed, in_halves
-from services.worker.ops import WideNormOps
-from services.worker.quantized_linear import AnyLinear
-from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
-from shared.model_families import INPUTS, OUTPUTS
+from shared.models.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
+from shared.models.families import INPUTS, OUTPUTS
 
 
 @dataclass(kw_only=True)

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from services.worker.deterministic import FAST, Numerics
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.deterministic import FAST, Numerics
 from services.worker.models.llama import LlamaModel
 from services.worker.models.opt import OptModel
 from services.worker.models.transformers_model import TransformersModel
 from services.worker.models.weights import WeightReader
 from services.worker.ranks.group import ALONE, RankGroup
-from shared import checkpoint
-from shared.checkpoint import CheckpointError, CheckpointShape, run_dtype
-from shared.model_families import TRANSFORMERS, family_of
+from shared.models import checkpoint
+from shared.models.checkpoint import CheckpointError, CheckpointShape, run_dtype
+from shared.models.families import TRANSFORMERS, family_of
 
 Loader = Callable[[WeightReader, Mapping[str, Any], CheckpointShape, int], DecoderModel]
 """(weights, config.json, what it says, the longest sequence to serve). Raises `CheckpointError`."""

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from services.worker.models.adapters import Adaptable
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
+from services.worker.models.quantized_linear import AnyLinear
 from services.worker.models.weights import TokenEmbedding, WeightReader
-from services.worker.quantized_linear import AnyLinear
-from shared.checkpoint import CheckpointShape, positive_int
-from shared.model_families import INPUTS, OUTPUTS
+from shared.models.checkpoint import CheckpointShape, positive_int
+from shared.models.families import INPUTS, OUTPUTS
 
 _POSITION_OFFSET = 2
 """Row of the position table that position 0 takes; inherited from fairseq's padding rows."""

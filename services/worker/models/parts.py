@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shared.checkpoint import CheckpointShape, rope_parameters
+from shared.models.checkpoint import CheckpointShape, rope_parameters
 
 
 class ExpertNames(NamedTuple):

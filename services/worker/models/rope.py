@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shared.checkpoint import CheckpointError
+from shared.models.checkpoint import CheckpointError
 
 _TABLE_BLOCK = 64
 """Positions; torch computes so few angles in one thread."""
@@ -36,7 +36,7 @@ class RotaryEmbedding:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`rope`: as `shared.checkpoint.rope_parameters` gives it."""
+        """`rope`: as `shared.models.checkpoint.rope_parameters` gives it."""
         self._dtype = dtype
         self._max_model_len = max_model_len
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None

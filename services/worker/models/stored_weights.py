@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.quantized_linear import GroupedWeights
-from shared.checkpoint import CheckpointError
-from shared.quantization import StoredQuantization
+from services.worker.models.quantized_linear import GroupedWeights
+from shared.models.checkpoint import CheckpointError
+from shared.models.quantization import StoredQuantization
 
 Read = Callable[[str], "torch.Tensor | None"]
 """A tensor of a layer as it is stored, by the last part of its name; None: there is none."""

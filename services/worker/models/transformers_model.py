@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from services.worker.deterministic import FAST
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.models.deterministic import FAST
 from services.worker.models.weights import WeightReader
-from shared.checkpoint import CheckpointError, CheckpointShape
+from shared.models.checkpoint import CheckpointError, CheckpointShape
 
 _IMPLEMENTATION = "tideway"
 _LARGEST_CHANGE = 0.1

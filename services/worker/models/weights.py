@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from services.worker.deterministic import FAST, Numerics
-from services.worker.linear import Linear
 from services.worker.models import stored_weights
+from services.worker.models.deterministic import FAST, Numerics
+from services.worker.models.linear import Linear
+from services.worker.models.quantized_linear import AnyLinear, GroupedWeights, from_groups, quantized
 from services.worker.native.library import Packed, PackedWeight, packs
-from services.worker.quantized_linear import AnyLinear, GroupedWeights, from_groups, quantized
 from services.worker.ranks.group import ALONE, RankGroup
-from shared.checkpoint import CheckpointError, weight_files
-from shared.model_families import OUTPUTS
-from shared.quantization import StoredQuantization
+from shared.models.checkpoint import CheckpointError, weight_files
+from shared.models.families import OUTPUTS
+from shared.models.quantization import StoredQuantization
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from services.worker.ranks.group import RankGroup, Ranks
 from services.worker.ranks.messages import SetUp
 from services.worker.ranks.shared_memory import RankMemory

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from services.worker.executor import Executor, PreparedModel
-from services.worker.grammars import Compiled, GrammarCounters
-from services.worker.kv_store import BlockParts, KvBlocks, WindowedBlocks
+from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.grammars import Compiled, GrammarCounters
+from services.worker.kv.kv_store import BlockParts, KvBlocks, WindowedBlocks
 from services.worker.ranks.group import GroupError, RankGroup
 from services.worker.ranks.messages import (
     Add,
@@ -56,10 +56,10 @@ from services.worker.ranks.messages import (
     ToRank,
     framed,
 )
-from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Adapter
+from shared.models.checkpoint import CheckpointError, CheckpointMissing
 
 if TYPE_CHECKING:
     from services.worker.ranks.starting import RankProcess

@@ -44,10 +44,10 @@ from services.worker.ranks.messages import (
     ToRank,
     framed,
 )
-from shared.service import set_up_logging
+from shared.runtime.service import set_up_logging
 
 if TYPE_CHECKING:
-    from services.worker.executor import Executor, PreparedModel
+    from services.worker.executor.executor import Executor, PreparedModel
     from shared.engine.plan import ModelShape
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.worker.processes import dies_with_parent
+from services.worker.node.processes import dies_with_parent
 from services.worker.ranks.messages import FromRank, SetUp, Stream, framed
 from shared.messages.cluster import DeviceGroup
 
@@ -67,7 +67,7 @@ def join_ranks(
     """The executor of rank 0, when all ranks are there (blocking, seconds). `wanted`: what all have in common; the rest is
     filled in here. `on_lost`: None: the process ends. Raises `GroupError` and `OSError`."""
     # These import torch, and the others are started before that.
-    from services.worker.executor import region_bytes
+    from services.worker.executor.executor import region_bytes
     from services.worker.ranks.building import join
     from services.worker.ranks.group_executor import GroupExecutor, end_process
     from services.worker.ranks.shared_memory import RankMemory

@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import CopyKind, KvCopy, ModelShape

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Detach, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.handover import Detached

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, ModelShape, StepResult

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from shared.cost_model import CostModel, shape_of
+from shared.costs.model import CostModel, shape_of
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import Adopt, Cancel, SetCostModel, Submit
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, GenerationRequest

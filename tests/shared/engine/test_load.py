@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.engine.calls import Detach, Release, Reserve, SetCostModel, Submit, Unreserve
 from shared.engine.engine import Engine
 from shared.engine.memory.allocator import GROWTH_STEPS

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import OnTime, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape

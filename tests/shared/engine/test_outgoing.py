@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import (
     Cancel,
     Detach,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shared import recording as records
-from shared.cost_model import CostSource
+from shared.costs.model import CostSource
 from shared.engine import calls, recording
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, Submit
 from shared.engine.plan import ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel, shape_of
+from shared.costs.model import CostModel, shape_of
 from shared.engine.calls import OnTime, Pin, RemoveModel, Reserve, SetCostModel, Submit, Unreserve
 from shared.engine.handover import Reservation
 from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS

@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel, shape_of
+from shared.costs.model import CostModel, shape_of
 from shared.engine.calls import AddModel, OnStep, SetCostModel, SetStatistics, Submit
 from shared.engine.engine import Engine
 from shared.engine.model_queue import ModelQueue

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape

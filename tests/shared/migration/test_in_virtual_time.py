@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Effect
 from shared.engine.handover import Detached

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.placement.problem import ModelFacts, NodeFacts, Problem, traffic
 
 GB = 10**9

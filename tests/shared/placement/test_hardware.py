@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.checkpoint import CheckpointShape
-from shared.cost_model import StepShape
+from shared.costs.model import StepShape
+from shared.models.checkpoint import CheckpointShape
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import A10, A100_80G, CPU, H100, H200, HARDWARE, L4, Hardware, cost_model, cost_models
 from shared.placement.hardware_fit import Profiled, fitted

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.memory import slab
 from shared.placement.memory import pool, why_not
 from shared.placement.problem import ModelFacts, NodeFacts

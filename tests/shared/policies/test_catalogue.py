@@ -20,7 +20,7 @@ from shared.policies.execution_statistics import ExecutionTimeWindow
 from shared.policies.harvest import allocate
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import Limits, StepView
-from shared.settings import InstanceSettings, SchedulerSettings
+from shared.runtime.settings import InstanceSettings, SchedulerSettings
 from tests.shared.policies.views import COST
 
 DOCS = Path(__file__).parents[3] / "docs"

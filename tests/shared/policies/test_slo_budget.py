@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.policies.slo_budget import PACE, SloTokenBudget
 from shared.policies.token_budget import Limits, StepBudget, StepView
 from tests.shared.policies.views import COST

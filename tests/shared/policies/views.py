@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 
 COST = CostModel(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=2e-4, decode_context_s=1e-7, num_layers=32

@@ -12,6 +12,7 @@ from shared.messages.requests import (
     LostRequest,
     RequestsLost,
 )
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import (
     Action,
     AskHeld,
@@ -20,7 +21,6 @@ from shared.scheduling.actions import (
 from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, OnTime, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.requests import RequestState
-from shared.settings import SchedulerSettings
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 A = TypeVar("A", bound=Action)

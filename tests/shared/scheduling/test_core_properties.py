@@ -26,6 +26,7 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.policies.catalogue import ORDERING_POLICIES
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling import recording
 from shared.scheduling.actions import Action, AskHeld, CancelAt, Dispatch, NotifyLost, ProbeSilence, SendEntry
 from shared.scheduling.calls import (
@@ -48,7 +49,6 @@ from shared.scheduling.core import SchedulerCore
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import RequestState
 from shared.scheduling.rescheduling import Rescheduler
-from shared.settings import SchedulerSettings
 from tests.shared.scheduling.instance_model import Instance, held_as
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 

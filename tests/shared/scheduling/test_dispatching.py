@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shared.messages.requests import Priority
 from shared.policies.dispatch import ReportedFreeness, freeness_with_ledger
 from shared.policies.ordering import FirstComeFirstServed
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Dispatch
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
@@ -16,7 +17,6 @@ from shared.scheduling.dispatching import OVERDUE_S
 from shared.scheduling.queue import GlobalQueue, Lane, Outflow
 from shared.scheduling.requests import TrackedRequest
 from shared.scheduling.timers import Timers
-from shared.settings import SchedulerSettings
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 

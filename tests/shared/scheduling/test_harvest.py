@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from shared.messages.batches import GrantQuery, OfflineDemand
 from shared.messages.cluster import FinishedStats
 from shared.messages.requests import ErrorCode, FinishReason, RequestClass
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Dispatch
 from shared.scheduling.calls import Grant, OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
@@ -18,7 +19,6 @@ from shared.scheduling.harvest import (
     THROUGHPUT_EXPIRY_S,
     GrantBook,
 )
-from shared.settings import SchedulerSettings
 from tests.shared.scheduling.driver import Driver
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 

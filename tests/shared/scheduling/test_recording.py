@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shared.recording import ReplayMismatch, frames
+from shared.runtime.settings import SchedulerSettings
 from shared.scheduling import recording
 from shared.scheduling.actions import Dispatch
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
-from shared.settings import SchedulerSettings
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 

@@ -14,9 +14,9 @@ from shared.messages.cluster import (
     LoadReport,
     ModelLoad,
 )
+from shared.runtime.settings import SchedulerSettings, SettingsError
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, ScalingAction, call_of, check_settings
-from shared.settings import SchedulerSettings, SettingsError
 from tests.placement.test_fleet import Site
 
 SETTINGS = SchedulerSettings(autoscale=True, scale_low=100.0, scale_high=500.0, scale_period_s=5.0, max_instances=3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Effect
 from shared.engine.plan import ModelShape

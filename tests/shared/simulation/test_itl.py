@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost_model import CostModel
+from shared.costs.model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
-from shared.settings import SchedulerSettings
+from shared.runtime.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 from shared.simulation.itl import LEAST_S, NUM_PENDING, Itl, ItlHistogram

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cost_model import CostModel, StepShape
+from shared.costs.model import CostModel, StepShape
 from shared.policies.multiplexing import Units
 from shared.simulation.events import Events
 from shared.simulation.gateway import Job, Record

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from opentelemetry.trace import Tracer
 
-from services.worker.engine_building import build_engine
-from services.worker.engine_loop import EngineLoop
+from services.worker.instance.building import build_engine
+from services.worker.instance.engine_loop import EngineLoop
 from services.worker.kv_transport import KvTransport, Network, TransportLimits
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import Bus
@@ -37,8 +37,8 @@ from shared.messages.requests import (
 )
 from shared.migration.incoming import Intake
 from shared.migration.limits import pool_of
-from shared.settings import InstanceSettings
-from shared.telemetry import Telemetry, start_telemetry
+from shared.runtime.settings import InstanceSettings
+from shared.runtime.telemetry import Telemetry, start_telemetry
 from tests.shared.engine.fake_executor import FakeExecutor
 
 SHAPE = ModelShape("a", 4, 3, 600)

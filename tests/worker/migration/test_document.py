@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.worker.migration import faults, service
 from shared.migration import core, destination, estimates, source
-from shared.settings import InstanceSettings
+from shared.runtime.settings import InstanceSettings
 
 TEXT = (Path(__file__).parents[3] / "docs" / "design" / "migration.md").read_text()
 

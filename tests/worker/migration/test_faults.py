@@ -14,7 +14,7 @@ import shared.migration.outgoing as outgoing_rules
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.requests import Cancel, FinishReason
-from shared.settings import SettingsError
+from shared.runtime.settings import SettingsError
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.worker.migration.conftest import Group
 

@@ -9,7 +9,7 @@ import pytest
 
 import shared.migration.core as core
 import shared.migration.outgoing as outgoing_rules
-from services.worker.engine_loop import StepStats
+from services.worker.instance.engine_loop import StepStats
 from services.worker.kv_transport import Outgoing
 from services.worker.migration.service import MigrationService
 from shared.engine.calls import Call, Detach, Freeze, Pin, PinRest, Reserve

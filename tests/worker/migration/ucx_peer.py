@@ -13,7 +13,7 @@ from services.worker.kv_transport import UcxNetwork
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import GATEWAY_FRAMES
 from shared.messages.requests import TokenEntry, TokenFrame
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.worker.migration.parties import make_party
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from services.worker.executor import Executor, region_bytes
-from services.worker.kv_store import BlockParts
+from services.worker.executor.executor import Executor, region_bytes
+from services.worker.kv.kv_store import BlockParts
 from services.worker.ranks.group import RankGroup, Ranks
 from services.worker.ranks.shared_memory import RankMemory
 from shared.engine.plan import EndedCopy, KvCopy, ModelShape, StepPlan, StepResult

@@ -14,13 +14,12 @@ import msgspec
 import pytest
 import torch
 
-from services.worker.engine_loop import EngineLoop
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
+from services.worker.instance.engine_loop import EngineLoop
 from services.worker.kv_transport.staging import KvPool
 from services.worker.models.decoder import ForwardBatch, ForwardState
 from services.worker.models.loading import identity_of, load_model
 from services.worker.ranks.group import Alone
-from shared.checkpoint import CheckpointError
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
@@ -29,6 +28,7 @@ from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, RequestClass, SamplingParams, pack_tokens, unpack_tokens
+from shared.models.checkpoint import CheckpointError
 from tests.worker.adapters import ALL, OPT, write_adapter
 from tests.worker.checkpoints import VARIANTS, prompt_of, write_checkpoint
 from tests.worker.ranks.followers import CPU, Followers, GroupOfExecutors, followers

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from services.worker.executor import Executor
+from services.worker.executor.executor import Executor
 from services.worker.kv_transport import KvTransport
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.ranks.group_executor import GroupExecutor
@@ -21,7 +21,7 @@ from services.worker.ranks.messages import SetUp
 from services.worker.ranks.starting import join_ranks, start_ranks
 from shared.bus.nats_bus import NatsBus
 from shared.messages.cluster import DeviceGroup
-from shared.settings import BusSettings
+from shared.runtime.settings import BusSettings
 from tests.worker.instance_stage import instance_on
 from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 from tests.worker.neighbours import (

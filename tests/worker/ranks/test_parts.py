@@ -12,14 +12,14 @@ import torch
 
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.kv_store import BlockParts, KvStore, WindowedBlocks
+from services.worker.kv.kv_store import BlockParts, KvStore, WindowedBlocks
 from services.worker.kv_transport.staging import KvPool
 from services.worker.models.decoder import DecoderModel, ForwardBatch
 from services.worker.models.loading import identity_of, load_model
 from services.worker.models.weights import WeightReader
 from services.worker.ranks.group import Alone, RankGroup
-from shared.checkpoint import CheckpointError
-from shared.model_families import FAMILIES
+from shared.models.checkpoint import CheckpointError
+from shared.models.families import FAMILIES
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 
 CPU = torch.device("cpu")

@@ -1,0 +1,140 @@
+"""Reading a request's body within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.http.errors import ApiError, decode
+
+T = TypeVar("T")
+
+LINGER_S = 3.0
+FREE_BYTES = 64 * 1024
+"""Of each body: they are bounded by the number of connections."""
+RETRY_AFTER_S = 1.0
+
+
+class BodyRoom:
+    """What bodies may take: one by itself, and all that are being read together."""
+
+    def __init__(self, max_body_bytes: int, max_total_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._max_total_bytes = max_total_bytes
+        self._num_bytes = 0
+        self.turn = asyncio.Lock()
+        """One long body is decoded, then streams have their turn, then the next one."""
+
+    def grow(self, before: int, after: int) -> None:
+        """A body has grown from `before` to `after` bytes. Raises `ApiError` 413 or 429; what it took before remains."""
+        if after > self.max_body_bytes:
+            message = f"The request body is larger than the limit of {self.max_body_bytes} bytes."
+            raise ApiError(413, message, code="body_too_large")
+        more = max(0, after - FREE_BYTES) - max(0, before - FREE_BYTES)
+        if self._num_bytes + more > self._max_total_bytes:
+            raise ApiError(
+                429,
+                f"The server is reading {self._num_bytes} bytes of long request bodies; the limit is "
+                f"{self._max_total_bytes} (TIDEWAY_MAX_BODY_BYTES_IN_FLIGHT).",
+                type="rate_limit_error",
+                code="overloaded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_bytes += more
+
+    def release(self, num_bytes: int) -> None:
+        self._num_bytes -= max(0, num_bytes - FREE_BYTES)
+
+
+MAX_ENCODINGS = 3
+
+
+def decompressed(body: bytes | bytearray, encodings: str, max_bytes: int) -> bytes | bytearray:
+    """The body without its content encodings, named as in the header. Raises `ApiError`: 415 for one that is not known, 413
+    where more than `max_bytes` come of it, 400 where it is broken."""
+    names = [name for one in encodings.lower().split(",") if (name := one.strip()) not in ("", "identity")]
+    if len(names) > MAX_ENCODINGS or not _WINDOW_BITS.keys() >= set(names):
+        raise ApiError(
+            415,
+            f"Content-Encoding '{encodings[:100]}' is not supported here; {' and '.join(_WINDOW_BITS)} are.",
+            param="content-encoding",
+            code="unsupported_content_encoding",
+        )
+    for name in reversed(names):
+        engine = zlib.decompressobj(_WINDOW_BITS[name])
+        try:
+            body = engine.decompress(body, max_bytes + 1)
+            if len(body) > max_bytes:
+                raise ApiError(
+                    413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large"
+                )
+            if not engine.eof:
+                raise zlib.error("it is cut off")
+        except zlib.error as error:
+            message = f"The request body is not what its Content-Encoding says ({name}): {error}."
+            raise ApiError(400, message, param="content-encoding", code="invalid_body") from None
+    return body
+
+
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}
+"""Of zlib."""
+
+
+async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room: BodyRoom) -> T:
+    """The decoded JSON body. Raises `ApiError` 400, 413 (before all of it is read), 415 or 429, or `ClientDisconnect`."""
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        raise ApiError(
+            415,
+            f"The content type must be application/json, got '{media_type[:100]}'.",
+            param="content-type",
+            code="unsupported_media_type",
+        )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (announced := int(length[:20])) > room.max_body_bytes:
+        room.grow(0, announced)
+    body = bytearray()
+    num_taken = 0
+    try:
+        async for chunk in request.stream():
+            room.grow(num_taken, num_taken + len(chunk))
+            num_taken += len(chunk)
+            body += chunk
+        plain: bytes | bytearray = body
+        if encodings := request.headers.get("content-encoding"):
+            plain = decompressed(body, encodings, room.max_body_bytes)
+            room.grow(num_taken, max(num_taken, len(plain)))
+            num_taken = max(num_taken, len(plain))
+        if num_taken <= FREE_BYTES:
+            return decode(decoder, plain)
+        async with room.turn:
+            message = decode(decoder, plain)
+            await asyncio.sleep(0)
+        return message
+    finally:
+        room.release(num_taken)
+
+
+class EarlyAnswer(Response):
+    """An answer to a request whose body has not been read. The connection is closed after it, but not at once: closing
+    with unread data resets the connection, and the client may lose the answer before it has seen it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers["connection"] = "close"
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body"):
+                    pass
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body"})

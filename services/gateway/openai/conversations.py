@@ -1,0 +1,189 @@
+"""A chat's messages as templates take them: plain, and in other forms where a template refuses or drops some.
+
+Pure. Clients send what OpenAI's API allows: instructions as `developer`, system messages anywhere, results of tools that the
+request does not name again, calls that were cut off. Templates were written for one model's training data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from services.gateway.http.errors import invalid
+from services.gateway.openai.schemas import ChatMessage, is_nested_deep
+
+Message = dict[str, Any]
+Form = Callable[[Sequence[Message]], list[Message]]
+
+ONLY_ARGUMENT = "arguments"
+"""What arguments of a call that are no object are called in the object that they become."""
+_INSTRUCTING = ("system", "developer")
+_RESULTS = ("tool", "function")
+_BETWEEN = "\n\n"
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out, reasoning
+    under the names that templates read. Raises `ApiError` 400."""
+    plain: list[Message] = []
+    for i, message in enumerate(messages):
+        content = message.content
+        if isinstance(content, list):
+            content = "\n".join(part.shown for part in content)
+        elif content is None:
+            if message.role != "assistant":
+                raise invalid(f"messages[{i}].content", f"Invalid value for 'messages[{i}].content': it is missing.")
+            content = message.refusal or ""
+        fields: Message = {"role": message.role, "content": content}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                fields[name] = value
+        if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
+            fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if not (content and message.tool_calls):  # gpt-oss's template refuses both beside calls
+                fields["thinking"] = reasoning
+        if message.tool_calls:
+            where = f"messages[{i}].tool_calls"
+            fields["tool_calls"] = [_with_arguments(call, f"{where}[{j}]") for j, call in enumerate(message.tool_calls)]
+        plain.append(fields)
+    return plain
+
+
+def _with_arguments(call: dict[str, Any], param: str) -> dict[str, Any]:
+    """A tool call whose arguments, JSON text in OpenAI's API, are the object that templates go through. `param`: what it is
+    called in the request. Raises `ApiError` 400."""
+    function = call.get("function", {})
+    if not isinstance(function, dict):
+        raise invalid(f"{param}.function", f"Invalid value for '{param}.function': an object is expected.")
+    if not function:
+        return call
+    return {**call, "function": {**function, "arguments": arguments_object(function.get("arguments"))}}
+
+
+def arguments_object(written: Any) -> dict[str, Any]:
+    """The object that arguments of a call are, as a client or a model wrote them: JSON, JSON in a JSON string, or what was
+    cut off. Nothing and null are no arguments; what is no object becomes the only field of one."""
+    value = written
+    for _ in range(2):
+        if not isinstance(value, str):
+            break
+        if not value.strip():
+            return {}
+        try:
+            value = json.loads(value, strict=False)
+        except (ValueError, RecursionError):
+            break
+    if value is None:
+        return {}
+    if is_nested_deep(value):
+        value = written
+    return value if isinstance(value, dict) else {ONLY_ARGUMENT: value}
+
+
+def forms(messages: Sequence[Message], *, knows_developer: bool) -> Iterator[list[Message]]:
+    """The messages, and then other ways to say the same, the closest first: one that a template takes whole is among them
+    for most templates. `knows_developer`: the template has the role, else it is system from the beginning."""
+    roles = {message["role"] for message in messages}
+    begun = list(messages) if knows_developer else _as_system(messages)
+    of_roles: list[Form] = [list]
+    if roles.intersection(_INSTRUCTING):
+        of_roles += [_as_system, _later_as_user, _hoisted, _in_first_user]
+    of_calls: list[Form] = [list]
+    if roles.intersection(_RESULTS) or any("tool_calls" in message for message in messages):
+        of_calls.append(calls_as_text)
+    told: list[list[Message]] = []
+    for without_calls in of_calls:
+        for arranged in of_roles:
+            form = arranged(without_calls(begun))
+            if form not in told:
+                told.append(form)
+                yield form
+
+
+def lost(messages: Sequence[Message], text: str) -> Message | None:
+    """The first instruction or result of a tool that is not in the text that a template made of the messages; None: none
+    is missing. A template may trim it, or write it as JSON."""
+    for message in messages:
+        if message["role"] in (*_INSTRUCTING, *_RESULTS) and (content := message["content"].strip()):
+            spelled = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+            if not any(one in text for one in spelled):
+                return message
+    return None
+
+
+def _as_system(messages: Sequence[Message]) -> list[Message]:
+    return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+
+def _later_as_user(messages: Sequence[Message]) -> list[Message]:
+    """Instructions at the beginning are one system message, later ones are user messages, joined to those beside them."""
+    arranged: list[Message] = []
+    is_later = was_moved = False
+    for message in _as_system(messages):
+        is_instruction = message["role"] == "system"
+        is_moved = is_instruction and is_later
+        if is_moved:
+            message = {**message, "role": "user"}
+        if is_instruction or was_moved:
+            _append(arranged, message)
+        else:
+            arranged.append(message)
+        is_later, was_moved = is_later or not is_instruction, is_moved
+    return arranged
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """As a part of the last of them, where that has the same role."""
+    if messages and messages[-1]["role"] == message["role"]:
+        contents = filter(None, (messages[-1]["content"], message["content"]))
+        messages[-1] = {**messages[-1], "content": _BETWEEN.join(contents)}
+    else:
+        messages.append(message)
+
+
+def _hoisted(messages: Sequence[Message]) -> list[Message]:
+    """All instructions in one system message at the beginning."""
+    instructions, others = _parted(messages)
+    return [{"role": "system", "content": instructions}, *others]
+
+
+def _in_first_user(messages: Sequence[Message]) -> list[Message]:
+    """All instructions before the first user message's own text: for models that know no system message."""
+    instructions, others = _parted(messages)
+    for i, message in enumerate(others):
+        if message["role"] == "user":
+            told = {**message, "content": _BETWEEN.join(filter(None, (instructions, message["content"])))}
+            return [*others[:i], told, *others[i + 1 :]]
+    return [{"role": "user", "content": instructions}, *others]
+
+
+def _parted(messages: Sequence[Message]) -> tuple[str, list[Message]]:
+    texts = [each["content"] for each in messages if each["role"] in _INSTRUCTING]
+    return _BETWEEN.join(filter(None, texts)), [each for each in messages if each["role"] not in _INSTRUCTING]
+
+
+def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Calls of tools, and what they returned, in plain words: for a template that knows neither."""
+    plain: list[Message] = []
+    for message in messages:
+        if message["role"] in _RESULTS:
+            _append_result(plain, message)
+        elif "tool_calls" not in message:
+            plain.append(message)
+        else:
+            calls = [call.get("function", call) for call in message["tool_calls"]]
+            written = [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls]
+            text = "\n".join(filter(None, (message["content"], json.dumps(written, ensure_ascii=False))))
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            plain.append({**kept, "content": text})
+    return plain
+
+
+def _append_result(messages: list[Message], message: Message) -> None:
+    """Results of several calls are one message of the user, since many templates have roles alternate."""
+    result = {"role": "user", "content": message["content"]}
+    if messages and messages[-1].get("role") == "user":
+        _append(messages, result)
+    else:
+        messages.append(result)

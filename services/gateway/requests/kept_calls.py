@@ -1,0 +1,422 @@
+"""Calls that outlive their connections, and this gateway: what is kept of each on the bus, who reads it here, and when it is
+given up.
+
+A call is kept where its client asks for it (`X-Resume-Window`, `Idempotency-Key`), and where it may be had by its id anyway
+(a stored response's stream). Its record is written before it is placed and again, with all output, when it has ended; until
+then its tokens are with the instance that makes them (services/worker/instance/output_log.py). Whoever resumes it makes the
+answer again from its first token, since text, stop strings and calls of tools depend on all before, and shows what comes
+after the client's position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.parsing import Options
+from services.gateway.responses.messages import InputItem, ResponseObject
+from services.gateway.streams.generation import Generation, Prompt
+from services.gateway.streams.stream import Stream
+from services.gateway.streams.stream_table import KEPT_MARK, StreamTable
+from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Subscription
+from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.kept import IdempotencyClaim, KeptCall, TakenOver
+from shared.messages.requests import FinishReason, TokenEntry
+from shared.runtime.settings import GatewaySettings
+from shared.runtime.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+WINDOW_HEADER = "x-resume-window"
+KEY_HEADER = "idempotency-key"
+STREAM_HEADER = "x-stream-id"
+"""Of an answer that may be resumed."""
+MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
+STOP_S = 5.0
+
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_CALL_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
+_NO_OUTPUT = TokenEntry(request_id="", epoch=0, offset=0, tokens=b"")
+_WELL_ENDED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a call is to be kept."""
+
+    window_s: float = 0.0
+    """As `KeptCall.window_s`."""
+    claim: str = ""
+    digest: bytes = b""
+    """As of `IdempotencyClaim`."""
+    is_asked: bool = True
+    """By the client; else the call goes on all the same where it cannot be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`KeptCall.plan`: all that makes an answer of tokens."""
+
+    options: Options
+    prompts: list[Prompt]
+    response: ResponseObject | None = None
+    """As it was opened; None: it is no call of the Responses API."""
+    items: tuple[InputItem, ...] = ()
+    """Its conversation."""
+
+
+_PLANS = msgspec.msgpack.Decoder(Plan)
+
+
+def plan_of(record: KeptCall) -> Plan:
+    return _PLANS.decode(record.plan)
+
+
+class AlreadyKept(Exception):
+    """Another request with the same idempotency key was first."""
+
+    def __init__(self, record: KeptCall) -> None:
+        super().__init__(record.call_id)
+        self.record = record
+
+
+class Kept:
+    """A call of which this gateway has the streams. It listens to them as its readers do, and so keeps them open."""
+
+    def __init__(self, calls: KeptCalls, record: KeptCall) -> None:
+        """It has one reader."""
+        self.record = record
+        self.num_readers = 1
+        self.is_elsewhere = False
+        """Another gateway has it too: it is left to that one in the end."""
+        self._calls = calls
+        self._streams: list[Stream | None] = []
+        self._is_over = False
+        self._timer: asyncio.Task[None] | None = None
+
+    def hold(self, generation: Generation) -> None:
+        """From now on, since its streams are open."""
+        self._streams = [choice.stream for choice in generation.choices]
+        for stream in filter(None, self._streams):
+            stream.is_kept = True
+            stream.listeners.append(self._on_news)
+        self._on_news()
+
+    def enter(self) -> None:
+        self.num_readers += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def leave(self) -> None:
+        """A reader needs no more of it."""
+        self.num_readers -= 1
+        self._on_news()  # it may have found a stop string
+        if self.num_readers or self._is_over:
+            return
+        if self.record.window_s:
+            self._timer = self._calls.tasks.start(self._give_up_later(), "resume window")
+        else:
+            self._give_up()
+
+    def taken_over(self) -> None:
+        self.is_elsewhere = True
+        if not self.num_readers and not self._is_over:
+            self._give_up()
+
+    def release(self) -> None:
+        """It is no more this gateway's; its streams go on."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in filter(None, self._streams):
+            if self._on_news in stream.listeners:
+                stream.listeners.remove(self._on_news)
+
+    async def discard(self) -> None:
+        """It was not placed, or has failed: the next try begins anew."""
+        self.release()
+        await self._calls.forget(self, "failed")
+
+    async def _give_up_later(self) -> None:
+        await asyncio.sleep(self.record.window_s)
+        if not self.num_readers and not self._is_over:
+            self._timer = None
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self.release()
+        for stream in filter(None, self._streams):
+            if self.is_elsewhere:
+                self._calls.table.abandon(stream, "Another gateway has it.")
+            elif not stream.listeners:
+                self._calls.table.close(stream)
+        if self.is_elsewhere:
+            self._calls.let_go(self)
+        else:
+            self._calls.tasks.start(self._calls.forget(self, "given_up"))
+
+    def _on_news(self) -> None:
+        if self._is_over:
+            return
+        streams = list(filter(None, self._streams))
+        if any(stream.failure is not None for stream in streams):
+            self._close()
+            self._calls.tasks.start(self._calls.forget(self, "failed"))
+        elif all(stream.is_enough or stream.state.finish_reason in _WELL_ENDED for stream in streams):
+            outputs = [_NO_OUTPUT if stream is None else _whole(stream) for stream in self._streams]
+            self._close()
+            self._calls.tasks.start(self._calls.store(self, outputs))
+
+    def _close(self) -> None:
+        self.release()
+        for stream in filter(None, self._streams):
+            if not stream.listeners:
+                self._calls.table.close(stream)
+
+
+def _whole(stream: Stream) -> TokenEntry:
+    state = stream.state
+    return TokenEntry(
+        request_id=state.request_id,
+        epoch=state.epoch,
+        offset=0,
+        tokens=state.tokens.tobytes(),
+        finish_reason=state.finish_reason,
+        logprobs=tuple(state.logprobs),
+        num_cached_tokens=state.num_cached_tokens or 0,
+        timing=state.timing,
+    )
+
+
+class KeptCalls:
+    def __init__(
+        self, bus: Bus, gateway_id: str, table: StreamTable, metrics: GatewayMetrics, settings: GatewaySettings
+    ) -> None:
+        self.table = table
+        self.tasks = TaskSet()
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._metrics = metrics
+        self._settings = settings
+        self._here: dict[str, Kept] = {}
+        self._records: KeyValue[KeptCall]
+        self._claims: KeyValue[IdempotencyClaim]
+        self._subscription: Subscription | None = None
+        metrics.kept_calls.set_function(lambda: len(self._here))
+
+    async def start(self) -> None:
+        self._records = await self._bus.key_value(KEPT_CALLS, max_bytes=self._settings.max_resume_bytes)
+        self._claims = await self._bus.key_value(IDEMPOTENCY_KEYS)
+        self._subscription = await self._bus.subscribe(TAKEN_OVER, self._on_taken_over)
+
+    async def stop(self) -> None:
+        """The calls go on without this gateway. To be called while their streams are open."""
+        if self._subscription is not None:
+            await self._subscription.stop()
+        for kept in self._here.values():
+            kept.release()
+        await self.tasks.wait_all(STOP_S)
+        await self.tasks.end_all()
+
+    # ------------------------------------------------------------------------------------------- what clients want
+
+    def wish(self, headers: Mapping[str, str], tenant: str, path: str, message: Any, *, is_stream: bool) -> Wish | None:
+        """As the headers say; None: the call is not to be kept. `message`: the decoded request. Raises `ApiError` 400."""
+        limit_s = self._settings.resume_s
+        window, key = headers.get(WINDOW_HEADER), headers.get(KEY_HEADER)
+        window_s = limit_s
+        if window is not None:
+            try:
+                window_s = float(window)
+            except ValueError:
+                window_s = 0.0
+            if not 0.0 < window_s <= limit_s:
+                allowed = (
+                    f"a number of seconds up to {limit_s:g}" if limit_s else "absent, since resuming is turned off"
+                )
+                raise invalid(WINDOW_HEADER, f"The header {WINDOW_HEADER} must be {allowed}.")
+            if key is None and not is_stream:
+                raise invalid(WINDOW_HEADER, f"The header {WINDOW_HEADER} needs 'stream' or an {KEY_HEADER}.")
+        if not limit_s or (window is None and key is None):
+            return None
+        if key is None:
+            return Wish(window_s)
+        if not _KEY.fullmatch(key):
+            raise invalid(KEY_HEADER, f"The header {KEY_HEADER} must have 1 to 255 printable ASCII characters.")
+        claim = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
+        digest = hashlib.sha256(path.encode() + b"\0" + msgspec.msgpack.encode(message)).digest()
+        return Wish(window_s, claim, digest)
+
+    async def claimed(self, wish: Wish | None) -> KeptCall | None:
+        """The call that was made under the same idempotency key. Raises `ApiError` 422 where it was another request,
+        `BusError`."""
+        if wish is None or not wish.claim:
+            return None
+        entry = await self._claims.get(wish.claim)
+        return None if entry is None else await self._of_claim(entry.value, wish)
+
+    async def _of_claim(self, claim: IdempotencyClaim, wish: Wish) -> KeptCall | None:
+        record = await self._get(claim.call_id)
+        if record is None or record.expires_s < time.time():
+            return None
+        if claim.digest != wish.digest:
+            raise ApiError(
+                422,
+                f"The {KEY_HEADER} of this request belongs to another one, until {self._settings.resume_s:g} s after the "
+                "end of that one's answer; a request that is not the same needs a key of its own.",
+                param=KEY_HEADER,
+                code="idempotency_key_reused",
+            )
+        return record
+
+    async def find(self, call_id: str, tenant: str) -> KeptCall:
+        """Raises `ApiError` 404 (also where it is another tenant's), 410; `BusError`."""
+        record = await self._get(call_id) if _CALL_ID.fullmatch(call_id) else None
+        if record is None or record.tenant != tenant:
+            self._metrics.resumed_calls.labels("not_found").inc()
+            message = f"There is no stream '{call_id[:100]}' to resume: it never was, was given up, or is long over."
+            raise ApiError(404, message, param="stream_id", code="stream_not_found")
+        if record.expires_s < time.time():
+            self._metrics.resumed_calls.labels("expired").inc()
+            message = f"The stream '{call_id}' ended more than {self._settings.resume_s:g} s ago, and is kept no more."
+            raise ApiError(410, message, param="stream_id", code="stream_expired")
+        return record
+
+    async def _get(self, call_id: str) -> KeptCall | None:
+        if (kept := self._here.get(call_id)) is not None:
+            return kept.record
+        entry = await self._records.get(call_id)
+        return None if entry is None else entry.value
+
+    # --------------------------------------------------------------------------------------- from begin to end
+
+    @staticmethod
+    def new_id(prefix: str) -> str:
+        return f"{prefix}{KEPT_MARK}{uuid.uuid4().hex}"
+
+    async def keep(self, wish: Wish, record: KeptCall) -> Kept | None:
+        """Before the call is placed; None: it cannot be kept. Raises `AlreadyKept`; `ApiError` 400 where it is too large;
+        `BusError`."""
+        now_s = time.time()
+        record = msgspec.structs.replace(
+            record,
+            window_s=wish.window_s,
+            claim=wish.claim,
+            expires_s=record.arrived_s + record.template.timeout_s + self._settings.resume_s,
+        )
+        num_bytes = len(msgspec.msgpack.encode(record))
+        try:
+            if num_bytes > MAX_RECORD_BYTES:
+                header = KEY_HEADER if wish.claim else WINDOW_HEADER
+                message = (
+                    f"A request with the header {header} may take {MAX_RECORD_BYTES} bytes as it is kept, prompts as tokens "
+                    f"among them; this one takes {num_bytes}."
+                )
+                raise invalid(header, message, "too_large_to_keep")
+            await self._records.put(record.call_id, record)
+            if wish.claim:
+                await self._claim(wish, record.call_id, now_s)
+        except (ApiError, BusError) as error:
+            if wish.is_asked:
+                raise
+            logger.info("%s is not kept: %s", record.call_id, error)
+            return None
+        kept = self._here[record.call_id] = Kept(self, record)
+        return kept
+
+    async def _claim(self, wish: Wish, call_id: str, now_s: float) -> None:
+        claim = IdempotencyClaim(call_id, wish.digest)
+        try:
+            try:
+                await self._claims.create(wish.claim, claim)
+            except RevisionConflict:
+                entry = await self._claims.get(wish.claim)
+                if entry is None:
+                    await self._claims.create(wish.claim, claim)
+                    return
+                if (first := await self._of_claim(entry.value, wish)) is not None:
+                    raise AlreadyKept(first) from None
+                await self._claims.update(wish.claim, claim, entry.revision)
+        except BaseException:
+            await self._records.purge(call_id)
+            raise
+
+    async def join(self, record: KeptCall, generation: Generation) -> Kept | None:
+        """A further reader of the call, whose streams are the generation's then; None: it has ended."""
+        if record.outputs:
+            self._metrics.resumed_calls.labels("stored").inc()
+            await generation.attach(record.outputs)
+            return None
+        kept = self._here.get(record.call_id)
+        self._metrics.resumed_calls.labels("elsewhere" if kept is None else "here").inc()
+        if kept is not None:
+            kept.enter()
+            try:
+                await generation.attach(())
+            except BaseException:
+                kept.leave()
+                raise
+            return kept
+        kept = self._here[record.call_id] = Kept(self, record)
+        self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id))
+        try:
+            await generation.attach(())
+        except BaseException:
+            kept.release()
+            self.let_go(kept)
+            raise
+        kept.hold(generation)
+        return kept
+
+    def _on_taken_over(self, message: TakenOver) -> None:
+        kept = self._here.get(message.call_id)
+        if kept is not None and message.gateway_id != self._gateway_id:
+            kept.taken_over()
+
+    async def store(self, kept: Kept, outputs: list[TokenEntry]) -> None:
+        """All of the call has come."""
+        expires_s = time.time() + self._settings.resume_s
+        kept.record = msgspec.structs.replace(kept.record, outputs=outputs, expires_s=expires_s)
+        outcome = "stored"
+        if len(msgspec.msgpack.encode(kept.record)) > MAX_RECORD_BYTES:
+            outcome = "too_large"  # for as long as the instance has it, it may be had
+        else:
+            try:
+                await self._records.put(kept.record.call_id, kept.record)
+            except BusError as error:
+                logger.warning("the end of %s is not stored: %s", kept.record.call_id, error)
+                outcome = "failed"
+        self._metrics.kept_call_ends.labels(outcome).inc()
+        self.let_go(kept)
+
+    async def forget(self, kept: Kept, outcome: str) -> None:
+        """Nobody can have the call any more."""
+        self._metrics.kept_call_ends.labels(outcome).inc()
+        self.let_go(kept)
+        try:
+            if kept.record.claim:
+                await self._claims.purge(kept.record.claim)
+            await self._records.purge(kept.record.call_id)
+        except BusError as error:
+            logger.warning("%s is not removed, and expires: %s", kept.record.call_id, error)
+
+    async def remove(self, call_id: str) -> None:
+        """Its owner wants it gone; where it runs it runs on."""
+        await self._records.purge(call_id)
+
+    def let_go(self, kept: Kept) -> None:
+        if self._here.get(kept.record.call_id) is kept:
+            del self._here[kept.record.call_id]

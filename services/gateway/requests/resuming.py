@@ -1,0 +1,64 @@
+"""A further connection of a call that another one began: the same answer, from where the client has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+
+from services.gateway.access.admission import Key
+from services.gateway.context import GatewayContext
+from services.gateway.openai.parsing import whole_number_of
+from services.gateway.requests.answers import seen_of
+from services.gateway.requests.exchange import Exchange
+from services.gateway.requests.kept_calls import Plan, plan_of
+from services.gateway.streams.generation import Generation, Seen
+from shared.messages.kept import KeptCall
+
+EVENT_HEADER = "last-event-id"
+AFTER = "starting_after"
+MAX_AFTER = 999_999
+
+
+def position_of(request: Request) -> tuple[str, str]:
+    """What the client saw last, and where it says so; empty: nothing. Browsers send the header by themselves."""
+    if (text := request.query_params.get(AFTER)) is not None:
+        return text, AFTER
+    return request.headers.get(EVENT_HEADER, ""), EVENT_HEADER
+
+
+def seen_by(request: Request, plan: Plan) -> list[Seen]:
+    """Of a chat's or completion's answer, how far the client has it. Raises `ApiError` 400."""
+    text, param = position_of(request)
+    return seen_of(text, len(plan.prompts) * plan.options.num_choices, param)
+
+
+def num_events_seen(request: Request) -> int:
+    """Of a response's events, which are numbered from 0, those that the client has. Raises `ApiError` 400."""
+    text, param = position_of(request)
+    return whole_number_of({param: text}, param, 0, 0, MAX_AFTER) + 1 if text else 0
+
+
+async def attach(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    record: KeptCall,
+    seen: Callable[[Request, Plan], Sequence[Seen]],
+) -> tuple[Generation, Plan, dict[str, str]]:
+    """The call's generation, whose tokens come from wherever they are; also the answer's headers. Raises `ApiError`,
+    `BusError`."""
+    plan = plan_of(record)
+    client_has = seen(request, plan)
+    spec = context.catalog.spec(record.model)
+    exchange.resume(record)
+    if exchange.ticket is None:
+        num_sequences = len(plan.prompts) * plan.options.num_choices
+        exchange.ticket = await context.admission.enter(
+            key, num_sequences, plan.options.request_class, plan.options.priority, context.bus.now()
+        )
+        exchange.watch_client()
+    tokenizer = await exchange.unless_gone(context.tokenizers.get(spec))
+    generation = await exchange.call.join(record, plan, tokenizer, client_has)
+    return generation, plan, {**exchange.rate_limits(), **exchange.call.headers()}
