@@ -1,6 +1,6 @@
 """A cost model from the steps that run, where none was measured: of use from the first step on.
 
-Non-negative least squares on the relative error, as in cost_fit.py, drawn towards a prior that is scaled to what was seen:
+Non-negative least squares on the relative error, as in fit.py, drawn towards a prior that is scaled to what was seen:
 what the steps do not determine (decodes alone say nothing of prompts) keeps the prior's proportions. Steps are kept by
 their shape's order of magnitude, of each the last few, and the median of these counts, so that a stall does not, and what
 is rarely seen is not forgotten for what is always seen.

@@ -25,7 +25,7 @@ class CostSource(StrEnum):
     NONE = "none"
     """Too few steps have run to know anything: a cautious guess."""
     LIVE = "live"
-    """Fitted to the steps that run (live_costs.py)."""
+    """Fitted to the steps that run (live.py)."""
     PROFILED = "profiled"
     """Measured here."""
     STORED = "stored"

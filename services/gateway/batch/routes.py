@@ -1,4 +1,4 @@
-"""The Batch API: create, retrieve, list, cancel. What happens to a batch is `batch_service`'s."""
+"""The Batch API: create, retrieve, list, cancel. What happens to a batch is `service`'s."""
 
 from __future__ import annotations
 

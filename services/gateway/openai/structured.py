@@ -1,7 +1,7 @@
 """From what a request asks of its output's form to the grammar that workers follow.
 
 Fields as in OpenAI's API (`response_format`) and vLLM's (`structured_outputs`, and `guided_*` of before). A grammar travels
-as llguidance takes it, in JSON; whether it can be followed is found out in a process of `text_pool`, since a grammar is a
+as llguidance takes it, in JSON; whether it can be followed is found out in a process of `text.pool`, since a grammar is a
 program of whoever sent it.
 """
 

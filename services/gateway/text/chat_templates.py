@@ -2,7 +2,7 @@
 
 Templates are Jinja written against transformers' `apply_chat_template`; this module gives them the same environment
 (sandboxed, immutable) without importing transformers, which would load torch into the gateway. They are programs of whoever
-made the checkpoint, and even to compile one runs parts of it: the gateway only parses them, `text_work` does the rest.
+made the checkpoint, and even to compile one runs parts of it: the gateway only parses them, `work` does the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that do what is not safe to do in the gateway itself (`text_work`): killed when they take too long, take too
+"""Processes that do what is not safe to do in the gateway itself (`work`): killed when they take too long, take too
 much memory, or nobody waits for a long text any more.
 
 Started when they are needed first. A template that had to be killed over a few short messages will be again: its model's

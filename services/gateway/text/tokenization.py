@@ -2,7 +2,7 @@
 
 Works on the `tokenizers` library directly. Short texts are tokenised inline, where a hand-over would cost more than the
 work, longer ones on a thread (the library drops the interpreter's lock in `encode_batch` only), and very long ones, as chat
-templates, in processes that may be killed (`text_pool`).
+templates, in processes that may be killed (`pool`).
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
                     f"the normalizer of the tokenizer in {folder} makes more than {MAX_INFLATION} characters of one."
                 )
             tokenizer = Tokenizer.from_str(text)
-        template = load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
+        template = load_template(folder, config)  # one that cannot be used is told of now; `work` runs it
         return ModelTokenizer(
             tokenizer,
             spec=msgspec.structs.replace(spec, source=str(folder)),

@@ -1,4 +1,4 @@
-"""`python -m services.gateway.text.work`: renders chat templates, tokenises long texts and tries grammars for `text_pool`,
+"""`python -m services.gateway.text.work`: renders chat templates, tokenises long texts and tries grammars for `pool`,
 one at a time.
 
 A chat template is a program that came with a checkpoint, and a long text takes hundreds of megabytes to tokenise: here both

@@ -2,7 +2,7 @@
 
 Owns: the instance's registry entry, its subjects, its load reports and token frames, the life of its models. The engine
 runs in a thread of its own (engine_loop.py); this side never waits for a step. Requests that move are
-instance_migrations.py's."""
+migrations.py's."""
 
 from __future__ import annotations
 

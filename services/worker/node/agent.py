@@ -1,6 +1,6 @@
 """The node agent: starts, watches and restarts the instances of this machine, as the placement plan says.
 
-Owns: the node's registry entry, the instances' processes. `node_state` decides what to do next, `processes` does it; here
+Owns: the node's registry entry, the instances' processes. `state` decides what to do next, `processes` does it; here
 are the bus, the clock and the loop that ties them.
 
     PLANS, INSTANCES (watched), exits -> NodeState -> actions -> processes, INSTANCE_LOAD_MODEL/UNLOAD_MODEL/DRAIN
