@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.messages.cluster import TOOL_FORMATS, AdapterSpec, ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec
+from shared.messages.cluster import tool_formats as list_tool_formats
 from shared.models.quantization import QUANTIZATIONS
 from tideway.data_folder import OperatorError
 
@@ -53,8 +54,8 @@ def parse_models(arguments: Iterable[str], quantization: str = "", tool_formats:
         specs[name] = ModelSpec(name=name, source=source, quantization=quantization)
     for argument in sorted(tool_formats, key=lambda argument: "=" in argument):  # what is said of one goes before
         name, _, tool_format = argument.rpartition("=")
-        if tool_format not in TOOL_FORMATS:
-            raise OperatorError(f"--tool-format {argument}: write one of {', '.join(TOOL_FORMATS)}, or NAME=FORMAT.")
+        if ":" not in tool_format and tool_format not in (known := list_tool_formats()):
+            raise OperatorError(f"--tool-format {argument}: write one of {', '.join(known)}, or NAME=FORMAT.")
         if name and name not in specs:
             raise OperatorError(f"--tool-format {argument}: no model is named {name}.")
         for each in [name] if name else specs:

@@ -34,6 +34,7 @@ from shared.placement.problem import (
     Traffic,
 )
 from shared.placement.replacement import ReplacementSettings
+from shared.plugins import PluginError
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.runtime.nearest import nearest
 from shared.simulation.deployment import BatchLines, Serving
@@ -259,13 +260,19 @@ def parse(content: Mapping[str, Any]) -> Scenario:
     scenario = convert(content, Scenario)
     serving = scenario.serving
     for key, value, known in (
-        ("order_policy", serving.order_policy, ORDERING_POLICIES),
-        ("dispatch_policy", serving.dispatch_policy, DISPATCH_POLICIES),
-        ("co_serving", serving.co_serving, TOKEN_BUDGET_POLICIES),
         ("interruption", serving.interruption, ("suspend", "discard", "off")),
         ("migration", serving.migration, ("auto", "off")),
     ):
         _known(value, known, f"serving.{key}")
+    for key, value, registry in (
+        ("order_policy", serving.order_policy, ORDERING_POLICIES),
+        ("dispatch_policy", serving.dispatch_policy, DISPATCH_POLICIES),
+        ("co_serving", serving.co_serving, TOKEN_BUDGET_POLICIES),
+    ):
+        try:
+            registry.find(value)
+        except PluginError as error:
+            raise ScenarioError(f"serving.{key}: {error}") from None
     if scenario.groups and "placement" not in content:
         scenario = msgspec.structs.replace(scenario, placement="groups")
     if (scenario.placement == "groups") != bool(scenario.groups):

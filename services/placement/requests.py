@@ -9,7 +9,7 @@ from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
-from shared.messages.cluster import TOOL_FORMATS, ModelSpec, NodeInfo
+from shared.messages.cluster import ModelSpec, NodeInfo, tool_formats
 from shared.messages.requests import ErrorCode
 from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
 from shared.models.quantization import QUANTIZATIONS
@@ -40,8 +40,10 @@ def check_spec(spec: ModelSpec) -> None:
         raise refuse(f"dtype {spec.dtype!r}: expected auto, {', '.join(ITEMSIZES)}", "dtype")
     if spec.quantization and spec.quantization not in QUANTIZATIONS:
         raise refuse(f"quantization {spec.quantization!r}: expected {', '.join(QUANTIZATIONS)}", "quantization")
-    if spec.tool_format and spec.tool_format not in TOOL_FORMATS:
-        raise refuse(f"tool_format {spec.tool_format!r}: expected {', '.join(TOOL_FORMATS)}", "tool_format")
+    if spec.tool_format and ":" not in spec.tool_format and spec.tool_format not in (known := tool_formats()):
+        raise refuse(
+            f"tool_format {spec.tool_format!r}: expected {', '.join(known)}, or module:attribute", "tool_format"
+        )
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)

@@ -15,9 +15,9 @@ from shared.messages.cluster import (
     LeaseHolder,
     ModelSpec,
 )
-from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
+from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES, REBALANCE_POLICIES, SCALING_POLICIES
 from shared.runtime.lease import Lease
-from shared.runtime.settings import SchedulerSettings, SettingsError, default_id
+from shared.runtime.settings import SchedulerSettings, SettingsError, check_part, default_id
 from shared.runtime.telemetry import Telemetry
 from shared.scheduling.scaling import check_settings
 
@@ -34,8 +34,13 @@ class SchedulerService:
     """One replica. Any number may run; one of them is active."""
 
     def __init__(self, bus: Bus, settings: SchedulerSettings, telemetry: Telemetry) -> None:
-        _check_policy("TIDEWAY_DISPATCH_POLICY", settings.dispatch_policy, list(DISPATCH_POLICIES))
-        _check_policy("TIDEWAY_ORDER_POLICY", settings.order_policy, list(ORDERING_POLICIES))
+        for variable, name, known in (
+            ("TIDEWAY_DISPATCH_POLICY", settings.dispatch_policy, DISPATCH_POLICIES),
+            ("TIDEWAY_ORDER_POLICY", settings.order_policy, ORDERING_POLICIES),
+            ("TIDEWAY_REBALANCE_POLICY", settings.rebalance_policy, REBALANCE_POLICIES),
+            ("TIDEWAY_SCALING_POLICY", settings.scaling_policy, SCALING_POLICIES),
+        ):
+            check_part(variable, name, known)
         check_settings(settings)
         if settings.migration not in ("auto", "off"):
             raise SettingsError(f"TIDEWAY_MIGRATION={settings.migration!r}: expected auto or off")
@@ -125,8 +130,3 @@ class SchedulerService:
     def _on_reconnect(self) -> None:
         if self._active is not None:
             self._active.on_reconnect()
-
-
-def _check_policy(variable: str, name: str, known: list[str]) -> None:
-    if name not in known:
-        raise SettingsError(f"{variable}={name!r}: expected one of {', '.join(known)}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 import msgspec
 
 from shared.messages.requests import Adapter, Amount, Epoch, FinishReason, HeldRequest, Number, RequestClass, Seconds
+from shared.plugins import installed
 
-ToolFormatName = Literal[
+TOOL_FORMATS = (
     "harmony",
     "kimi",
     "deepseek-v3",
@@ -23,9 +24,13 @@ ToolFormatName = Literal[
     "mistral",
     "mistral-named",
     "json",
-]
+)
 """As of services/gateway/tools/formats.py."""
-TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormatName)
+
+
+def tool_formats() -> list[str]:
+    """Names of those built in and of those that other packages bring (`shared.plugins`)."""
+    return [*TOOL_FORMATS, *installed("tideway.tool_formats")]
 
 
 class ModelSpec(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shared.models.checkpoint import CheckpointError, read_json, read_safetensors_header, weight_files
-from shared.models.families import FAMILIES
+from shared.models.families import families
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -116,11 +116,11 @@ def describe_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
 def check_base(files: AdapterFiles, base: Path, family: str) -> None:
     """That the modules are there in the base model's checkpoint, with these shapes, as far as its headers say (those of
     quantised layers do not). `family`: name of its `ModelFamily`. Raises `CheckpointError`."""
-    adapted = next((known.adapted for known in FAMILIES if known.name == family), ())
+    adapted = next((known.adapted for known in families() if known.name == family), ())
     if not adapted:
         raise CheckpointError(
             "LoRA adapters are not supported for a base model that runs through transformers; they are for "
-            f"{', '.join(known.name for known in FAMILIES)} and what is built alike."
+            f"{', '.join(known.name for known in families())} and what is built alike."
         )
     if unknown := sorted({module.module for module in files.modules} - set(adapted)):
         raise CheckpointError(

@@ -17,13 +17,14 @@ import msgspec
 
 from shared.engine.memory.slab import KvGeometry
 from shared.models import sentencepiece
-from shared.models.families import FAMILIES, TRANSFORMERS, ModelFamily, family_of
+from shared.models.families import TRANSFORMERS, ModelFamily, families, family_of
 from shared.models.quantization import (
     QUANTIZATIONS,
     QuantizationError,
     StoredQuantization,
     stored_quantization,
 )
+from shared.plugins import PluginError
 
 logger = logging.getLogger(__name__)
 
@@ -283,16 +284,19 @@ def read_stored_quantization(path: Path, config: Mapping[str, Any]) -> StoredQua
 def _family(path: Path, config: Mapping[str, Any]) -> tuple[ModelFamily, str]:
     """With the first supported entry of `architectures`."""
     named = [str(name) for name in config.get("architectures") or []]
-    for architecture in named:
-        if (family := family_of(architecture)) is not None:
-            return family, architecture
+    try:
+        for architecture in named:
+            if (family := family_of(architecture)) is not None:
+                return family, architecture
+    except PluginError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}.") from None
     file, shown = path / "config.json", ", ".join(named) or "(none named)"
     for architecture in named:
         if architecture.endswith(("ForCausalLM", "LMHeadModel")):
             if reason := _why_not_by_transformers(config):
                 raise CheckpointError(f"{file}: architecture {shown} is not supported: {reason}.")
             return TRANSFORMERS, architecture
-    native = ", ".join(a for family in FAMILIES for a in family.architectures)
+    native = ", ".join(a for family in families() for a in family.architectures)
     raise CheckpointError(
         f"{file}: architecture {shown} is not supported; supported are {native}, and causal language models that "
         "transformers runs."

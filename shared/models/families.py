@@ -1,13 +1,16 @@
 """Which models can be served: one record a family, read by placement and worker alike.
 
-CONTRIBUTING.md says how a family is added: a record here, and a torch module in services/worker/models that is tied to it.
+CONTRIBUTING.md says how a family is added: a record here, and a torch module in services/worker/models that is tied to it;
+or both in another package, whose entry point of the group `tideway.model_families` is the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from shared.plugins import PluginError, import_path, installed
 
 
 class ConfigKeys(NamedTuple):
@@ -47,6 +50,8 @@ class ModelFamily:
     keys: ConfigKeys = field(default_factory=ConfigKeys)
     adapted: tuple[str, ...] = ()
     """Last names of the modules that LoRA adapters may change."""
+    loader: str = ""
+    """Import path `module:attribute` of its torch module, where it is another package's."""
 
 
 _EMBEDDINGS = {"embed_tokens": OUTPUTS, "lm_head": OUTPUTS}
@@ -107,6 +112,16 @@ TRANSFORMERS = ModelFamily("transformers", (), {})
 """Every other causal language model that transformers can run over our KV blocks, on one device."""
 
 
+def families() -> Iterator[ModelFamily]:
+    """Those built in, then those of other packages. Raises `PluginError` where one of the latter cannot be imported."""
+    yield from FAMILIES
+    for name, point in installed("tideway.model_families").items():
+        family = import_path(point.value, "model family")
+        if not isinstance(family, ModelFamily):
+            raise PluginError(f"model family {name!r} is {family!r}, which is no ModelFamily")
+        yield family
+
+
 def family_of(architecture: object) -> ModelFamily | None:
-    """None: it has no torch module of its own here."""
-    return next((family for family in FAMILIES if architecture in family.architectures), None)
+    """None: it has no torch module of its own. Raises `PluginError` where a plug-in that may have one cannot be imported."""
+    return next((family for family in families() if architecture in family.architectures), None)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from shared.messages.cluster import AdapterSpec, ModelSpec
+from shared.plugins import PluginError, Registry
 
 T = TypeVar("T")
 
@@ -31,6 +32,14 @@ SubjectPart = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]*$")]
 
 class SettingsError(Exception):
     """A setting cannot be used; the message is for the operator."""
+
+
+def check_part(variable: str, name: str, known: Registry[Any]) -> None:
+    """Raises `SettingsError` for a part that is neither built in nor to be had from another package."""
+    try:
+        known.find(name)
+    except PluginError as error:
+        raise SettingsError(f"{variable}={name!r}: {error}") from None
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,9 +183,13 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     lost_after_s: float = 3.0
     """An instance that was not heard of for so long is dead."""
     dispatch_policy: str = "first_token"
-    """first_token | freeness | round_robin | fewest_requests"""
+    """first_token | freeness | round_robin | fewest_requests, a plug-in's name, or module:attribute"""
+    rebalance_policy: str = "freeness"
+    """freeness, a plug-in's name, or module:attribute"""
+    scaling_policy: str = "freeness"
+    """freeness, a plug-in's name, or module:attribute"""
     order_policy: str = "doubling_budget"
-    """doubling_budget | seallm | fcfs | round_robin | mlfq"""
+    """doubling_budget | seallm | fcfs | round_robin | mlfq, a plug-in's name, or module:attribute"""
     migration: str = "auto"
     """auto: requests move between instances | off"""
     rebalance_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1

@@ -9,7 +9,8 @@ from __future__ import annotations
 from shared.messages.cluster import LoadReport
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
-from shared.policies.rebalancing import Destination, InstanceView, Pair, Rebalancer
+from shared.policies.catalogue import REBALANCE_POLICIES
+from shared.policies.rebalancing import Destination, InstanceView, Pair
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
@@ -27,7 +28,8 @@ GIVEN_S = 10.0
 class Rescheduler:
     def __init__(self, settings: SchedulerSettings, cluster: ClusterView) -> None:
         self.is_on = settings.migration != "off"
-        self.policy = Rebalancer(settings.rebalance_low, settings.rebalance_high, settings.max_migrations_per_s)
+        policy = REBALANCE_POLICIES.find(settings.rebalance_policy)
+        self.policy = policy(settings.rebalance_low, settings.rebalance_high, settings.max_migrations_per_s)
         self._cluster = cluster
         self._interval_s = settings.rebalance_interval_s
         self._told_s: dict[str, float] = {}

@@ -23,6 +23,7 @@ from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import PlacementPlan
 from shared.policies.autoscaling import Autoscaling, Fleet, Grow, Keep, Member, ScalingBounds, Shrink
+from shared.policies.catalogue import SCALING_POLICIES
 from shared.runtime.settings import SchedulerSettings, SettingsError
 from shared.scheduling.actions import CancelDrain, DrainAction, ScaleUp, ScalingAction
 from shared.scheduling.cluster import ClusterView, InstanceState
@@ -64,7 +65,7 @@ class Scaler:
                 settings.max_instances,
                 settle_s=settings.scale_period_s,
             )
-            self._policy = Autoscaling(bounds)
+            self._policy = SCALING_POLICIES.find(settings.scaling_policy)(bounds)
         self._own_drains: set[str] = set()
 
     def due(

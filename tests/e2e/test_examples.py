@@ -68,8 +68,8 @@ def test_the_examples(stack: Stack, checkpoints: dict[str, str], tmp_path: Path)
     ordered = run(stack, "own_policy")
     assert {tuple(line.split()[:2]) for line in ordered[1:]} == {
         (ordering, dispatch)
-        for ordering in ("doubling_budget", "shortest_prompt")
-        for dispatch in ("first_token", "fullest")
+        for ordering in ("doubling_budget", "ShortestPromptFirst")
+        for dispatch in ("first_token", "FullestThatFits")
     }
 
 

@@ -122,7 +122,7 @@ def test_batches_and_offline_streams_are_told_apart() -> None:
         ("models.0.checkpoint", "/nowhere", "'a' needs one of shape, checkpoint and numbers"),
         ("models.0.tensor_parallel", [3], r"models\[0\].tensor_parallel: a: none of \(3,\)"),
         ("models.1.name", "a", "models: two have the same name"),
-        ("serving.order_policy", "fifo", "serving.order_policy: 'fifo' is unknown"),
+        ("serving.order_policy", "fifo", "serving.order_policy: unknown order policy 'fifo'"),
         ("serving.noise", "much", "serving.noise: expected `float`, got `str`"),
         ("placement", "best", "^placement: 'best' is unknown; known: search, dedicated, alpaserve, muxserve, groups$"),
         ("search_by", "simulatoin", "search_by: 'simulatoin' is unknown; did you mean 'simulation'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 from pathlib import Path
 
 import msgspec
@@ -138,6 +139,7 @@ def test_what_attention_takes_is_what_its_back_ends_say(with_gpus: Path, monkeyp
 
 def test_the_probe_says_what_back_ends_say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(sys, "argv", ["choice", "cuda"])
     runpy.run_module("services.worker.attention.choice", run_name="__main__")
     assert msgspec.json.decode(capsys.readouterr().out, type=tuple[AttentionFacts, ...]) == (TORCH_CUDA,)
 

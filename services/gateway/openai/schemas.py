@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from shared.messages.cluster import ToolFormatName
-
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -434,7 +432,7 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of the weights, where the checkpoint is not quantised."""
     base: ModelName | None = None
     """Of a LoRA adapter: the model whose weights it is computed with."""
-    tool_format: ToolFormatName | None = None
+    tool_format: str | None = None
     """How it writes calls of tools, where its chat template does not tell."""
 
 

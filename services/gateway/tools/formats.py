@@ -20,6 +20,7 @@ from services.gateway.tools.harmony import HarmonyParser
 from services.gateway.tools.keyed import KeyedMarks, KeyedParser, texts_of
 from services.gateway.tools.parsers import BareParser, MarkedParser, SectionParser, TaggedParser, ToolParser
 from services.gateway.tools.reasoning import Opening, ReasoningFormat
+from shared.plugins import Registry, installed
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -381,14 +382,18 @@ PLAIN = ToolFormat(
 )
 """Of models with a template of none of these: it tells them of no tools, so `INSTRUCTIONS` do."""
 
-FORMATS: dict[str, ToolFormat] = {
-    one.name: one
-    for one in (
-        *(HARMONY, KIMI, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
-        *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
-    )
-}
-"""By name, in the order in which a template is tried."""
+FORMATS: Registry[ToolFormat] = Registry(
+    "tool format",
+    "tideway.tool_formats",
+    {
+        one.name: one
+        for one in (
+            *(HARMONY, KIMI, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
+            *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
+        )
+    },
+)
+"""By name, in the order in which a template is tried; those of other packages go before them."""
 
 INSTRUCTIONS = (
     "You can call these functions, each given as JSON:\n{tools}\n"
@@ -397,8 +402,15 @@ INSTRUCTIONS = (
 
 
 def format_of(template: str, name: str = "") -> ToolFormat:
-    """That a chat template wants, or the one of that name."""
-    return FORMATS[name] if name else next(one for one in FORMATS.values() if one.suits(template))
+    """That a chat template wants, or the one of that name. Raises `PluginError`."""
+    if name:
+        return FORMATS.find(name, _is_format)
+    brought = (FORMATS.find(other, _is_format) for other in installed(FORMATS.group))
+    return next(one for one in (*brought, *FORMATS.values()) if one.suits(template))
+
+
+def _is_format(part: object) -> bool:
+    return isinstance(part, ToolFormat)
 
 
 def with_instructions(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.policies.prompt_lookup import LookupSettings
 from shared.recording import file_writer
-from shared.runtime.settings import InstanceSettings, SettingsError
+from shared.runtime.settings import InstanceSettings, SettingsError, check_part
 
 if TYPE_CHECKING:
     from services.worker.executor.executor import Executor
@@ -52,9 +52,9 @@ def build_engine(
 ) -> Engine:
     """The engine as settings say; recorded where they name a file. Raises `SettingsError`."""
     on_cuda = device == "cuda"
+    check_part("TIDEWAY_ORDER_POLICY", settings.order_policy, ORDERING_POLICIES)
+    check_part("TIDEWAY_CO_SERVING", settings.co_serving, TOKEN_BUDGET_POLICIES)
     for name, value, known in (
-        ("ORDER_POLICY", settings.order_policy, ORDERING_POLICIES),
-        ("CO_SERVING", settings.co_serving, TOKEN_BUDGET_POLICIES),
         ("INTERRUPTION", settings.interruption, ("suspend", "discard", "off")),
         ("PROFILE", settings.profile, ("auto", "live", "off")),
     ):

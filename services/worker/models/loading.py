@@ -18,6 +18,7 @@ from services.worker.ranks.group import ALONE, RankGroup
 from shared.models import checkpoint
 from shared.models.checkpoint import CheckpointError, CheckpointShape, run_dtype
 from shared.models.families import TRANSFORMERS, family_of
+from shared.plugins import PluginError, import_path
 
 Loader = Callable[[WeightReader, Mapping[str, Any], CheckpointShape, int], DecoderModel]
 """(weights, config.json, what it says, the longest sequence to serve). Raises `CheckpointError`."""
@@ -64,5 +65,9 @@ def load_model(
     reader = WeightReader(
         path, device, identity.dtype, group, family.cuts, numerics, stored=stored, quantization=identity.quantization
     )
+    try:
+        loader: Loader = import_path(family.loader, "torch module") if family.loader else LOADERS[family.name]
+    except PluginError as error:
+        raise CheckpointError(f"{path}: {error}.") from error
     with torch.inference_mode():
-        return LOADERS[family.name](reader, config, shape, identity.max_model_len)
+        return loader(reader, config, shape, identity.max_model_len)

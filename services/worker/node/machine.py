@@ -18,6 +18,7 @@ import msgspec
 
 from services.worker.attention.facts import TORCH_CPU
 from shared.messages.cluster import AttentionFacts, DeviceGroup
+from shared.plugins import installed
 from shared.runtime.settings import SettingsError, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         return Machine(
             "cuda", len(gpus) // size, settings.memory_bytes or free, settings.num_threads or 1,
             tuple(DeviceGroup(tuple(names[k : k + size]), num_stages) for k in range(0, len(names), size)),
-            attention=_gpu_attention(environment), device_name=kinds.pop() if len(kinds) == 1 else "",
+            attention=_probed_attention("cuda", environment), device_name=kinds.pop() if len(kinds) == 1 else "",
         )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
@@ -109,7 +110,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         settings.memory_bytes or int(free_memory_bytes(root) * CPU_MEMORY_SHARE),
         settings.num_threads or max(1, num_cores(root) // (most * size)),
         max_instances=settings.max_node_instances,
-        attention=(TORCH_CPU,),
+        attention=_probed_attention("cpu", environment) if installed("tideway.attention_backends") else (TORCH_CPU,),
         groups=(DeviceGroup(("cpu",) * size, num_stages),) * most,
     )
 
@@ -200,16 +201,21 @@ def parse_gpus(output: str, visible: str | None) -> dict[str, Gpu]:
     return chosen
 
 
-def _gpu_attention(environment: Mapping[str, str]) -> tuple[AttentionFacts, ...]:
+def _probed_attention(device: str, environment: Mapping[str, str]) -> tuple[AttentionFacts, ...]:
     """Asked of a process that imports torch; what is assumed of any where it does not say."""
     try:
         done = subprocess.run(
-            PROBE_COMMAND, env=dict(environment), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+            (*PROBE_COMMAND, device),
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=True,
         )
         last_line = done.stdout.strip().rpartition("\n")[2]
         return msgspec.json.decode(last_line, type=tuple[AttentionFacts, ...])
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
-        logger.warning("how many tokens a KV block has on these GPUs is not known: %s", error)
+        logger.warning("how many tokens a KV block has on %s is not known: %s", device, error)
         return (AttentionFacts(),)
 
 

@@ -1,0 +1,1 @@
+"""Parts for Tideway that live outside of it: pyproject.toml names them as entry points."""
