@@ -13,11 +13,14 @@ from __future__ import annotations
 from array import array
 from enum import Enum, auto
 
+import msgspec
+
 from shared.messages.requests import (
     PLACE_AGAIN_CODES,
     UNKNOWN_LOGPROB,
     ErrorInfo,
     FinishReason,
+    GenerationRequest,
     RequestTiming,
     SamplingParams,
     StreamPosition,
@@ -42,6 +45,23 @@ class Outcome(Enum):
     """Its owner does not continue the request: it must be placed again."""
 
 
+MAX_FRUITLESS_LOSSES = 5
+"""A request that loses its owner so often without one new token in between may be what kills them: it fails."""
+
+
+class Loss(Enum):
+    """What follows from the loss of an owner."""
+
+    IGNORED = auto()
+    """Another owner has the request already, or it had ended."""
+    COMPLETE = auto()
+    """All tokens had come: it has ended now."""
+    PLACE = auto()
+    """It must be placed again, in the epoch that is the state's now."""
+    FAIL = auto()
+    """It has lost more owners in a row than `MAX_FRUITLESS_LOSSES` without a token."""
+
+
 def gives_up(entry: TokenEntry) -> bool:
     """Whether the sender does not continue the request though it is not over. A stream that a gateway cancels is closed
     there at the same moment, so a cancel that it sees was meant for an earlier owner."""
@@ -58,12 +78,14 @@ class StreamState:
         "_has_logprobs",
         "_max_tokens",
         "_min_tokens",
+        "_num_tokens_at_loss",
         "_stop_token_ids",
         "epoch",
         "error",
         "finish_reason",
         "logprobs",
         "num_cached_tokens",
+        "num_losses",
         "owner",
         "request_id",
         "timing",
@@ -82,6 +104,9 @@ class StreamState:
         self.timing: RequestTiming | None = None
         self.num_cached_tokens: int | None = None
         """As the first owner reported it: a later placement finds its own earlier tokens in a cache, not the client's."""
+        self.num_losses = 0
+        """Owners lost in a row without a new token in between."""
+        self._num_tokens_at_loss = -1
         self._has_logprobs = sampling.logprobs >= 0
         self._max_tokens = sampling.max_tokens
         self._min_tokens = sampling.min_tokens
@@ -152,16 +177,31 @@ class StreamState:
         self.epoch, self.owner = epoch, owner
         return True
 
-    def lose(self, epoch: int) -> bool:
-        """The owner in `epoch` is gone. True: the request must be placed again, in the epoch that is the state's now.
-        False: it has ended, or another owner has it already."""
+    def lose(self, epoch: int) -> Loss:
+        """The owner in `epoch` is gone. Told again of the same loss, this does nothing."""
         if self.finish_reason is not None or epoch < self.epoch:
-            return False
+            return Loss.IGNORED
         self.epoch = epoch
         if self._end_if_complete():
-            return False
+            return Loss.COMPLETE
         self.begin_placement()
-        return True
+        self.num_losses = self.num_losses + 1 if len(self.tokens) == self._num_tokens_at_loss else 1
+        self._num_tokens_at_loss = len(self.tokens)
+        return Loss.FAIL if self.num_losses > MAX_FRUITLESS_LOSSES else Loss.PLACE
+
+    def placed_again(
+        self, request: GenerationRequest, arrived_s: float, first_token_s: float | None, now: float
+    ) -> GenerationRequest:
+        """The request as its next owner gets it: with the tokens so far, and with its times counted up to `now`. Times are
+        seconds of one clock; `first_token_s`: None where there was none."""
+        return msgspec.structs.replace(
+            request,
+            epoch=self.epoch,
+            prior=self.tokens.tobytes(),
+            timeout_s=max(0.001, arrived_s + request.timeout_s - now),
+            waited_s=max(0.0, now - arrived_s),
+            ttft_s=-1.0 if first_token_s is None else first_token_s - arrived_s,
+        )
 
     def begin_placement(self) -> None:
         """The next owner outranks everybody whom the last placement may have reached."""

@@ -23,7 +23,7 @@ from shared.messages.requests import (
     TokenEntry,
 )
 from shared.simulation.itl import ItlHistogram
-from shared.streams import Outcome, StreamState
+from shared.streams import Loss, Outcome, StreamState
 
 NAME = "gateway"
 MODEL = "model"
@@ -195,11 +195,8 @@ class Gateway:
             prompt = prompt_of(job, number).tobytes()
             self._sent[number] = request = msgspec.structs.replace(self._sent[number], prompt=prompt)
         else:
-            request = msgspec.structs.replace(
-                self._sent[number], epoch=stream.epoch, prior=stream.tokens.tobytes(),
-                timeout_s=max(0.001, record.arrival_s + job.timeout_s - now), waited_s=now - record.arrival_s,
-                ttft_s=record.ttft_s if record.first_s >= 0 else -1.0,
-            )  # fmt: skip
+            first_s = record.first_s if record.first_s >= 0 else None
+            request = stream.placed_again(self._sent[number], record.arrival_s, first_s, now)
         self._submit(request)
 
     def open_streams(self) -> Iterable[int]:
@@ -226,12 +223,14 @@ class Gateway:
 
     def _lose(self, number: int, epoch: int) -> None:
         stream = self._streams[number]
-        was_open = stream.finish_reason is None
-        if stream.lose(epoch):
-            self.records[number].num_placements += 1
-            self.send(number)
-        elif was_open and stream.finish_reason is not None:
-            self._end(number, stream.finish_reason)
+        match stream.lose(epoch):
+            case Loss.PLACE:
+                self.records[number].num_placements += 1
+                self.send(number)
+            case Loss.COMPLETE if stream.finish_reason is not None:
+                self._end(number, stream.finish_reason)
+            case Loss.FAIL:
+                self._end(number, FinishReason.ERROR, f"{stream.num_losses} instances in turn gave this request up.")
 
     # ------------------------------------------------------------------------------------------------- tokens
 

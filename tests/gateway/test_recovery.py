@@ -23,6 +23,7 @@ from shared.messages.requests import (
     TokenFrame,
 )
 from shared.runtime.settings import BusSettings
+from shared.streams import MAX_FRUITLESS_LOSSES
 from tests.conftest import NatsServer
 from tests.gateway.conftest import MODEL, Reader, Stack, running_stack
 from tests.gateway.peer import prior_tokens, until
@@ -131,7 +132,7 @@ async def test_the_last_entry_was_lost_with_its_instance(manual: Stack) -> None:
 
 async def test_a_request_that_loses_every_instance_fails(manual: Stack) -> None:
     reader, request, _ = await begun(manual)
-    for number in range(recovery.MAX_FRUITLESS_LOSSES + 1):
+    for number in range(MAX_FRUITLESS_LOSSES + 1):
         manual.peer.lose(request, number * PLACEMENT_EPOCHS)
         await until(lambda n=number: len(manual.peer.submitted) > n + 1 or reader.error, "placed again")
     await reader.end()

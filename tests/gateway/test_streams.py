@@ -10,12 +10,14 @@ from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     FinishReason,
+    GenerationRequest,
     SamplingParams,
     TokenEntry,
     TokenLogprob,
     pack_tokens,
+    unpack_tokens,
 )
-from shared.streams import Outcome, StreamState
+from shared.streams import MAX_FRUITLESS_LOSSES, Loss, Outcome, StreamState
 
 EOS = 2
 
@@ -32,6 +34,11 @@ def entry(offset: int, tokens: list[int], finish: FinishReason | None = None, ep
 def state(max_tokens: int = 100, min_tokens: int = 0, logprobs: int = -1) -> StreamState:
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(EOS,), logprobs=logprobs)
     return StreamState("r", sampling)
+
+
+def request_of() -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=100)
+    return GenerationRequest(request_id="r", gateway_id="g", model="m", prompt=b"", sampling=sampling, timeout_s=60.0)
 
 
 def test_takes_tokens_in_order_and_trims_what_it_knows() -> None:
@@ -119,7 +126,7 @@ def test_a_hand_over_that_was_told_of() -> None:
     assert stream.accept(entry(1, [6], epoch=0), A) is Outcome.STALE
     assert stream.accept(entry(0, [5, 6], epoch=1), B) is Outcome.NEWS
     assert stream.follow(A, 2), "and back"
-    assert stream.lose(2)
+    assert stream.lose(2) is Loss.PLACE
     assert not stream.follow(C, 3), "it is placed again already"
     stream.accept(entry(2, [EOS], FinishReason.STOP, epoch=PLACEMENT_EPOCHS), C)
     assert not stream.follow(A, 2 * PLACEMENT_EPOCHS), "it has ended"
@@ -128,26 +135,47 @@ def test_a_hand_over_that_was_told_of() -> None:
 def test_losing_an_owner_counts_once() -> None:
     stream = state()
     stream.accept(entry(0, [5]), A)
-    assert stream.lose(0)
+    assert stream.lose(0) is Loss.PLACE
     assert (stream.epoch, stream.owner) == (PLACEMENT_EPOCHS, None)
-    assert not stream.lose(0), "told of the same loss again"
-    assert not stream.lose(3), "wherever the last placement had moved"
-    assert stream.lose(2 * PLACEMENT_EPOCHS + 4), "a later owner, of which no frame came"
+    assert stream.lose(0) is Loss.IGNORED, "told of the same loss again"
+    assert stream.lose(3) is Loss.IGNORED, "wherever the last placement had moved"
+    assert stream.lose(2 * PLACEMENT_EPOCHS + 4) is Loss.PLACE, "a later owner, of which no frame came"
     assert stream.epoch == 3 * PLACEMENT_EPOCHS
+
+
+def test_a_request_that_loses_many_owners_without_a_token_is_given_up() -> None:
+    stream = state()
+    for number in range(MAX_FRUITLESS_LOSSES):
+        assert stream.lose(stream.epoch) is Loss.PLACE, number
+    stream.accept(entry(0, [5], epoch=stream.epoch), A)
+    for number in range(MAX_FRUITLESS_LOSSES):
+        assert stream.lose(stream.epoch) is Loss.PLACE, f"a token came in between: {number}"
+    assert stream.lose(stream.epoch) is Loss.FAIL
+
+
+def test_a_request_is_placed_again_with_its_tokens_and_the_time_that_it_has_left() -> None:
+    stream, request = state(), request_of()
+    stream.accept(entry(0, [5, 6]), A)
+    stream.lose(0)
+    again = stream.placed_again(request, 100.0, 103.0, 110.0)
+    assert unpack_tokens(again.prior) == [5, 6] and again.epoch == PLACEMENT_EPOCHS
+    assert (again.timeout_s, again.waited_s, again.ttft_s) == (request.timeout_s - 10.0, 10.0, 3.0)
+    late = stream.placed_again(request, 100.0, None, 100.0 + 2 * request.timeout_s)
+    assert 0 < late.timeout_s < 0.01 and late.ttft_s < 0, "its deadline has passed, no token had come"
 
 
 def test_an_owner_lost_after_its_last_token_ends_the_stream() -> None:
     limited = state(max_tokens=2)
     limited.accept(entry(0, [5, 6]), A)
-    assert not limited.lose(0)
+    assert limited.lose(0) is Loss.COMPLETE
     assert limited.finish_reason is FinishReason.LENGTH
     stopped = state()
     stopped.accept(entry(0, [5, EOS]), A)
-    assert not stopped.lose(0)
+    assert stopped.lose(0) is Loss.COMPLETE
     assert stopped.finish_reason is FinishReason.STOP
     early = state(min_tokens=2)
     early.accept(entry(0, [5, EOS]), A)
-    assert early.lose(0), "an end before min_tokens is none"
+    assert early.lose(0) is Loss.PLACE, "an end before min_tokens is none"
 
 
 def test_refusals_that_another_owner_can_make_good() -> None:
@@ -284,7 +312,10 @@ def test_any_interleaving_of_owners_and_epochs_shows_one_line_of_tokens(data: st
             stream.accept(cluster.replay(len(stream.tokens)), cluster.owner)
         elif event == "told":
             stream.follow(cluster.owner, cluster.epoch)
-        elif event == "lose" and stream.lose(data.draw(st.integers(stream.epoch, cluster.epoch))):
+        elif event == "lose" and stream.lose(data.draw(st.integers(stream.epoch, cluster.epoch))) in (
+            Loss.PLACE,
+            Loss.FAIL,
+        ):
             # The next owner goes on after what the client has; what the last one made beyond that is gone.
             cluster.output = stream.tokens.tolist()
             cluster.epoch, cluster.owner = stream.epoch, data.draw(INSTANCES)

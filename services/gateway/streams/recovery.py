@@ -39,7 +39,7 @@ from shared.messages.requests import (
     TokenEntry,
 )
 from shared.runtime.tasks import TaskSet
-from shared.streams import gives_up
+from shared.streams import Loss, gives_up
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ FAREWELL_S = 0.25
 """An owner that left in order has handed its requests over; the first word of who has one now may come so much later."""
 ADOPTION_ROUNDS = 3
 MAX_CONCURRENT_RECOVERIES = 32
-MAX_FRUITLESS_LOSSES = 5
-"""A request that loses its owner so often without one new token in between may be what kills them: it fails."""
 
 
 class Streams(Protocol):
@@ -149,24 +147,21 @@ class Recovery:
         """The owner in `epoch` does not continue the stream. Told again of the same loss, this does nothing."""
         if not stream.is_open:
             return
-        owner = stream.owner
-        if not stream.state.lose(epoch):
-            if stream.state.finish_reason is not None:
-                self._table.end(stream)
+        owner, loss = stream.owner, stream.state.lose(epoch)
+        if loss is Loss.COMPLETE:
+            self._table.end(stream)
+        if loss in (Loss.COMPLETE, Loss.IGNORED):
             return
         if self._catalog.is_gone(stream.model):
             self._table.fail(stream, ErrorCode.UNKNOWN_MODEL, f"The model '{stream.model}' was removed.")
             return
-        num_tokens = len(stream.state.tokens)
-        stream.num_losses = stream.num_losses + 1 if num_tokens == stream.num_tokens_at_loss else 1
-        stream.num_tokens_at_loss = num_tokens
-        if stream.num_losses > MAX_FRUITLESS_LOSSES:
-            message = f"{stream.num_losses} instances in turn gave this request up."
+        if loss is Loss.FAIL:
+            message = f"{stream.state.num_losses} instances in turn gave this request up."
             self._table.fail(stream, ErrorCode.INTERNAL, message)
             return
         self._metrics.replacements.labels(reason).inc()
         self._timelines.lose(stream, owner, reason)
-        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, num_tokens)
+        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, len(stream.state.tokens))
         stream.must_place = True
         if not stream.is_placing:
             self.place_again(stream)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from shared.messages.requests import ErrorInfo, GenerationRequest
 from shared.streams import StreamState
 
@@ -35,8 +33,6 @@ class Stream:
         self.heard_at = arrived_at
         self.first_token_at: float | None = None
         self.quiet_s = QUIET_S
-        self.num_losses = 0
-        self.num_tokens_at_loss = -1
         self.listeners = [on_news]
         """Of whoever needs it: readers, and who keeps it for those that may come."""
         self.is_kept = False
@@ -60,14 +56,7 @@ class Stream:
 
     def to_send(self, now: float) -> GenerationRequest:
         self.must_place = self.must_announce = False
-        return msgspec.structs.replace(
-            self._request,
-            epoch=self.state.epoch,
-            prior=self.state.tokens.tobytes(),
-            timeout_s=max(0.001, self.deadline - now),
-            waited_s=max(0.0, now - self._arrived_at),
-            ttft_s=-1.0 if self.first_token_at is None else self.first_token_at - self._arrived_at,
-        )
+        return self.state.placed_again(self._request, self._arrived_at, self.first_token_at, now)
 
     @property
     def owner(self) -> str | None:

@@ -19,6 +19,7 @@ from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.scaling import Scaling
+from shared.streams import MAX_FRUITLESS_LOSSES
 
 COST = CostModel(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=1e-4, decode_context_s=1e-6,
@@ -111,6 +112,23 @@ def test_requests_of_an_instance_that_dies_go_on_elsewhere(is_noticed: bool) -> 
     assert (max(record.longest_gap_s for record in again) > 2.0) is not is_noticed
     assert set(fleet.instances) == ({"i1"} if fleet.events.now > 3.5 else {"i0", "i1"})
     check_empty(fleet)
+
+
+def test_a_request_whose_instances_all_die_is_given_up() -> None:
+    fleet = fleet_of(MAX_FRUITLESS_LOSSES + 3)
+    fleet.gateway.is_strict = False
+
+    def kill_its_instance() -> None:
+        for instance_id, instance in list(fleet.instances.items()):
+            if not instance.is_gone and instance.engine.all_held():
+                fleet.fail(instance_id, is_noticed=True)
+        if fleet.gateway.num_left:
+            fleet.events.after(0.001, kill_its_instance)
+
+    fleet.events.at(0.01, kill_its_instance)
+    (record,) = fleet.run([Job(0.0, 300, 10, model="a")]).records
+    assert record.error.endswith(f"{MAX_FRUITLESS_LOSSES + 1} instances in turn gave this request up.")
+    assert record.num_placements == MAX_FRUITLESS_LOSSES + 1
 
 
 def test_a_new_scheduler_finds_what_runs_and_takes_what_waited() -> None:
