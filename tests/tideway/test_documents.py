@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 import typer.main
 
 from services.gateway.app import ROUTES
+from services.gateway.http.errors import _MEANINGS
 from services.gateway.openai.schemas import AddModelRequest, ChatRequest, CompletionRequest
 from shared.costs import live as live_costs
 from shared.costs.model import CostSource
@@ -182,3 +184,27 @@ def test_how_often_rebalancing_looks_and_at_how_many_pairs_is_as_documented() ->
 def test_every_subject_and_bucket_is_listed() -> None:
     rows = [line for line in (REPOSITORY / "docs/nats.md").read_text().splitlines() if line.startswith("| `")]
     assert rows == [*subject_rows(), *bucket_rows()], "python -m tests.tideway.nats_rows"
+
+
+def test_every_error_code_has_a_row() -> None:
+    """Those written as constants where an error is made."""
+    sources = [path.read_text() for path in (REPOSITORY / "services/gateway").rglob("*.py")]
+    made = {code for source in sources for code in _codes_in(source)}
+    rows = [line for line in (REPOSITORY / "docs/errors.md").read_text().splitlines() if line.startswith("| `")]
+    told = {code for row in rows for code in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert len(made) > 40 and made == told, (made - told, told - made)
+
+
+def _codes_in(source: str) -> set[str]:
+    codes = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+        if name == "invalid":
+            given += node.args[2:3]
+        elif name == "_too_many":
+            given += node.args[1:2]
+        codes |= {value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    return codes | {code for _, _, code in _MEANINGS.values()}
