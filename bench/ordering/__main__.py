@@ -1,6 +1,7 @@
 """Doubling budget, FCFS, round robin and skip-join MLFQ on two models that share one instance, in virtual time.
 
 python -m bench.ordering [--short] [--output DIR] [--trace MODEL=PATH ...] [--traces DIR]
+                         [--orders NAME,module:attribute]
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import msgspec
+
 from bench.ordering.results import LOADS, Plan, compare, draw, plans
 from bench.ordering.workloads import SEALLM, Lengths, read_lengths, real_settings
 from bench.reporting import machine, save_figure, write
+from shared.plugins import PluginError
+from shared.policies.catalogue import ORDERING_POLICIES
 from tideway.bench.traces import TraceError
 
 
@@ -32,7 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", type=Path, metavar="DIR",
                         help="instead: pairs of the traces with lengths there and a prefill-heavy generator")  # fmt: skip
     parser.add_argument("--loads", default="", help="shares of the capacity, comma-separated")
+    parser.add_argument("--orders", default="",
+                        help="further order policies, comma-separated: names of plug-ins, or module:attribute")  # fmt: skip
     options = parser.parse_args(arguments)
+    more = tuple(filter(None, options.orders.split(",")))
+    for order in more:
+        try:
+            ORDERING_POLICIES.find(order)
+        except PluginError as error:
+            parser.error(f"--orders: {error}")
     loads = tuple(map(float, options.loads.split(","))) if options.loads else ()
     num = options.requests or (80 if options.short else 300)
     seeds = range(options.seed, options.seed + (options.num_seeds or (1 if options.short else 3)))
@@ -51,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         if not compared:
             parser.error(f"--traces {options.traces}: no trace with lengths there")
+    compared = [
+        (msgspec.structs.replace(plan, orders=tuple(dict.fromkeys((*plan.orders, *more)))), lengths)
+        for plan, lengths in compared
+    ]
     started = time.monotonic()
     # the parent holds threads of numpy's, so children are not forked from it
     with ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), mp_context=get_context("spawn")) as pool:

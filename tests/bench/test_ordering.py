@@ -24,6 +24,7 @@ from bench.ordering.workloads import (
     real_settings,
     time_alone_s,
 )
+from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
 from shared.simulation.gateway import Job
 from shared.simulation.itl import ItlHistogram
 
@@ -159,13 +160,32 @@ def test_a_folder_of_traces_is_compared_in_pairs(tmp_path: Path, capsys: pytest.
 
 
 def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--short", "--requests", "30", "--output", str(tmp_path)]) == 0
+    order = "tests.bench.test_ordering:LongestPromptFirst"
+    assert main(["--short", "--requests", "30", "--orders", order, "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*-ordering-short.json")
     result = json.loads(file.read_text())
     comparison = msgspec.convert(result["comparisons"][0], Comparison)
-    assert [one.order for one in comparison.figures] == list(ORDERS)
+    assert [one.order for one in comparison.figures] == [*ORDERS, order]
     assert all(one.mean >= 0.5 and one.num_requests == 21 for one in comparison.figures)
     assert result["seeds"] == [101] and result["machine"]["cores"] and result["date"]
     assert comparison.markdown() in file.with_suffix(".md").read_text()
     assert comparison.verdicts() == result["verdicts"]
     assert comparison.name in capsys.readouterr().out
+
+
+class LongestPromptFirst(OrderingPolicy):
+    """As somebody's module outside of the bench has it."""
+
+    is_static = True
+
+    def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
+        return (-sequence.num_prompt,)
+
+    def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
+        return model_of_first(self, candidates, now)
+
+
+def test_an_order_that_cannot_be_had_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--short", "--orders", "longest"])
+    assert "--orders: unknown order policy 'longest'" in capsys.readouterr().err
