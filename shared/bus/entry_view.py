@@ -90,7 +90,7 @@ class EntryView(Generic[M]):
         self._arm()
 
     def postpone(self, keys: Iterable[str], seconds: float) -> None:
-        """Of those of them that were not written meanwhile nothing is known for so long."""
+        """Entries among them that were not written meanwhile stay unknown for so long."""
         now, self._is_asking = self._now(), False
         self._ends_at |= {key: now + seconds for key in keys if self._ends_at.get(key, math.inf) <= now}
         self._arm()

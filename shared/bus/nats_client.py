@@ -321,7 +321,7 @@ _PLAIN = b"MSG "
 _WITH_HEADERS = b"HMSG "
 _END_OF_LINE = b"\r\n"
 MAX_KEPT_BYTES = 64 * 1024
-"""Of a message that is not whole yet; each piece of it copies those before it."""
+"""Bytes kept of a message that is not whole yet; each piece of it copies those before it."""
 
 Deliver = Callable[[int, bytes, bytes, bytes, bytes | None], bool]
 """(subscription id, subject, reply subject, body, header block). False, with no effect, if it has no handler."""

@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def silent(message: str) -> BusError:
-    """That JetStream, or one stream of it, does not answer now: whatever is asked for may be there."""
+    """The refusal where JetStream, or one stream of it, does not answer now: whatever is asked for may be there."""
     return BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S))
 
 
@@ -216,7 +216,7 @@ class Streams:
                 await asyncio.sleep(WRITE_RETRY_S)
 
     async def _why_not_stored(self, name: str, waited_s: float) -> ErrorInfo:
-        """Of a write that the stream does not answer since `waited_s`."""
+        """Why the stream has not answered a write for `waited_s`."""
         asked_s = time.monotonic()
         try:
             health = await self.health(name)
@@ -354,7 +354,7 @@ class Streams:
         return True
 
     async def own_names(self) -> list[str]:
-        """Of Tideway's streams, those that this user may change."""
+        """Names of Tideway's streams that this user may change."""
         with bus_errors("look at the streams"):
             names = {str(info.config.name) for info in await self.context.streams_info()}
         return sorted(

@@ -30,12 +30,12 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 class Permissions:
     publish: tuple[str, ...]
     never_publish: tuple[str, ...]
-    """Of those that `publish` allows."""
+    """Subjects excepted from those that `publish` allows."""
     subscribe: tuple[str, ...]
 
 
 def role_of(user: str) -> Role | None:
-    """Of a user that is named after its role, or after that and its node (`worker-NODE`)."""
+    """The role of a user that is named after it, or after that and its node (`worker-NODE`)."""
     return ROLES.get(user.partition("-")[0])
 
 
@@ -58,8 +58,8 @@ def inbox_prefix(user: str) -> str:
 
 
 def permissions(role: Role, user: str, node_id: str = "") -> Permissions:
-    """Of a user in `role`. `node_id`: of a worker that runs there and nowhere else. `ValueError` for what is no
-    token."""
+    """What a user in `role` may do. `node_id`: the node of a worker that runs there and nowhere else. `ValueError` for what
+    is no token."""
     for token in (user, node_id or "any"):
         if not TOKEN.fullmatch(token):
             raise ValueError(f"{token!r} cannot be part of a subject: it may have A-Z, a-z, 0-9, _ and - only")

@@ -32,7 +32,7 @@ Answer = Callable[[bytes, ErrorInfo | None], None]
 
 
 QUEUE_GROUP = "q"
-"""Of an endpoint's servers one hears a request, where several processes may serve it."""
+"""One of an endpoint's servers hears a request, where several processes may serve it."""
 
 
 class EndpointServer:

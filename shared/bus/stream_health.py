@@ -23,7 +23,7 @@ class StreamHealth(NamedTuple):
     its own."""
     num_copies: int = 1
     num_current: int = 1
-    """Of them, those that have all that is stored."""
+    """Replicas among them that have all that is stored."""
 
 
 def health_of(info: dict[str, Any]) -> StreamHealth:

@@ -32,7 +32,7 @@ PRIOR = CostModel(
 beside what a step costs anyway, so a longer step is rather over- than underestimated."""
 
 FIRST_STEP_TOKENS = 32
-"""Of a step of a model of which nothing is known."""
+"""Tokens in the first steps of a model of which nothing is known."""
 GROWTH = 2
 """A step has at most so many times the tokens of the longest one seen: predictions far beyond are guesses."""
 LEAST_STEPS = 8
@@ -44,11 +44,11 @@ _COLUMNS = (
 _PRIOR = tuple(getattr(PRIOR, name) for name in _COLUMNS)
 _NUM = len(_COLUMNS)
 _STEPS_KEPT = 5
-"""Of each order of magnitude."""
+"""Steps kept of each order of magnitude."""
 _AGE_STEPS = 100
 """After so many steps of other shapes a shape counts half."""
 _PRIOR_WEIGHT = 0.02
-"""Of the prior's proportions, where one shape's steps weigh 1."""
+"""Weight of the prior's proportions, where one shape's steps weigh 1."""
 _HUBER_BOUND = 0.1
 """Relative error up to which a shape counts fully."""
 _ROUNDS, _SWEEPS = 3, 30
@@ -76,9 +76,9 @@ class LiveCosts:
         self.max_step_tokens = FIRST_STEP_TOKENS
         self._shapes: dict[tuple[int, ...], _Shape] = {}
         self._factors = [1.0] * _NUM
-        """Of the prior's coefficients, over the common scale."""
+        """Factors on the prior's coefficients, over the common scale."""
         self._errors: deque[float] = deque(maxlen=_ERRORS_KEPT)
-        """Of the predictions before each step was known."""
+        """Relative errors of the predictions made before each step was known."""
         self._num_steps = self._next_fit = 0
 
     @property

@@ -48,7 +48,7 @@ class StepShape(NamedTuple):
 
 
 def shape_of(starts: list[int], counts: list[int]) -> StepShape:
-    """Of a step plan's columns; one token is a decode."""
+    """The shape of a step, from its plan's columns; one token is a decode."""
     prefill = decodes = decode_context = 0
     attention = 0.0
     for start, count in zip(starts, counts, strict=True):
@@ -62,7 +62,7 @@ def shape_of(starts: list[int], counts: list[int]) -> StepShape:
 
 
 def prompt_s(cost: tuple[float, float], num_tokens: int, context_tokens: int = 0) -> float:
-    """Of so many tokens of a prompt after others. `cost`: of `CostModel.prompt_cost`."""
+    """Seconds for so many tokens of a prompt after others. `cost`: from `CostModel.prompt_cost`."""
     return cost[0] * num_tokens + cost[1] * num_tokens * (context_tokens + num_tokens / 2)
 
 

@@ -65,7 +65,7 @@ class PlannedStep:
         self.planned_s = now
         """When it was planned, or its resumption."""
         self.predicted_s = predicted_s
-        """Of the whole step; 0: unknown."""
+        """Predicted seconds of the whole step; 0: unknown."""
         self.is_long = False
         """It takes several times as long as its decodes alone would."""
         self.scale = scale
@@ -73,13 +73,13 @@ class PlannedStep:
         self.is_interrupted = False
         """It was asked to suspend itself at the next safepoint."""
         self.is_part = False
-        """Of the suspended step, only some layers are being run, or were run last, between online steps."""
+        """Only some layers of the suspended step are being run, or were run last, between online steps."""
         self.lost_s = 0.0
         """Spare time beside online steps that was not used while it was suspended."""
         self.ran_s = 0.0
         """Execution time before the suspension."""
         self.done_share = 0.0
-        """Of its layers, when it was suspended."""
+        """Share of its layers that were done when it was suspended."""
         self.suspended_s = 0.0
         """When it was suspended."""
         self.interrupted_s = 0.0

@@ -20,7 +20,7 @@ class Candidate:
         self.queue = queue
         self.priority_class = priority_class
         self.limit_s = math.inf
-        """Of an offline step beside online work: what the objectives leave."""
+        """Most seconds of an offline step beside online work: what the objectives leave."""
 
     @property
     def name(self) -> str:

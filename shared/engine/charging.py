@@ -26,7 +26,7 @@ class Charging:
         self._memory = memory
         self._measured: dict[str, tuple[CostModel, LiveScale, CostSource]] = {}
         self._live: dict[str, LiveCosts] = {}
-        """Of the models that nobody has measured."""
+        """Live cost models, of the models that nobody has measured."""
         self._told_statistics: set[str] = set()
         self.offline_rate = SmoothedRate()
         """Offline tokens computed per second."""

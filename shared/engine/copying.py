@@ -23,13 +23,13 @@ IDLE_STEP_S = 1.0
 """What counts as the step beside which copies run where none runs."""
 
 COPY_SHARE = 0.5
-"""Of a step's time that copies in both directions may take beside it."""
+"""Share of a step's time that copies in both directions may take beside it."""
 
 FIRST_BLOCKS = 8
 """Whose copies begin beside a step in a direction in which nobody knows how long a block takes."""
 
 NEW_WEIGHT = 0.25
-"""Of the last copy in the time of a block."""
+"""Weight of the last copy in the mean time of a block."""
 OUTLIER = 2.0
 """A copy counts as at most so many times slower than those before it: a stall is not a slow link."""
 

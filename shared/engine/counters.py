@@ -31,7 +31,7 @@ class EngineCounters:
         self.recomputed_tokens = 0
         """Computed once more after a preemption."""
         self.recomputed_partial_tokens = 0
-        """Of these: tokens of partly filled last blocks, which are never checkpointed."""
+        """Part of these: tokens of partly filled last blocks, which are never checkpointed."""
         self.online_tokens = 0
         """Computed (prompt and output) for online requests."""
         self.harvested_tokens = 0
@@ -39,7 +39,7 @@ class EngineCounters:
         self.unserved: Counter[str] = Counter()
         """Offline requests of each model that were given up because online work left them no turn."""
         self.drafts: Counter[str] = Counter()
-        """Of each model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
+        """By model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
         self.drafted_tokens: Counter[str] = Counter()
         self.accepted_tokens: Counter[str] = Counter()
         self._tenant_labels = TenantLabels()

@@ -58,7 +58,7 @@ class _InFlight(NamedTuple):
 
 
 class Driver:
-    """Of one engine."""
+    """Drives one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -112,7 +112,7 @@ class Driver:
         return copies
 
     def on_result(self, result: StepResult, now: float) -> tuple[Turn, StepStats]:
-        """Of the oldest step in flight."""
+        """Takes the result of the oldest step in flight."""
         num_in_flight = len(self._in_flight)
         step = self._in_flight.popleft()
         self.running_since_s = self._in_flight[0].planned_s if self._in_flight else None

@@ -166,7 +166,7 @@ class Engine:
         queue.tpot_objective_s = tpot_s or self._objectives[1]
 
     def cost_models(self) -> dict[str, KnownCosts]:
-        """Of each model that has one."""
+        """The cost model of each model that has one."""
         return self.charging.cost_models()
 
     # ------------------------------------------------------------------------------------------------- steps

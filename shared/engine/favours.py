@@ -22,14 +22,14 @@ from shared.policies.tenant_shares import TenantShares
 COMES_BACK_S = 30.0
 """After its last request a tenant is expected for so long."""
 WAIT_SHARE = 0.25
-"""Of the longest prompts that an expected tenant had lately: what all steps in flight may take before its next one."""
+"""Share of the longest prompts that an expected tenant had lately: what all steps in flight may take before its next one."""
 FADING = 0.9
 """With each prompt, of the longest one."""
 LEAST_PROGRESS = 0.5
-"""Of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
+"""Multiple of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
 LONG_STEP_S = 0.015
-"""Of a step after which the next one is planned when it has ended: the device then waits for the host, for a small part of
-that."""
+"""Seconds of a step after which the next one is planned when it has ended: the device then waits for the host, for a small
+part of that."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""
@@ -46,7 +46,7 @@ class _Known:
 
 
 class Favours:
-    """Of the online requests of one instance."""
+    """Which tenants' online requests an instance favours."""
 
     def __init__(self, memory: Allocator, steps_in_flight: int) -> None:
         self._memory = memory
@@ -126,7 +126,8 @@ class Favours:
         return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
 
     def _shortest_s(self, now: float) -> float:
-        """Of the longest prompts lately of the tenants that are expected beside a dominant one; inf: there are none."""
+        """Seconds of the shortest among the longest recent prompts of the tenants that are expected beside a dominant one;
+        inf: there are none."""
         tenants = self._tenants
         if not self._known:
             return float("inf")

@@ -26,7 +26,7 @@ class MigrationCandidate(msgspec.Struct, frozen=True):
     tokens_left: int
     """Until its longest output."""
     num_moves: int = 0
-    """That it has made."""
+    """Moves that it has made."""
     starts_s: float = -1.0
     """Predicted time until its prompt is begun here, of one that leaves for that; else below 0."""
 

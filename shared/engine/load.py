@@ -40,7 +40,7 @@ GIVE_UP_S = 5.0
 """`give_up_s` of an engine whose requests somebody places again."""
 
 LEAST_IDEAL_SHARE = 0.125
-"""Of the pool, that may be used beside requests of high priority, whatever the cost model says."""
+"""Share of the pool that may be used beside requests of high priority, whatever the cost model says."""
 
 UNKNOWN_IDEAL_SHARE = 0.25
 """Where there is no cost model."""
@@ -51,8 +51,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     dispatch_freeness: float
     free_merged: float
-    """That any model could have, after blocks were moved together if need be; not counted what offline work would give
-    up."""
+    """Merged blocks that any model could have, after blocks were moved together if need be; not counted what offline work
+    would give up."""
     num_running: int
     models: tuple[ModelLoad, ...]
     dispatch_freeness_high: float = 0.0
@@ -63,7 +63,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Decode steps."""
     num_high: int = 0
     next_migration_tokens: int = 0
-    """Of the running online request that would move away first, cooldowns aside; 0: none runs."""
+    """Tokens of the running online request that would move away first, cooldowns aside; 0: none runs."""
     next_migration_model: str = ""
     running_freeness: float = inf
     """Decode steps."""
@@ -74,7 +74,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     late_model: str = ""
     late_tokens: int = 0
     late_starts_s: float = 0.0
-    """Of the first prompt that waits and cannot meet its objective here, until it is begun; 0: there is none."""
+    """Seconds until the first waiting prompt that cannot meet its objective here is begun; 0: there is none."""
 
 
 class _Totals:
@@ -86,7 +86,7 @@ class _Totals:
         self._wanted = dict.fromkeys(queues, 0)
         """Blocks of each model: of those that run, leave or come, and of those that wait."""
         self.high = 0.0
-        """Of all, what those of high priority hold or need."""
+        """The part of all that requests of high priority hold or need."""
         self.step = self.waiting_step = 0.0
         """What one token for each that runs takes; for one that waits or arrives, of the model where that is most."""
         self.num_running = self.num_high = 0

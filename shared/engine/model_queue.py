@@ -24,7 +24,8 @@ PROMPT_STEPS = 2.0
 
 
 class Objectives(NamedTuple):
-    """Of a model's online sequences at some moment, whether or not they can run. All `inf` where there are none."""
+    """Objectives of a model's online sequences at some moment, whether or not they can run. All `inf`
+    where there are none."""
 
     tpot_s: float
     """The tightest TPOT objective of those that have their first token."""
@@ -59,9 +60,9 @@ class ModelQueue:
         self.is_cost_known = False
         """Not a guess before the first steps."""
         self.cost_scale = 1.0
-        """That correction."""
+        """The correction itself."""
         self.max_known_tokens = sys.maxsize
-        """Of a step, of which the cost model says something."""
+        """Most tokens of a step about which the cost model says something."""
         self.ttft_objective_s = math.inf
         self.tpot_objective_s = math.inf
 
@@ -152,7 +153,7 @@ class ModelQueue:
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
     def streams(self, now: float) -> tuple[float, float]:
-        """Of its online sequences that have blocks and their first token: the time left until the earliest is to run again
+        """For online sequences that have blocks and their first token: the time left until the earliest is to run again
         (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
         left_s, num, context = math.inf, 0, 0
         objective_s, silence_s = -1.0, 0.0
@@ -222,7 +223,7 @@ class ModelQueue:
         return seconds
 
     def online_shape(self, max_tokens: int) -> StepShape:
-        """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""
+        """Shape of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""
         prefill = decodes = context = 0
         attention = 0.0
         for priority_class in ONLINE_CLASSES:

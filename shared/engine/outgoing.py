@@ -76,7 +76,7 @@ class Outgoing:
         return [candidate for _, candidate in candidates]
 
     def late_candidates(self, now: float, steps_s: float) -> list[MigrationCandidate]:
-        """Of `late_prompts` those that could leave now, in that order."""
+        """Requests of `late_prompts` that could leave now, in that order."""
         return [
             self._candidate(late.sequence, late.starts_s)
             for late in late_prompts(self._memory.queues.values(), steps_s, now)

@@ -137,9 +137,9 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     """Same length; flat block indices of the model in the host pool, which has merged blocks of the same size. None for a
     move."""
     target_blocks: list[int] = []
-    """Of a move; same length."""
+    """Where a move's blocks go; same length."""
     tables: list[tuple[int, int, int]] = []
-    """Of a move: (row, index in its block table, the block there from now on)."""
+    """A move's entries in block tables: (row, index in its block table, the block there from now on)."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):
@@ -155,9 +155,9 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     """Token ids are below it; 0: not checked."""
     num_layers: int = 1
     layers_per_safepoint: int = 1
-    """Of interruptible steps, until a measured cost model says otherwise."""
+    """Layers between safepoints of interruptible steps, until a measured cost model says otherwise."""
     fingerprint: str = ""
-    """Of the bits that it makes on this executor, in deterministic mode."""
+    """Fingerprint of the bits that it makes on this executor, in deterministic mode."""
 
     @property
     def tokens_per_merged(self) -> int:

@@ -40,7 +40,7 @@ _HIGH, _NORMAL = "high", "normal"
 """Who take turns where models of both wait."""
 
 SHORT_STEP_SHARE = 0.02
-"""Of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
+"""Share of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
 
 HIGH_WEIGHT = 8.0
 """Turns of a model with requests of high priority for each of another with normal ones, whose streams keep their pace."""
@@ -50,10 +50,10 @@ WORTH_STEPS = 4.0
 more time gives it as much: each begins anew by reading the weights."""
 
 FULL_SLACK = 0.95
-"""Of the most time that the objectives can leave: waiting for more would be in vain."""
+"""Share of the most time that the objectives can leave: waiting for more would be in vain."""
 
 WAIT_SHARE = 0.25
-"""Of the TTFT objective: what all offline steps in flight take together at most where they cannot be interrupted."""
+"""Share of the TTFT objective: what all offline steps in flight take together at most where they cannot be interrupted."""
 
 EXPECTED_STEPS = 1.5
 """While a running sequence is about to come from another instance, and with its first step, a step takes so many times as
@@ -88,7 +88,7 @@ class Planner:
         self._ordering = memory.ordering
         self._favours = Favours(memory, steps_in_flight)
         self.last_limits = Limits(1)
-        """Of the step planned last."""
+        """Limits of the step planned last."""
         self.last_limit_s = math.inf
         """What bounded that step's time."""
         self._token_budget = token_budget
@@ -103,14 +103,14 @@ class Planner:
         """No offline sequence joins the step that is being planned."""
         self._rank_turns = Turns()
         self._rank_weights: dict[str, float] = {}
-        """Of the ranks, where models of both wait for the step that is being planned."""
+        """Weights of the ranks, where models of both wait for the step that is being planned."""
         self._patience = Patience()
         self._own_began_s, self._num_led = 0.0, 0
         """When the last offline step of its own beside online work began, or nothing online was there; and how many steps
         online work has led since."""
         self._offline_turns = Turns()
         self._offline_weights: dict[str, float] = {}
-        """Of the models with offline work for the step that is being planned: the number of their sequences."""
+        """Weights of the models with offline work for the step that is being planned: the number of their sequences."""
         self._kept_for: str | None = None
         """The model whose offline turn it is, as soon as the objectives leave enough for a step of it: until then nobody
         else's offline work uses that up."""
@@ -151,7 +151,7 @@ class Planner:
 
     @staticmethod
     def _least_step_s(queue: ModelQueue) -> float:
-        """Of a step that brings offline work of the model on at all."""
+        """Seconds of the shortest step that advances offline work of the model at all."""
         return 0.0 if queue.cost_model is None else queue.cost_model.predict(StepShape(1, 0.5))
 
     def _objectives(self, now: float) -> Objectives:
@@ -296,7 +296,7 @@ class Planner:
         return min((queue.token_left_s(begins_s) for queue in queues), default=math.inf) - need_s
 
     def _offline_decodes_s(self, queue: ModelQueue) -> float:
-        """Of a step with the offline sequences that decode, where there is nothing else to do; else inf."""
+        """Seconds of a step with the offline sequences that decode, where there is nothing else to do; else inf."""
         running = queue.running[PriorityClass.OFFLINE].values()
         if queue.cost_model is None or not running or any(not sequence.is_in_decode for sequence in running):
             return math.inf
@@ -340,8 +340,8 @@ class Planner:
         return objectives.slack_s >= ahead_s
 
     def _due(self, high: list[Candidate], normal: list[Candidate], begins_s: float) -> list[Candidate]:
-        """Of the models with normal requests those that must lead now to keep their objectives, while those with requests of
-        high priority keep theirs."""
+        """Models with normal requests that must lead now to keep their objectives, while those with requests of high
+        priority keep theirs."""
         claims = {one.name: one.queue.claims(begins_s) for one in normal}
         step_s = max(self._step_s(one, begins_s) for one in high)
         if room_s([claim for of_model in claims.values() for claim in of_model]) >= step_s:
@@ -368,7 +368,7 @@ class Planner:
         return room_s([claim for queue in queues for claim in queue.claims(begins_s)])
 
     def _least_online_s(self, queue: ModelQueue) -> float:
-        """Of a step with its streams, and a bit of a prompt."""
+        """Seconds of a step with its streams and a bit of a prompt."""
         if queue.cost_model is None:
             return 0.0
         return queue.cost_model.predict(queue.online_shape(MIN_ONLINE_CHUNK))
@@ -451,7 +451,7 @@ class Planner:
         return self.last_limits
 
     def _offline_limits(self, candidate: Candidate, view: StepView) -> Limits:
-        """Of a step of offline sequences alone."""
+        """Limits of a step of offline sequences alone."""
         num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
         limits = self._token_budget.limits(view._replace(num_other_online=num_online))
         if candidate.limit_s < math.inf:
@@ -468,7 +468,7 @@ class Planner:
         return limits
 
     def _sure_step_s(self, queue: ModelQueue) -> float:
-        """Of a step into which at least one offline sequence of the model fits, whichever."""
+        """Seconds of a step into which at least one offline sequence of the model fits, whichever it is."""
         context = max((s.num_computed for s in queue.runnable(PriorityClass.OFFLINE)), default=0)
         decode_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(StepShape(0, 0.0, 1, context))
         return max(decode_s, WORTH_STEPS * self._least_step_s(queue))

@@ -47,7 +47,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     lookup: LookupSettings = LookupSettings()
 
     def arguments(self) -> dict[str, Any]:
-        """Of `Engine`; policy objects are new ones."""
+        """Arguments of `Engine`; policy objects are new ones."""
         fields = msgspec.structs.asdict(self)
         co_serving, checkpoint_start = fields.pop("co_serving"), fields.pop("checkpoint_start")
         return fields | {

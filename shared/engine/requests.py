@@ -134,7 +134,7 @@ class RequestTable:
         self._give_up_s = give_up_s
         self._sequences: dict[str, Sequence] = {}
         self.outputs: dict[str, list[TokenEntry]] = {}
-        """Of each gateway, since they were last taken."""
+        """Outputs for each gateway since they were last taken."""
         self._ended: list[Ended] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._num_submitted = 0

@@ -36,7 +36,7 @@ class Reserved:
         self.row = -1
         self.blocks: list[int] = []
         self.hashes = b""
-        """Of its full blocks, as far as they were announced without a gap."""
+        """Hashes of its full blocks, as far as they were announced without a gap."""
         self.stages: dict[int, Reservation] = {}
 
     @property

@@ -52,7 +52,8 @@ class Handover(IntEnum):
 
 
 class PriorityClass(IntEnum):
-    """Of one model in strict order: a lower rank never waits for a higher one. Between models see planner.py."""
+    """Classes of one model's requests in strict order: a lower rank never waits for a higher one. Between models see
+    planner.py."""
 
     ONLINE_HIGH = 0
     ONLINE_NORMAL = 1
@@ -189,7 +190,7 @@ class Sequence:
         self.service_s = 0.0
         """Charged to its tenant: its part of the steps."""
         self.promised_s = 0.0
-        """Of its prompt, what was begun and not charged yet (tenant_shares.py)."""
+        """Service for the part of its prompt that was begun and not charged yet (tenant_shares.py)."""
         self.device_s = 0.0
         """Execution time charged so far: what its part of each step takes alone."""
         self.host_blocks: list[int] = []
@@ -229,7 +230,7 @@ class Sequence:
 
     @property
     def num_checkpointed_blocks(self) -> int:
-        """Of its first blocks, those that are in host memory or on the way there."""
+        """How many of its first blocks are in host memory or on the way there."""
         return len(self.host_blocks) + self.num_checkpointing
 
     @property
@@ -239,14 +240,14 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """Of its first tokens, those that need not be computed where their KV is found: all but the last, or as many as have
+        """How many of its first tokens need not be computed where their KV is found: all but the last, or as many as have
         given the log-probability of the token after them, where that is asked for."""
         if self.prompt_logprobs is None:
             return self.total - 1
         return len(self.prompt_logprobs) // packed_logprob_bytes(self.request.sampling.prompt_logprobs)
 
     def add_prompt_logprobs(self, start: int, packed: bytes) -> None:
-        """Of the prompt's tokens after position `start` and those that follow it. What is known from before a preemption is
+        """Adds log-probabilities of the prompt's tokens after position `start`. What is known from before a preemption is
         left as it is. Where some before them were never computed here, none are told of."""
         if self.prompt_logprobs is None:
             return

@@ -148,7 +148,7 @@ class Steps:
         return step
 
     def _safepoint_share(self, step: PlannedStep) -> float:
-        """Of a step's layers, those between two safepoints."""
+        """Share of a step's layers that lies between two safepoints."""
         cost_model = self._memory.queues[step.plan.model].cost_model
         return 1.0 if cost_model is None else cost_model.layers_per_safepoint / cost_model.num_layers
 
@@ -270,7 +270,7 @@ class Steps:
         self._memory.events.add(sequence, kind, now, numbers=(sequence.device_s,))
 
     def _end_unguided(self, step: PlannedStep, result: StepResult, now: float) -> None:
-        """Of requests whose grammar could not be followed; the other tokens of the step are good."""
+        """Ends requests whose grammar could not be followed; the other tokens of the step are good."""
         sampled = [i for i, samples in enumerate(step.plan.samples) if samples]
         for position, reason in result.unguided:
             sequence = step.sequences[sampled[position]]
@@ -279,7 +279,7 @@ class Steps:
                 self._requests.end(sequence, FinishReason.ERROR, now, error)
 
     def _accept(self, step: PlannedStep, result: StepResult, now: float) -> None:
-        """Of the drafts those that are what was sampled before them: each is the next token, and so is what was sampled
+        """Accepts the drafts that equal what was sampled before them: each is the next token, and so is what was sampled
         after the last of them. Noise depends on seed and position alone, so these are the tokens that single steps would
         have sampled."""
         plan, counters = step.plan, self._memory.counters

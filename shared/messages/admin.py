@@ -80,7 +80,7 @@ class ChangePlan(msgspec.Struct, frozen=True):
 
     action: Literal["search", "apply", "set", "roll_back"]
     groups: tuple[Group, ...] = ()
-    """Of `set`."""
+    """The plan's groups, for `set`."""
 
 
 class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,31 +91,31 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     """It was searched."""
     version: int
-    """Of the plan that ran then."""
+    """Version of the plan that ran then."""
     is_worth: bool
     """Whether it is worth its change; `verdict` says why."""
     verdict: str
     plan: Plan
     prediction: Prediction
     before: Plan
-    """That ran then."""
+    """The plan that ran then."""
     incumbent: Prediction | None
-    """Of that."""
+    """What is predicted of that plan."""
     measured: Prediction | None = None
-    """Of that, in the same interval."""
+    """What was measured of that plan, in the same interval."""
     rejected: list[Rejected]
     """Best first."""
     unplaced: dict[str, str]
     search_s: float
     interval_s: float
-    """Of the traffic that all is predicted for."""
+    """Length of the traffic that all is predicted for."""
     num_requests: int
     target: list[InstancePlan]
     """The plan's instances, with the KV pools that they would have."""
     kv_bytes: dict[str, int] = {}
     """By instance id: KV that requests hold there at once, by which a pool is kept or made anew."""
     cause: str = ""
-    """Of the verdict: see `shared.placement.replacement.Cause`."""
+    """Cause of the verdict: see `shared.placement.replacement.Cause`."""
     trial: Trial | None = None
     """What the change would take and bring; None: nothing has to change, or a model gets or loses its last place."""
 
@@ -126,7 +126,7 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
-    """Of adaptive replacement. Times are Unix time."""
+    """State of adaptive replacement. Times are Unix time."""
 
     mode: str
     """off | advise | auto"""
@@ -142,10 +142,10 @@ class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
     measured: Prediction | None = None
     """In this interval so far."""
     deviation: float | None = None
-    """Of the last interval that ended: relative difference of measured from predicted."""
+    """Relative difference of measured from predicted in the last interval that ended."""
     proposal: PlanProposal | None = None
     change_s: float = 0.0
-    """That the last change that was tried takes; a search goes by the traffic of twice that at least."""
+    """Seconds that the last change that was tried takes; a search goes by the traffic of twice that at least."""
 
 
 class ShownPlan(PlacementPlan, frozen=True):
@@ -207,9 +207,9 @@ class ModelState(msgspec.Struct, kw_only=True):
     traffic: ModelTraffic | None = None
     """Over the interval that was asked for; None: no placement says it."""
     quantization: str = ""
-    """Of weights that the checkpoint has unquantised; empty: none."""
+    """Quantisation of weights that the checkpoint has unquantised; empty: none."""
     sampling_defaults: dict[str, float] = {}
-    """Of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
+    """Sampling of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
 
 
 class AdapterState(msgspec.Struct, kw_only=True):
@@ -251,7 +251,7 @@ class InstanceModel(msgspec.Struct, kw_only=True):
     cost_model: str
     """Where its step times are from: none | live | profiled | stored; empty: it has none"""
     fingerprint: str = ""
-    """Of the bits that it makes in deterministic mode; empty: it is not in it, or has several devices."""
+    """Fingerprint of the bits that it makes in deterministic mode; empty: another mode, or several devices."""
     adapters: list[str] = []
     """Names of its LoRA adapters that are loaded."""
 
@@ -290,7 +290,7 @@ class InstanceState(msgspec.Struct, kw_only=True):
     device: str
     """cpu | cuda"""
     devices: list[str] = []
-    """That it computes on."""
+    """Devices that it computes on."""
     num_stages: int = 1
     """Over which its layers are divided; each has as many of the devices."""
     pid: int
@@ -300,7 +300,7 @@ class InstanceState(msgspec.Struct, kw_only=True):
     merged_bytes: int
     metrics_port: int
     kv_address: str
-    """Of its KV transport; empty: requests do not move to or from it with their KV."""
+    """Address of its KV transport; empty: requests do not move to or from it with their KV."""
     migration: bool
     load: InstanceLoad | None
     """None: it has not reported lately."""
@@ -318,7 +318,7 @@ class KeyState(msgspec.Struct, kw_only=True):
     key: str
     """The beginning of its digest."""
     max_in_flight: int | None
-    """Of each class; null: no limit."""
+    """Most requests in flight of each class; null: no limit."""
     num_online: int
     num_offline: int
     """Calls in flight."""
@@ -339,7 +339,7 @@ class TenantState(msgspec.Struct, kw_only=True):
     service_s: float | None
     """Time of steps of its requests that ended in the last minute."""
     share: float | None
-    """Of that of all tenants."""
+    """Share of the service of all tenants."""
     lag_s: float | None
     """Weighted service of its online requests beyond that of the tenant with least."""
     keys: list[KeyState]
@@ -363,7 +363,7 @@ class RouteState(msgspec.Struct, kw_only=True):
     changed_s: float
     """Unix time."""
     down: list[str]
-    """Of these models, those that no instance serves now."""
+    """Models among these that no instance serves now."""
 
 
 class RouteStates(msgspec.Struct):

@@ -41,7 +41,7 @@ class OfflineGrant(msgspec.Struct, frozen=True, array_like=True):
 
 class GrantReply(msgspec.Struct, frozen=True, array_like=True):
     grants: list[OfflineGrant]
-    """Of the demands, in their order."""
+    """Grants for the demands, in their order."""
     ask_again_s: Seconds
     """When asking again is worth while."""
     tokens_per_s: dict[str, float] = {}

@@ -45,11 +45,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     ttft_ms: float = 0.0
     """Objective for the time to first token of online requests that name none; 0: the instance's default."""
     tpot_ms: float = 0.0
-    """Likewise for the time per output token after the first."""
+    """Objective for the time per output token after the first; 0: the instance's default."""
     slo_scale: float = 0.0
     """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
     quantization: str = ""
-    """Of the weights of a checkpoint that is not quantised: int8 | int4 | fp8; empty: none."""
+    """Quantisation of a checkpoint's weights that are not quantised: int8 | int4 | fp8; empty: none."""
     tool_format: str = ""
     """How it writes calls of tools, one of `TOOL_FORMATS`; empty: as its chat template says."""
 
@@ -66,7 +66,7 @@ class AdapterSpec(msgspec.Struct, frozen=True):
     """Objectives as of `ModelSpec`; 0: the base model's."""
     tpot_ms: float = 0.0
     slo_scale: float = 0.0
-    """Likewise."""
+    """Multiple of the mean execution time that a request may take; 0: the base model's."""
     version: str = ""
     """As in `Adapter`; given when it is added. What follows is read then, too."""
     rank: int = 0
@@ -122,7 +122,7 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cost_model: str = ""
     """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
     is_final: bool = False
-    """Of one that failed: loading the same checkpoint again would fail again."""
+    """The model failed, and loading the same checkpoint again would fail again."""
     fingerprint: str = ""
     """In deterministic mode: instances on which it is the same make the same bits. Groups of several devices have none."""
     adapters: tuple[str, ...] = ()
@@ -213,7 +213,7 @@ class MigrationOutcome(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     destination_id: str
     epoch: Epoch
-    """Of the owner now."""
+    """Epoch of the owner now."""
     is_migrated: bool
     reason: str = ""
     """An `AbortReason` if it did not move."""
@@ -250,7 +250,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Decode steps until the KV pool is full: tokens that fit beside the virtual usage for each running request, of the
     waiting ones only the head counting; +inf when idle. Whether it drains stands in the registry."""
     scaling_freeness: Number = 0.0
-    """Likewise as a normal request sees it, every waiting one counting."""
+    """Freeness as a normal request sees it, with every waiting one counted."""
     num_high: Amount = 0
     """Online requests of high priority."""
     migrations: tuple[MigrationOutcome, ...] = ()
@@ -264,21 +264,21 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Requests that moved away since the instance started; likewise those that came."""
     num_migrated_in: Amount = 0
     next_migration_tokens: Amount = 0
-    """Of the running online request that would move away first; 0: none runs."""
+    """Tokens of the running online request that would move away first; 0: none runs."""
     running_freeness: Number = math.inf
     """Decode steps until the requests that run have filled the KV pool, as if nobody waited; +inf when idle."""
     prompts_s: Seconds = 0.0
     """Predicted time before the prompt of one more online request is begun: what is left of the steps in flight, and the
     prompts of those that are here; 0 without a cost model."""
     next_migration_model: str = ""
-    """Of the request that `next_migration_tokens` is about."""
+    """Model of the request that `next_migration_tokens` is about."""
     ttft_s: Seconds = 0.0
     """Objective of a first token where neither request nor model names one; 0: not said."""
     cache_held: bytes = b""
     """Full blocks that can be found by their hash, on the device or in host memory: those that came since the last report.
     The first `KEY_BYTES` of each hash."""
     cache_lost: bytes = b""
-    """Likewise those that went since the last report."""
+    """Hashes of blocks that left the cache since the last report."""
     is_cache_anew: bool = False
     """What reports before this one said of that is void: more came and went than could be told."""
     cache_repeated: bytes = b""
@@ -339,9 +339,9 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_instances: Amount = 0
     """How many it could run; 0: `num_instances`."""
     block_size: Amount = 0
-    """Of a KV block, at most; `attention` says more, but not all versions have it."""
+    """Most tokens of a KV block; `attention` says more, but not all versions have it."""
     step_tokens: Amount = 512
-    """Of a step, at most."""
+    """Most tokens of a step."""
     attention: tuple[AttentionFacts, ...] = ()
     """Fastest first: a model takes the first that runs its heads in its dtype."""
     groups: tuple[DeviceGroup, ...] = ()
@@ -351,9 +351,9 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     fetched: tuple[str, ...] = ()
     """Sources of the plan's `fetch` that are ready to be loaded here."""
     fetch_problems: dict[str, str] = {}
-    """Of those, the ones that cannot be had, with the reason."""
+    """Those of them that cannot be had, with the reason."""
     device_name: str = ""
-    """Of its GPUs, as step times are stored under it; empty: it has none, several kinds, or does not say."""
+    """Name of its GPUs, under which step times are stored; empty: it has none, several kinds, or does not say."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
@@ -397,7 +397,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     """Why it is rolled back."""
     cause: str = ""
-    """Of that: fetch | node_gone | instance | no_room | timeout | superseded | operator"""
+    """Cause of that: fetch | node_gone | instance | no_room | timeout | superseded | operator"""
     is_chosen: bool = True
     """`PlacementPlan.is_chosen` of the target; likewise of before."""
     was_chosen: bool = False
@@ -419,7 +419,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     draining: list[str] = []
     """Instances that the operator or the scheduler wants empty: in no plan until that is undone."""
     released: list[str] = []
-    """Of those, the ones that scaling took out: the first to come back when there should be more."""
+    """Those of them that scaling took out: the first to come back when there should be more."""
     unusable: dict[str, str] = {}
     """Models whose checkpoint cannot be used, with the reason: some of `unplaced`."""
     is_chosen: bool = False
@@ -444,9 +444,9 @@ class AdminAction(msgspec.Struct, frozen=True, kw_only=True):
     body: str
     """JSON; empty: none was read."""
     address: str
-    """Of the client."""
+    """Address of the client."""
     status: int
-    """Of the answer."""
+    """HTTP status of the answer."""
     gateway_id: str
 
 
@@ -473,7 +473,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     execution_s: Seconds
     num_queued: Amount
     num_offline_arrived: Amount = 0
-    """Of those, offline; likewise the rest."""
+    """Offline requests among them; the fields after it count the same way."""
     num_offline_finished: Amount = 0
     offline_prompt_tokens: Amount = 0
     offline_output_tokens: Amount = 0
@@ -493,7 +493,7 @@ class TenantStatistics(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     service_s: Seconds = 0.0
     """Time of steps that its requests had that ended in the last minute."""
     lag_s: Seconds = 0.0
-    """Of its online requests: weighted service beyond that of the tenant with least."""
+    """Lag of its online requests: weighted service beyond that of the tenant with least."""
 
 
 class StatisticsReport(msgspec.Struct, frozen=True):

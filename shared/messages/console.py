@@ -26,7 +26,7 @@ class PoolSequence(msgspec.Struct, frozen=True):
     num_tokens: Count
     num_blocks: Count
     num_host_blocks: Count
-    """Of its KV blocks, those with a checkpoint in host memory."""
+    """How many of its KV blocks have a checkpoint in host memory."""
     merged: list[int]
     """Merged blocks in which its KV lies."""
 
@@ -34,7 +34,7 @@ class PoolSequence(msgspec.Struct, frozen=True):
 class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
     owners: bytes
-    """Of each merged block: 0 where it is free, else one more than the index of its model."""
+    """Owner of each merged block: 0 where it is free, else one more than the index of its model."""
     use: bytes
     """Of each merged block, the share of its KV blocks that are used: 0 to 255. The others are free or cached."""
     host_owners: bytes

@@ -80,7 +80,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Chained hashes, 16 bytes each, of those of the blocks that are full."""
     block_size: Count
     block_bytes: Count
-    """Of a whole block, of which each rank of the source has a part. Blocks: services/worker/kv/kv_store.py."""
+    """Bytes of a whole block, of which each rank of the source has a part. Blocks: services/worker/kv/kv_store.py."""
     on_host: bool = False
     """The blocks are a checkpoint in host memory and stay one."""
     max_tokens: Count = 0
@@ -92,9 +92,9 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     arrives_s: Seconds = -1.0
     """Seconds after which the request may be handed over, at the earliest; below 0: unknown."""
     source_address: str = ""
-    """Of the source's KV transport: the ticket is good for that one only."""
+    """Address of the source's KV transport: the ticket is good for that one only."""
     adapter: Adapter | None = None
-    """Of the request: the destination has it before it takes the request."""
+    """The request's adapter: the destination has it before it takes the request."""
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
@@ -102,9 +102,9 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
 
     migration_id: str
     num_held: Count
-    """Of the stage's blocks, leading ones that the destination has already: they are not sent."""
+    """Leading blocks of the stage that the destination has already: they are not sent."""
     address: str = ""
-    """Of its KV transport. Whoever knows it can dial there: it is told to sources only."""
+    """Address of its KV transport. Whoever knows it can dial there: it is told to sources only."""
     ticket: bytes = b""
     """Presented with the blocks by the source that asked; single use. Empty where nothing is to be sent."""
     busy_s: Seconds = 0.0
@@ -141,7 +141,7 @@ class SequenceProgress(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     """Since its last token; below 0: it has none yet."""
     max_itl_s: Seconds = 0.0
     service_s: Seconds = 0.0
-    """That counted for its tenant so far."""
+    """Service that counted for its tenant so far."""
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

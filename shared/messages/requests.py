@@ -146,15 +146,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """-1: none; k >= 0: as `logprobs` for the tokens of the prompt, which come with the first output token's; so that needs
     `logprobs` of 0 or more."""
     grammar: str = ""
-    """That the output follows, as llguidance takes it (JSON); empty: none. Whoever runs the request makes its matcher from
-    this and the output so far, so that nothing else of it travels."""
+    """Grammar that the output follows, as llguidance takes it (JSON); empty: none. Whoever runs the request makes its
+    matcher from this and the output so far, so that nothing else of it travels."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter (Hu et al. 2021): what a request is computed with beside the weights of its model."""
 
     name: str
-    """Of the model that it is to clients."""
+    """Name of the model that it is to clients."""
     version: str
     """Another one each time that it is added: KV of two versions is never shared."""
     source: str
@@ -192,7 +192,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     prompt_lookup: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """Tokens guessed at most for it in a step; -1: as many as the instance guesses, which is the most in any case."""
     adapter: Adapter | None = None
-    """Of `model`; None: it is computed with the model's own weights."""
+    """Adapter of `model`; None: it is computed with the model's own weights."""
     is_mirror: bool = False
     """A copy of another, whose answer nobody sees: in no statistics."""
     is_open_ended: bool = False
@@ -224,13 +224,13 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
-    """Of the chosen token."""
+    """Log-probability of the chosen token."""
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[Number, ...] = ()
     rank: Count = 0
     """1 is the most likely."""
     prompt: bytes = b""
-    """Of a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`)."""
+    """With a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`)."""
 
 
 UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
@@ -242,8 +242,8 @@ MAX_PROMPT_LOGPROBS_BYTES = 384 * 1024
 
 
 def packed_logprob_bytes(num_top: int) -> int:
-    """Of one packed log-probability with its `num_top` alternatives: float32 and rank as int32, then the alternatives' ids
-    as int32, then their float32."""
+    """Bytes of one packed log-probability with its `num_top` alternatives: float32 and rank as int32, then the
+    alternatives' ids as int32, then their float32."""
     return 8 + 8 * num_top
 
 

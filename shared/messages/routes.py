@@ -27,7 +27,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     share: float
-    """Of the requests of the route, 0 to 1, that are also sent here; nobody is charged for them or sees their answers."""
+    """Share of the route's requests, 0 to 1, that are also sent here; nobody is charged for them or sees their answers."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ class KeyUses(msgspec.Struct, frozen=True, array_like=True):
     """As it is shown."""
     gateways: dict[str, KeyUse] = {}
     max_in_flight: Amount | None = None
-    """Of each class; None: no limit. Likewise:"""
+    """Most requests in flight of each class; None: no limit. The next field likewise:"""
     tokens_per_minute: Amount | None = None
 
     def num_in_flight(self, request_class: RequestClass) -> int:

@@ -11,7 +11,7 @@ from shared.messages.requests import Epoch, Number, PeerId, RequestClass, Second
 
 MAX_REQUESTS_LISTED = 200
 LEAST_SLO_INTERVAL_S, MAX_SLO_INTERVAL_S = 10, 900
-"""Of the time for which objectives that were missed are explained."""
+"""Bounds of the time for which missed objectives are explained."""
 
 
 class EventKind(StrEnum):
@@ -97,7 +97,7 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     """Its prompt is computed: execution time."""
     PREFILL_WAIT = "prefill, others' steps"
-    """Likewise, what other requests' parts of these steps, and steps between them, take."""
+    """What other requests' parts of these steps, and steps between them, take."""
     DELIVERY = "delivery"
     """A token's way from the instance to the gateway."""
     DECODE = "decode"
@@ -160,7 +160,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
 
     id: str
     request_id: str
-    """Of the answer that it is a part of."""
+    """Id of the answer that it is a part of."""
     http_request_id: str
     model: str
     request_class: RequestClass
@@ -185,7 +185,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     num_left_out: int = 0
     """Events that there was no room to keep."""
     events: list[TimelineEvent] = []
-    """Of a list of requests none are told; likewise phases."""
+    """Events in order; a list of requests has neither events nor phases."""
     phases: list[TimelinePhase] = []
 
 
@@ -194,7 +194,7 @@ class RequestTimelines(msgspec.Struct):
 
 
 class MissedObjective(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model and objective, over the requests that ended in the interval."""
+    """How one objective of one model was missed, over the requests that ended in the interval."""
 
     model: str
     name: str
@@ -238,7 +238,7 @@ class AskGateways(msgspec.Struct, frozen=True):
 
     asker_id: Annotated[PeerId, msgspec.Meta(min_length=1)]
     number: int
-    """Of the asker's questions."""
+    """Number of the question among the asker's."""
     question: FindTimeline | ListTimelines | ExplainSlo
 
 

@@ -35,7 +35,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request, over its whole life: placed again or moved, it is one row. Told at its arrival and again at its end."""
 
     number: Count
-    """Of its id: `request_number`."""
+    """Number of its id: `request_number`."""
     model: Count
     """Index of its name in what the row comes with."""
     is_online: bool
@@ -66,7 +66,7 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Moments(msgspec.Struct, array_like=True):
-    """Of which mean and deviation are exact, however many there were."""
+    """A sample whose mean and deviation are exact, however many there were."""
 
     count: Count = 0
     total: Number = 0.0
@@ -75,7 +75,8 @@ class Moments(msgspec.Struct, array_like=True):
 
 
 class ClassSums(msgspec.Struct, array_like=True):
-    """Of one model's requests of one class, in one slot of time. Arrivals count when they arrive, the rest when it ends."""
+    """Sums over one model's requests of one class, in one slot of time. Arrivals count when they arrive, the rest when it
+    ends."""
 
     arrived: Count = 0
     refused: Count = 0
@@ -84,13 +85,13 @@ class ClassSums(msgspec.Struct, array_like=True):
     failed: Count = 0
     """Deadlines too."""
     prompt_tokens: Moments = msgspec.field(default_factory=Moments)
-    """Of those that arrived; the rest is of those that finished."""
+    """Prompt tokens of requests that arrived; the fields after it are of those that finished."""
     output_tokens: Moments = msgspec.field(default_factory=Moments)
     execution_s: Moments = msgspec.field(default_factory=Moments)
     latency_s: Moments = msgspec.field(default_factory=Moments)
     ttft_s: Moments = msgspec.field(default_factory=Moments)
     tpot_s: Moments = msgspec.field(default_factory=Moments)
-    """Of those with several tokens."""
+    """TPOT of requests with several tokens."""
     ttft_met: tuple[Count, Count] = (0, 0)
     """Requests that met their objective, and those that have one."""
     tpot_met: tuple[Count, Count] = (0, 0)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 R_co = TypeVar("R_co", covariant=True)
 
 Reply = Reserved | Committed | OwnsReply | ErrorInfo | None
-"""Of a peer; None: whether it has heard the message is not known."""
+"""A peer's reply; None: whether it has heard the message is not known."""
 
 
 class Call(AnyCall, Generic[R_co], frozen=True):

@@ -42,13 +42,13 @@ FORWARD_S = 60.0
 DISOWN_S = 600.0
 """A destination that was taken for dead is told so if it comes back within this time."""
 OWN_LEASE_S = 1.0
-"""Of a model's requests that leave because it is unloaded; renewed at half of it."""
+"""Lease for a model's requests that leave because it is unloaded; renewed at half of it."""
 DEFAULT_STEP_S = 0.05
-"""Of a model that has made no step yet."""
+"""Step time of a model that has made no step yet."""
 STEP_WEIGHT = 0.1
-"""Of the newest step in the mean."""
+"""Weight of the newest step in the mean."""
 MAX_COMMIT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""Of the tokens that travel in a Commit."""
+"""Most bytes of the tokens that travel in a Commit."""
 
 _DESTINATION_FAULTS = (
     AbortReason.REFUSED,
@@ -70,7 +70,7 @@ class _Order(msgspec.Struct, frozen=True):
     until_s: float
     max_concurrent: int
     model: str = ""
-    """Of requests of this one only; empty: of all."""
+    """Model whose requests leave; empty: those of all models."""
 
 
 class _Departure(msgspec.Struct):
@@ -119,7 +119,7 @@ class MigrationCore:
         self._own: dict[str, _Order] = {}
         """By model that is to leave."""
         self._leaving: dict[str, float] = {}
-        """Likewise, and when it was last offered to others."""
+        """Models that lose their requests, and when each was last offered to others."""
         self._look_s = 0.0
         """When candidates are looked for next."""
         self._departures: dict[str, _Departure] = {}
@@ -170,7 +170,7 @@ class MigrationCore:
 
     @property
     def leaving_models(self) -> frozenset[str]:
-        """That are to lose their requests."""
+        """Models that are to lose their requests."""
         return frozenset(self._leaving)
 
     def outgoing_of(self, request_id: str) -> OutgoingMigration | None:
@@ -178,7 +178,7 @@ class MigrationCore:
         return None if departure is None else departure.migration
 
     def step_s(self, model: str) -> float:
-        """Of the model's decode steps lately."""
+        """Mean seconds of the model's recent decode steps."""
         return self._site.step_s(model)
 
     def moved(self, request_id: str, now: float) -> MigratedRequest | None:

@@ -16,7 +16,7 @@ MARGIN_BLOCKS = 2
 """Announced with the last stage beyond those filled: the one being filled, and one more, which the steps until the request
 has left its batch may begin."""
 GOAL_SHARE = 0.1
-"""Of a decode step, that copying the rest may take: then another stage would gain nothing that is noticed."""
+"""Share of a decode step that copying the rest may take: then another stage would gain nothing that is noticed."""
 MIN_ASK_S, MAX_ASK_S = 0.005, 1.0
 """Between two questions whether the destination's long step has ended."""
 MAX_WAIT_S = 4.0

@@ -71,12 +71,12 @@ class Intake:
         self.is_draining = False
         """It takes no requests, and gives all away."""
         self.models: set[str] = set()
-        """That take requests here."""
+        """Models that take requests here."""
         self.missing_adapter: Callable[[str, Adapter], ErrorInfo | None] = lambda _model, _adapter: None
-        """Of a model: why requests with the adapter cannot be computed here now. What is not loaded begins to be."""
+        """Why requests of a model with an adapter cannot be computed here now. What is not loaded begins to be."""
 
     def refusal(self, model: str, adapter: Adapter | None = None) -> ErrorInfo | None:
-        """Of a request of the model."""
+        """Why a request of the model is refused."""
         if self.is_draining:
             return ErrorInfo(ErrorCode.DRAINING, f"instance {self.instance_id} is draining")
         if model not in self.models:

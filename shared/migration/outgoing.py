@@ -75,12 +75,12 @@ class Site:
     instance_id: str
     around: Around
     address: str | None
-    """Of the transport; None: there is none, and only requests without KV move."""
+    """Address of the transport; None: there is none, and only requests without KV move."""
     rate_share: float
-    """Of the bandwidth, what copies may use that nobody waits for."""
+    """Share of the bandwidth that copies may use for which nobody waits."""
     max_stages: int
     step_s: Callable[[str], float]
-    """Of a model's decode steps lately."""
+    """Mean seconds of a model's recent decode steps."""
     is_there: Callable[[InstanceInfo], bool]
     """Whether the registry still has that process."""
     say: Callable[[Command], None]
@@ -126,13 +126,13 @@ class OutgoingMigration:
         self._is_feeding = False
         self._stages: list[Stage] = []
         self._num_copied = 0
-        """Of the stages, those whose blocks are at the destination."""
+        """Stages whose blocks are at the destination."""
         self._num_left = 0
         """Blocks that are not copied yet, the one being filled too."""
         self._previous_left_s: float | None = None
         self._busy = Busy()
         self._pinned: PinnedBlocks | None = None
-        """Of the stage under way."""
+        """Blocks of the stage under way."""
         self._some_block: list[int] = []
         """One of the request's, if it has any."""
         self._detached_s: float | None = None

@@ -41,7 +41,7 @@ class KvEnd(Protocol):
         """Where peers reach it."""
 
     def block_bytes(self, pool: str, /) -> int | None:
-        """Of a pool's KV block; None: there is no such pool."""
+        """Bytes of a pool's KV block; None: there is no such pool."""
 
     def bandwidth_bytes_s(self, address: str, /) -> float | None:
         """To a peer, as measured; None: not yet."""
@@ -49,7 +49,7 @@ class KvEnd(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Of one instance's migrations. Answers questions by asking those that know."""
+    """Surroundings of one instance's migrations. Answers questions by asking those that know."""
 
     engine: EngineHost
     transport: KvEnd | None
@@ -58,7 +58,7 @@ class Surroundings:
     peers: Callable[[], Mapping[str, InstanceInfo]]
     """The registry as it stands, this instance included; nothing where it is not known yet."""
     new_id: Callable[[], str]
-    """Of a migration, unlike any other."""
+    """Makes the id of a migration, unlike any other."""
 
     def apply(self, call: Call[T], /) -> T:
         return self.engine.apply(call)
@@ -90,7 +90,7 @@ class HeldRequestHere(msgspec.Struct, frozen=True):
     request: GenerationRequest
     """As it is held."""
     block_size: int
-    """Of its KV, in tokens."""
+    """Tokens of its KV blocks."""
 
 
 class Candidates(Question[list[MigrationCandidate]], frozen=True):

@@ -35,7 +35,7 @@ class Answered(calls.Call[None], frozen=True):
     asked: str
     """Its kind."""
     digest: bytes
-    """Of all of it; 8 bytes."""
+    """Digest of the whole answer; 8 bytes."""
     answer: msgspec.Raw
     how: str = ""
     """Empty, "refused" (an `ErrorInfo`), or the name of the exception that it raised, whose text the answer is."""
@@ -130,7 +130,7 @@ class _Replayed:
 
 @cache
 def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
-    """Of the answers to a kind of question, but for refusals."""
+    """Decoder of the answers to a kind of question, but for refusals."""
     (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
     if ErrorInfo in get_args(answer):
         (answer,) = (one for one in get_args(answer) if one is not ErrorInfo)

@@ -202,7 +202,7 @@ class SourceMigration:
         assert may_migrate(epoch), f"epoch {epoch} is the last of its placement"
         self.state = State.DECIDING
         self.epoch = epoch
-        """Of the owner, as far as is known."""
+        """Epoch of the owner, as far as is known."""
         self.was_decoding = True
         """Whether the request has never been detached from its batch."""
         self.num_stages = 0

@@ -55,7 +55,8 @@ class AdaptedModule(msgspec.Struct, frozen=True, kw_only=True):
     module: str
     """The last name of the layer's module: q_proj, say."""
     path: str
-    """Of the module in the base model's checkpoint: `model.layers.0.self_attn.q_proj`, perhaps without its first name."""
+    """Path of the module in the base model's checkpoint: `model.layers.0.self_attn.q_proj`, perhaps
+    without its first name."""
     a: str
     """Name of the tensor [rank, inputs]; likewise `b`, [outputs, rank]."""
     b: str
@@ -89,7 +90,7 @@ class AdapterFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
-    """Of the folder. Raises `CheckpointError`."""
+    """What the folder's adapter is. Raises `CheckpointError`."""
     file, weights = path / CONFIG_FILE, path / WEIGHTS_FILE
     config = read_json(file)
     _check_config(config, file)
@@ -114,8 +115,8 @@ def describe_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
 
 
 def check_base(files: AdapterFiles, base: Path, family: str) -> None:
-    """That the modules are there in the base model's checkpoint, with these shapes, as far as its headers say (those of
-    quantised layers do not). `family`: name of its `ModelFamily`. Raises `CheckpointError`."""
+    """Checks that the modules are there in the base model's checkpoint, with these shapes, as far as its headers say (those
+    of quantised layers do not). `family`: name of its `ModelFamily`. Raises `CheckpointError`."""
     adapted = next((known.adapted for known in families() if known.name == family), ())
     if not adapted:
         raise CheckpointError(

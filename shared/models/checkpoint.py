@@ -74,7 +74,7 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     depends_on_length: bool = False
     """Served up to another length it computes something else (LongRoPE's factors) or otherwise (sliding windows)."""
     linear_bytes: int = 0
-    """Of `weight_bytes`, those of layers' matrices, which may be quantised."""
+    """Bytes of layers' matrices within `weight_bytes`, which may be quantised."""
     is_divisible: bool = True
     """Whether several devices can compute it together."""
     stored_as: str = ""
@@ -83,8 +83,8 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     """On each device, beside the weights, for LoRA adapters."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
-        """Of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than ranks, some
-        ranks have the same one; of several stages, the one with the most layers."""
+        """KV geometry of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than
+        ranks, some ranks have the same one; of several stages, the one with the most layers."""
         num_layers, num_kv_heads = -(-self.num_layers // num_stages), -(-self.num_kv_heads // num_ranks)
         return KvGeometry(num_layers, num_kv_heads, self.head_dim, ITEMSIZES[dtype])
 
@@ -194,7 +194,7 @@ def run_dtype(asked: str, stored: str, device: str) -> str:
 
 
 def _check_is_file(file: Path) -> None:
-    """That it is one, or nothing: a FIFO or a device would be read for ever. Raises `CheckpointError`."""
+    """Checks that the path is a file, or nothing: a FIFO or a device would be read for ever. Raises `CheckpointError`."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file} is no regular file.")
 
@@ -225,7 +225,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path) -> None:
-    """That the folder has a tokenizer which the gateway can read, as far as its files' form goes. Raises
+    """Checks that the folder has a tokenizer which the gateway can read, as far as its files' form goes. Raises
     `CheckpointError`."""
     if (path / "tokenizer.json").is_file():
         read_json(path / "tokenizer.json")
@@ -389,7 +389,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_rope_parameters(config: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
-    """Likewise of layers that attend within a window, where they have their own."""
+    """Rope parameters of layers that attend within a window, where these have their own."""
     if not architecture.startswith("Gemma3"):
         return None
     own = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
@@ -468,7 +468,7 @@ def _tensor_bytes(file: Path) -> int:
 
 
 def _linear_bytes(file: Path, family: ModelFamily) -> int:
-    """Of the matrices of layers; of experts only where they are read one by one."""
+    """Bytes of the matrices of layers; those of experts only where they are read one by one."""
     tensors = read_safetensors_header(file)
     if family is TRANSFORMERS and any("expert" in name for name in tensors):
         return 0

@@ -43,7 +43,7 @@ class SentencePieceModel(msgspec.Struct, frozen=True):
     """1 is unigram, 2 BPE."""
     has_byte_fallback: bool
     charsmap: bytes
-    """Of the normalisation; empty: none."""
+    """Character map of the normalisation; empty: none."""
     adds_prefix: bool
     """A space before the text."""
 

@@ -37,7 +37,7 @@ MAX_AGE_S = MAX_INTERVAL_S
 PART_ROWS = 2048
 """Arrivals, and as many ends, of one stored part: far below what a message may have."""
 THINNED_SHARE = 0.95
-"""Of the bound: a log that is full is thinned to so much."""
+"""Share of the bound to which a full log is thinned."""
 JITTER_S = 0.5
 """Between the times of arrival that the arrival and the end of a request say."""
 
@@ -82,7 +82,7 @@ class Slot:
         """By model and whether online, of all requests, also of those that were left out."""
         self.is_changed = False
         self.num_parts = 0
-        """That are stored."""
+        """Parts that are stored."""
 
     def keeps(self, number: int) -> bool:
         return not number & ((1 << self.level) - 1)
@@ -116,7 +116,7 @@ class RequestLog:
 
     @property
     def num_requests(self) -> int:
-        """That are kept one by one."""
+        """Requests that are kept one by one."""
         return len(self._known)
 
     # ---------------------------------------------------------------------------------------------------- adding
@@ -180,7 +180,7 @@ class RequestLog:
         self._forget([index for index in self._slots if index < oldest])
 
     def forget_oldest(self, share: float) -> None:
-        """Likewise the oldest slots, so many of them."""
+        """Forgets so many of the oldest slots."""
         self._forget(sorted(self._slots)[: max(1, int(share * len(self._slots)))])
 
     def _forget(self, gone: list[int]) -> None:
@@ -276,7 +276,7 @@ class RequestLog:
         return {model for slot in self._slots.values() for model, _ in slot.sums}
 
     def mean_execution_s(self, model: str) -> float:
-        """Of all its online requests that finished; 0: none has."""
+        """Mean execution time of all its online requests that finished; 0: none has."""
         moments = self._execution_of(model, True)
         return moments.total / moments.count if moments.count else 0.0
 
@@ -284,7 +284,7 @@ class RequestLog:
         return self._execution.setdefault((model, is_online), Moments())
 
     def sums(self, model: str, is_online: bool, since_s: float, until_s: float) -> ClassSums:
-        """Of all slots that the interval touches."""
+        """Sums of all slots that the interval touches."""
         touched = self.slots(since_s, until_s)
         return merged(slot.sums[model, is_online] for slot in touched if (model, is_online) in slot.sums)
 

@@ -22,9 +22,9 @@ def traffic_by_model(
     *,
     execution_s: Mapping[str, float] | None = None,
 ) -> dict[str, ModelTraffic]:
-    """Of each model in `slo_scales`: mean execution times that its online requests may take; 0: the default. `execution_s`:
-    those means; of one that is missing, as of the whole log. Offline requests have no SLO. Counted from
-    `since_s` on is whose SLO was met or missed; the rest from the beginning of its slot on."""
+    """Traffic of each model in `slo_scales`, which has the mean execution times that its online requests may take; 0: the
+    default. `execution_s`: those means; of one that is missing, as of the whole log. Offline requests have no SLO.
+    Counted from `since_s` on is whose SLO was met or missed; the rest from the beginning of its slot on."""
     exact_s, since_s = max(log.began_s, since_s), max(log.began_s, slot_index(since_s) * SLOT_S)
     means = {model: (execution_s or {}).get(model) or log.mean_execution_s(model) for model in slo_scales}
     slos = {model: means[model] * (scale or DEFAULT_SLO_SCALE) for model, scale in slo_scales.items()}

@@ -27,7 +27,7 @@ def add_arrival(sums: ClassSums, row: RequestRow) -> None:
 
 
 def add_end(sums: ClassSums, row: RequestRow) -> None:
-    """Of a row whose outcome is not PENDING."""
+    """Adds the end of a row whose outcome is not PENDING."""
     if row.is_ttft_met is not None:
         sums.ttft_met = (sums.ttft_met[0] + row.is_ttft_met, sums.ttft_met[1] + 1)
     if row.is_tpot_met is not None:
@@ -78,7 +78,7 @@ def merged(parts: Iterable[ClassSums]) -> ClassSums:
 
 
 def mean_std(moments: Moments) -> MeanStd:
-    """Of the population, not an estimate from a sample."""
+    """Mean and deviation of the population, not an estimate from a sample."""
     if not moments.count:
         return MeanStd()
     mean = moments.total / moments.count

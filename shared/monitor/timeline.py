@@ -42,10 +42,10 @@ _PHASES = {
     EventKind.LEFT_BATCH: Phase.MOVE,
     EventKind.LOST: Phase.RESCUE,
 }
-"""That an event begins, whatever was before."""
+"""Phase that each event begins, whatever was before."""
 OBJECTIVES = {"ttft": "time to first token", "tpot": "time per output token"}
 NUM_EXAMPLES = 5
-"""Of requests that missed an objective."""
+"""Examples of requests that missed an objective."""
 
 _TOKENS = (EventKind.FIRST_TOKEN, EventKind.GOES_ON)
 
@@ -125,7 +125,7 @@ class Course:
         self.told: list[Told] = []
         self.num_left_out = 0
         self._spent = Spent(Times(), Times())
-        """Of what was left out, and before it; `_machine` is as it was then."""
+        """Time spent in what was left out, and before it; `_machine` is as it was then."""
         self._machine = _Machine()
         self._num_settled = 0
         """Leading events that are in the two."""
@@ -133,7 +133,8 @@ class Course:
         self._delivered_s: float | None = None
 
     def add(self, teller: str, event: RequestEvent) -> None:
-        """Of any time, but not long ago. The first is the request's arrival, and stays so: another's clock may be behind."""
+        """Adds an event of any time, but not long ago. The first is the request's arrival, and stays so: another's clock
+        may be behind."""
         if event.kind is EventKind.DELIVERED:
             self._delivered_s = event.at_s
         insort(self.told, (teller, event), lo=max(1, self._num_settled), key=lambda told: told[1].at_s)
@@ -197,7 +198,7 @@ class Course:
         return next((event for _, event in reversed(self.told) if event.kind in kinds), None)
 
     def count(self, kind: EventKind) -> int:
-        """Of those that are kept."""
+        """How many of the kept events are of this kind."""
         return sum(event.kind is kind for _, event in self.told)
 
 
@@ -219,7 +220,7 @@ def objectives(course: Course, ended_s: float, num_output: int) -> list[Objectiv
 
 
 def _split_execution(course: Course, spent: Spent) -> None:
-    """Of the time in steps, what the request's own part of them takes, as it was charged, and what others' take."""
+    """Splits the time in steps into the request's own part, as it was charged, and that of others."""
     first = course.last(EventKind.FIRST_TOKEN)
     end = next((event for _, event in course.told if event.kind is EventKind.ENDED and event.numbers), None)
     if first is None or not first.numbers:
@@ -316,7 +317,7 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
 
 
 class _Sums:
-    """Of one model and objective."""
+    """Sums of one model and objective."""
 
     __slots__ = ("examples", "measured_s", "num_judged", "num_missed", "objective_s", "spent")
 
@@ -390,7 +391,7 @@ class SloBook:
             )
 
     def explain(self, interval_s: float, now: float) -> list[MissedObjective]:
-        """Of the slots that the last `interval_s` touch."""
+        """Explains the slots that the last `interval_s` touch."""
         first = int((now - interval_s) // self.slot_s)
         slots = [slot for number, slot in sorted(self._slots.items()) if number >= first]
         return merged([sums.told(*key) for key, sums in slot.items()] for slot in slots)

@@ -69,7 +69,7 @@ def _copies(log: RequestLog, since_s: float, until_s: float) -> dict[int, int]:
 
 
 def _gaps(requests: list[LoggedRequest], until_s: float) -> list[float]:
-    """Of each, until the next of its model, or the end of its slot."""
+    """Gap after each request until the next of its model, or the end of its slot."""
     gaps = [0.0] * len(requests)
     next_s: dict[str, float] = {}
     for position in range(len(requests) - 1, -1, -1):

@@ -173,7 +173,8 @@ def _greedy(
 # ------------------------------------------------------------------------------------------------------- MuxServe
 
 PREFILL_UNITS = 8
-"""Of every model. MuxServe gives large ones 9 or all 10, beside which their decodes stand still: worse by far."""
+"""Compute units of every model's prompts. MuxServe gives large ones 9 or all 10, beside which their decodes stand still:
+worse by far."""
 DECODE_UNITS = (3, 4)
 """The fewest with which the rate is met; more gain nothing (shared/simulation/spatial.py)."""
 MAX_BATCH = 256
@@ -283,7 +284,7 @@ def _all_meshes(problem: Problem) -> Iterator[list[tuple[NodeFacts, tuple[int, .
 
 
 def _partitions(num: int, most: int = 0) -> list[tuple[int, ...]]:
-    """Of `num` into powers of two, none larger than the one before."""
+    """Partitions of `num` into powers of two, none larger than the one before."""
     if not num:
         return [()]
     top = 1 << (num.bit_length() - 1)

@@ -40,7 +40,7 @@ Fits = Callable[[InstancePlan, Sequence[ModelSpec]], bool]
 """Whether a running instance, with the KV pool that it has, can hold these models at once."""
 
 KEPT_SHARE = 0.75
-"""Of the instances that serve a model, so many stay while others are made anew, if there are several."""
+"""Share of the instances that serve a model that stay while others are made anew, if there are several."""
 
 
 class CarryOutSettings(msgspec.Struct, frozen=True, kw_only=True):

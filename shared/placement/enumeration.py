@@ -12,7 +12,7 @@ from shared.placement.problem import Group, NodeFacts
 Names = tuple[str, ...]
 Slots = tuple[Group, ...]
 _Shape = tuple[tuple[int, Names], ...]
-"""Of a node: sizes of its groups, descending, with their models."""
+"""Shape of a node: sizes of its groups, descending, with their models."""
 
 MAX_TRIED = 1 << 14
 """Ways to give models to groups that are looked through."""

@@ -42,7 +42,7 @@ NUM_BINS = 96
 NUM_FITS = 4
 """How often the time of prompts and the memory that is left for them are reckoned from each other."""
 FEW_GROUPS = 256
-"""Of so few all are reckoned anew rather than some picked out."""
+"""So few groups are all reckoned anew rather than some picked out."""
 NUM_TAIL_BINS = 20
 TAIL_GROWTH = 1.4
 """After the interval, bins grow by this factor until the last requests have ended."""
@@ -51,9 +51,10 @@ MAX_FOLLOWED = 6000
 MAX_ROWS = 256
 """Sequences of a group at once."""
 OTHERS_SHARE = 0.75
-"""Of what other models would take between two turns if all had something to run independently of each other: fitted."""
+"""Share of what other models would take between two turns if all had something to run independently of each
+other: fitted."""
 MAX_PAIRS = 1 << 14
-"""Of a group with a model that are reckoned at once: what lies in the processor's caches."""
+"""Pairs of a group with a model that are reckoned at once: what lies in the processor's caches."""
 WAIT_GRAIN_S = 0.2
 """A group where prompts wait for so long is half as likely to get the next one."""
 EASE = 0.5
@@ -64,7 +65,7 @@ Array = np.ndarray
 
 
 class Outcome(NamedTuple):
-    """Of one plan; per model, in the order of `Problem.models`."""
+    """Outcome of one plan; per model, in the order of `Problem.models`."""
 
     missed: Array
     """Requests over their SLO, or without a group."""
@@ -83,7 +84,7 @@ class Outcome(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """Of a model's online requests."""
+    """Lengths of a model's online requests."""
 
     num: int
     arrivals: Array
@@ -96,11 +97,11 @@ class _Lengths(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """Of a model on a group of one kind and size."""
+    """Costs of a model on a group of one kind and size."""
 
     fixed_s: float
     token_s: float
-    """Of one more decoding sequence."""
+    """Seconds of one more decoding sequence."""
     over_s: float
     knee: float
     prefill_s: float
@@ -116,7 +117,7 @@ class _Cost(NamedTuple):
     """x(m) = gain * n + batch_gain * n^2 / M."""
     num_output: float
     kv_bytes: float
-    """Of a sequence that is decoding."""
+    """KV bytes of a sequence that is decoding."""
     model: float
     prompts: float
     """Where the times of its followed prompts begin among all."""
@@ -184,7 +185,7 @@ def _index(names: Sequence[str], name: str) -> int:
 
 
 class Estimator:
-    """Of many plans for one problem: what depends on the traffic alone is reckoned once."""
+    """Estimates many plans for one problem: what depends on the traffic alone is reckoned once."""
 
     def __init__(
         self,
@@ -238,7 +239,8 @@ class Estimator:
         self._is_too_long = self._prompt + self._output > longest[self._model_of]
         self._costs: dict[tuple[int, str, int], _Cost] = {}
         self._prompt_s = np.zeros(0)
-        """Of the followed requests of one model after the other, on each kind and size of group that was asked about."""
+        """Prompt times of the followed requests of one model after the other, on each kind and size of group that was asked
+        about."""
         self._groups: dict[tuple[tuple[str, ...], str, int, int], tuple[Array, float, float]] = {}
 
     def _lengths(self, mine: Array, bins: Array, max_followed: int) -> _Lengths:
@@ -256,7 +258,7 @@ class Estimator:
     # --------------------------------------------------------------------------------------------------- asking
 
     def outcomes(self, plans: Sequence[Sequence[Group]]) -> list[Outcome]:
-        """Of each plan, as its groups in any order."""
+        """Outcome of each plan, given as its groups in any order."""
         found: list[Outcome] = []
         first = 0
         while first < len(plans):

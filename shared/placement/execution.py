@@ -10,7 +10,7 @@ from shared.placement.plan import is_cpu
 from shared.placement.problem import ModelFacts, Problem
 
 STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
-"""Of a step at most, as instances have it by default."""
+"""Most tokens of a step, as instances have it by default."""
 
 
 def step_tokens(kind: str) -> int:

@@ -85,7 +85,7 @@ def llama_shape(
     is_tied: bool = False,
     dtype: str = "bfloat16",
 ) -> CheckpointShape:
-    """Of the Llama family. `is_tied`: embedding and head are one table."""
+    """Shape of a model of the Llama family. `is_tied`: embedding and head are one table."""
     head_dim = hidden_size // num_heads
     attention = 2 * hidden_size * hidden_size + 2 * hidden_size * num_kv_heads * head_dim
     layer = attention + 3 * hidden_size * intermediate_size + 2 * hidden_size
@@ -98,7 +98,8 @@ def llama_shape(
 
 
 def opt_shape(num_layers: int, hidden_size: int, num_heads: int, *, vocab_size: int = 50272) -> CheckpointShape:
-    """Of the OPT family: biases, learned positions, a tied head, a product of four times the hidden size."""
+    """Shape of a model of the OPT family: biases, learned positions, a tied head, a product of four times the
+    hidden size."""
     layer = 12 * hidden_size * hidden_size + 13 * hidden_size
     positions = 2050 * hidden_size
     return CheckpointShape(

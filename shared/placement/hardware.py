@@ -26,7 +26,7 @@ RANKS = (1, 2, 4, 8)
 FLOPS_ITEMSIZE = 2
 """Bytes of an element for which `Hardware.flops` holds; larger ones take longer in proportion."""
 USABLE_SHARE = 0.9
-"""Of a GPU's memory, as a node agent takes it: the rest is for the context and what libraries allocate."""
+"""Share of a GPU's memory that a node agent takes: the rest is for the context and what libraries allocate."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -41,32 +41,32 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """cuda | cpu"""
     memory_bytes: Annotated[int, Meta(gt=0)]
     memory_share: Share = USABLE_SHARE
-    """That instances may take."""
+    """Share of the memory that instances may take."""
     memory_bytes_s: Positive
     flops: Positive
     """Dense, multiplications and additions, of 16-bit elements."""
     weight_share: Share
-    """Of `memory_bytes_s`, reading weights."""
+    """Share of `memory_bytes_s` reached when weights are read."""
     kv_share: Share
-    """Of `memory_bytes_s`, reading the KV of decodes."""
+    """Share of `memory_bytes_s` reached when the KV of decodes is read."""
     flops_share: Share
-    """Of `flops`, in the layers' products."""
+    """Share of `flops` reached in the layers' products."""
     attention_share: Share
-    """Of `flops`, in the attention of prompts."""
+    """Share of `flops` reached in the attention of prompts."""
     hidden_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Of the arithmetic up to the knee, that hides behind the reading of weights."""
+    """Share of the arithmetic up to the knee that hides behind the reading of weights."""
     step_s: NotNegative = 0.0
     """Fixed, of a step: planning, launching, sampling."""
     layer_s: NotNegative = 0.0
     """Fixed, of each layer: its kernels' launches and tails."""
     decode_layer_s: NotNegative = 0.0
-    """Of each decoding sequence in each layer, beside its arithmetic and reading."""
+    """Seconds of each decoding sequence in each layer, beside its arithmetic and reading."""
     prefill_layer_s: NotNegative = 0.0
-    """Of each layer of a step with chunks."""
+    """Seconds of each layer of a step with chunks."""
     mixed_layer_s: NotNegative = 0.0
-    """Of each layer of a step with chunks and decodes together."""
+    """Seconds of each layer of a step with chunks and decodes together."""
     reduce_s: NotNegative
-    """Of an all-reduce among devices of a node, whatever its size."""
+    """Seconds of an all-reduce among devices of a node, whatever its size."""
     reduce_bytes_s: Positive
     """At which each device sends and receives in an all-reduce."""
     host_bytes_s: Positive
@@ -78,7 +78,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_size: Annotated[int, Meta(ge=1)] = 128
     """Tokens of a KV block."""
     step_tokens: Annotated[int, Meta(ge=1)] = 8192
-    """Of a step at most."""
+    """Most tokens of a step."""
     sources: dict[str, str] = {}
     """Field -> where its number is from."""
     measured: dict[str, dict[int, CostModel]] = {}
@@ -95,15 +95,15 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Work(NamedTuple):
-    """Of a model, whatever computes it. FLOPs of larger elements count as often as devices are slower with them."""
+    """Work of a model, whatever computes it. FLOPs of larger elements count as often as devices are slower with them."""
 
     weight_bytes: float
     token_flops: float
-    """Of a token, but for its attention."""
+    """FLOPs of a token, but for its attention."""
     attention_flops: float
-    """Of a token, for each token before it."""
+    """FLOPs of a token's attention for each token before it."""
     kv_bytes: int
-    """Of a token."""
+    """KV bytes of a token."""
 
 
 def work_of(shape: CheckpointShape, dtype: str) -> Work:
@@ -120,8 +120,8 @@ def work_of(shape: CheckpointShape, dtype: str) -> Work:
 def cost_model(
     hardware: Hardware, shape: CheckpointShape, *, dtype: str = "", num_ranks: int = 1, block_size: int = 0
 ) -> CostModel:
-    """Of a group of `num_ranks` devices. `dtype`: that it runs in; default: as stored. `block_size`: of a KV block, for
-    copies.
+    """Cost model of a group of `num_ranks` devices. `dtype`: what it runs in; default: as stored. `block_size`: tokens of a
+    KV block, for copies.
 
     One table of the vocabulary counts as not multiplied by. Of a checkpoint with two, the head counts for every token
     although only sampled ones meet it: 2 % of Llama-2-7B, 7 % of Llama-3.1-8B."""

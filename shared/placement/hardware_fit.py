@@ -20,7 +20,7 @@ class Profiled(NamedTuple):
     name: str
     shape: CheckpointShape
     dtype: str
-    """That it ran in."""
+    """Dtype that it ran in."""
     block_size: int
     cost_model: CostModel
 

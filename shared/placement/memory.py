@@ -18,16 +18,16 @@ from shared.placement.plan import is_cpu
 from shared.placement.problem import ModelFacts, NodeFacts
 
 MAX_CPU_POOL_BYTES = 1 << 30
-"""Of a whole group. On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes
-of output."""
+"""Most pool bytes of a whole group. On CPU the pool is main memory that others can use better: at tens of tokens per second
+it holds minutes of output."""
 
 POOL_SHARE = {"cpu": 0.75, "cuda": 0.9}
-"""Of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart. Less
-of a GPU, where the pool is what limits the batch."""
+"""Share of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart.
+Less of a GPU, where the pool is what limits the batch."""
 
 LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""Of a whole group: merged blocks are at least so large, so that a model that is added later usually fits into them (other
-merged blocks need a restart of the instance)."""
+"""Least bytes of a merged block over a whole group: merged blocks are at least so large, so that a model that is added
+later usually fits into them (other merged blocks need a restart of the instance)."""
 
 KEPT_POOL = 1.25
 """A group keeps its KV pool, and so its process, until it could have one that much larger and needs it (demand.py)."""
@@ -37,7 +37,7 @@ class Pool(NamedTuple):
     """KV pool of a whole group."""
 
     merged_bytes: int
-    """Of a merged block; a p-th on each rank."""
+    """Bytes of a merged block; a p-th on each rank."""
     num_merged: int
 
 
@@ -77,7 +77,7 @@ def why_not(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> st
 
 
 def pool(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> Pool:
-    """Of a group that `why_not` has nothing against."""
+    """Pool of a group that `why_not` has nothing against."""
     rank = _rank(models, node, num_ranks)
     left = node.memory_bytes - rank.weights - rank.activations - rank.merged
     share = int(left * POOL_SHARE[_device(node)])

@@ -52,7 +52,7 @@ def plan_of(groups: Iterable[Group]) -> Plan:
 
 
 class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model's online requests. Without any: attainment 1, the rest 0."""
+    """Prediction for one model's online requests. Without any: attainment 1, the rest 0."""
 
     num_requests: int
     attainment: float
@@ -67,7 +67,7 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a plan under some traffic."""
+    """Prediction for a plan under some traffic."""
 
     attainment: float
     """Over all online requests; likewise the next."""
@@ -134,7 +134,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     prediction: Prediction
     incumbent: Prediction | None
-    """Of the plan that runs, under the same traffic."""
+    """Prediction for the running plan, under the same traffic."""
     rejected: tuple[Rejected, ...]
     """Best first."""
     search_s: float = 0.0

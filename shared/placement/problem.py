@@ -27,10 +27,10 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     node_id: str
     kind: str
-    """Of its devices: models cost alike on all of a kind."""
+    """Kind of its devices: models cost alike on all of a kind."""
     num_devices: int
     memory_bytes: int
-    """Of each device, for weights, activations and KV pool."""
+    """Memory of each device, for weights, activations and KV pool."""
     link_bytes_s: float = 8e9
     """To other nodes, for requests that move."""
     load_bytes_s: float = 2e9
@@ -49,7 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens of a KV block."""
     block_bytes: int
-    """Of all layers, keys and values, all ranks."""
+    """Bytes of a KV block over all layers, keys and values, and all ranks."""
     least_blocks: int
     """A KV pool holds at least so many of them."""
     max_model_len: int
@@ -66,7 +66,7 @@ class Traffic(NamedTuple):
     """Requests in the order of their arrival, as parallel columns of n."""
 
     models: tuple[str, ...]
-    """That `model` indexes."""
+    """Models that `model` indexes."""
     model: np.ndarray
     """[n] int32"""
     arrival_s: np.ndarray
@@ -78,7 +78,7 @@ class Traffic(NamedTuple):
     is_online: np.ndarray
     """[n] bool"""
     interval_s: float
-    """That they cover, with its silent ends."""
+    """Seconds that they cover, with the silent ends."""
 
     @property
     def num_requests(self) -> int:
@@ -102,7 +102,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Traffic
     slo_scale: float = DEFAULT_SLO_SCALE
     slo_scales: dict[str, float] = {}
-    """Of models with another."""
+    """SLO scales of models that have their own."""
     execution_s: dict[str, float] = {}
     """Mean execution time of each model that SLOs and normalised latency are reckoned by; of one that is missing, what its
     requests take alone on its least group."""

@@ -21,7 +21,7 @@ from shared.placement.plan import Group, Plan, group_of
 from shared.placement.problem import ModelFacts, NodeFacts, Problem
 
 MOST_STEPS = 10_000
-"""Of a rehearsal: each model of each group comes and goes a few times at most."""
+"""Most steps of a rehearsal: each model of each group comes and goes a few times at most."""
 
 
 DRAIN_LEAST_S, DRAIN_EXECUTIONS = 2.0, 3.0

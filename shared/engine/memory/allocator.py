@@ -66,7 +66,7 @@ class Allocator:
         self._least_share = least_share
         self.ordering = ordering
         self._tenants = (TenantShares(), TenantShares())
-        """Of offline and online requests."""
+        """Shares of tenants among offline and among online requests."""
         self.suspended: PlannedStep | None = None
         self._discards: list[int] = []
         """Suspended steps given up since the last plan."""
@@ -82,7 +82,7 @@ class Allocator:
 
     @property
     def stuck_online(self) -> Sequence | None:
-        """That one, if it is online and still waits."""
+        """The stuck sequence, if it is online and still waits."""
         stuck = self.stuck
         return stuck if stuck is not None and stuck.is_online and stuck.state == State.WAITING else None
 
@@ -132,7 +132,7 @@ class Allocator:
         return self.host.has_copies(model) or self.compaction.has_moves(model)
 
     def remove_model(self, name: str) -> None:
-        """Of which nothing is held."""
+        """Removes a model of which nothing is held."""
         if self.demand is not None and self.demand.model == name:
             self.demand = None
         self.pool.remove_model(name)
@@ -588,7 +588,7 @@ class Allocator:
         return reach.num_blocks >= num_blocks
 
     def _needed(self, model: str, victims: list[Sequence], num_blocks: int) -> list[Sequence]:
-        """Of the victims in their order as many as it takes, without those whose blocks turn out not to help."""
+        """The first victims in their order, as many as it takes, without those whose blocks turn out not to help."""
         reach = self.compaction.reach(model, victims)
         chosen: list[Sequence] = []
         for victim in victims:

@@ -75,7 +75,7 @@ class _ByUse:
             self._mask &= ~(1 << num_used)
 
     def fullest(self, below: int) -> int:
-        """Of those with fewer than `below` used blocks; -1: there is none."""
+        """The fullest merged block with fewer than `below` used blocks; -1: there is none."""
         if not self._mask:
             return -1
         most = (self._mask & ((1 << below) - 1)).bit_length() - 1
@@ -113,7 +113,7 @@ class ModelBlocks:
         self.hash_of: dict[int, bytes] = {}
         self.by_hash: dict[bytes, int] = {}
         self.free: dict[int, list[int]] = {}
-        """Of each merged block of this model the blocks that are neither used nor cached."""
+        """By merged block of this model: its blocks that are neither used nor cached."""
         self.open = _ByUse(blocks_per_merged)
         """Merged blocks with free blocks."""
         self.busy = _ByUse(blocks_per_merged)
@@ -322,7 +322,7 @@ class BlockPool:
                 yield merged, owner, self._num_used[merged] / self._models[owner].blocks_per_merged
 
     def references(self, name: str) -> list[int]:
-        """Of each of the model's blocks; read only."""
+        """References to each of the model's blocks; read only."""
         return self._models[name].references
 
     def num_references(self, name: str, block: int) -> int:

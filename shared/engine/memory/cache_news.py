@@ -19,14 +19,14 @@ MAX_TOLD = 256
 MAX_NOTED = 1 << 14
 """Changes that are not told yet. Beyond it all is told anew."""
 NUM_REPEATED = 16
-"""Of all that there are, in one report."""
+"""Cached blocks that one report repeats, of all that there are."""
 
 
 class Cache(Protocol):
     """A pool of blocks."""
 
     def hashes(self) -> Iterator[bytes]:
-        """Of the blocks that can be found."""
+        """Hashes of the blocks that can be found."""
 
     def has(self, block_hash: bytes, /) -> bool:
         """Whether a block can be found by it."""

@@ -22,7 +22,8 @@ from shared.engine.plan import CopyKind, KvCopy
 from shared.engine.sequence import Sequence
 
 MOVED_SHARE = 1 / 16
-"""Of the pool, that may be moved for one step: on a device a few milliseconds' worth (a GPU moves 1 GB in less than two)."""
+"""Share of the pool that may be moved for one step: on a device a few milliseconds' worth (a GPU moves 1 GB in less than
+two)."""
 
 
 _Holders = dict[int, list[tuple[Sequence, int]]]
@@ -133,7 +134,7 @@ class Compaction:
         self._moves: dict[int, KvCopy] = {}
         """Under way: each target block has one more reference."""
         self._targets: dict[str, set[int]] = {}
-        """Of these, by model."""
+        """Target blocks of these moves, by model."""
         self._left = 0.0
         """Merged blocks' worth of blocks that may still be moved before the next step; below 0 after one that took more."""
 
@@ -216,7 +217,7 @@ class Compaction:
         return pool.num_available(model) >= num_blocks
 
     def _holders(self, name: str) -> _Holders:
-        """Of each block that can perhaps be moved: sequences, and where in their block tables."""
+        """By block that can perhaps be moved: the sequences that hold it, and where in their block tables."""
         found: _Holders = {}
         for sequence in self._movable(name).values():
             for index, block in enumerate(sequence.blocks):
@@ -247,7 +248,7 @@ class Compaction:
         return True
 
     def num_settled(self, sequence: Sequence, end: int) -> int:
-        """Of its first `end` blocks, those before the first that is being moved."""
+        """How many of its first `end` blocks come before the first one that is being moved."""
         targets = self._targets.get(sequence.model)
         if not targets or targets.isdisjoint(sequence.blocks[:end]):
             return min(end, len(sequence.blocks))

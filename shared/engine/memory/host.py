@@ -59,7 +59,7 @@ class HostKv:
 
     @property
     def used_share(self) -> float:
-        """Of the pool, 0 to 1."""
+        """Used share of the pool, 0 to 1."""
         return 0.0 if self.pool is None else self.pool.used_share
 
     def add_model(self, name: str, block_size: int, blocks_per_merged: int) -> None:

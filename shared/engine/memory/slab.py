@@ -46,7 +46,7 @@ def waste(merged_bytes: int, block_bytes: int) -> float:
 
 
 MAX_WASTE = 0.05
-"""Of a merged block, that may stay unused for the sake of a smaller one: a pool of few large blocks fragments."""
+"""Share of a merged block that may stay unused for the sake of a smaller one: a pool of few large blocks fragments."""
 
 
 def choose_merged_bytes(block_sizes: list[int], *, at_least: int = MIN_MERGED_BYTES, max_blocks: int = 64) -> int:
