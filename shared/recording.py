@@ -42,7 +42,7 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
 
 
 Recorder = Callable[[object, float], None]
-"""Of each call before it is carried out and of each decision after it was made, and the time."""
+"""Takes each call before it is carried out and each decision after it was made, with the time."""
 
 
 class Core(Protocol):
@@ -58,7 +58,7 @@ _decode = msgspec.msgpack.Decoder(Applied | Decided).decode
 
 
 def decoder_of(calls: type[Call]) -> msgspec.msgpack.Decoder[Any]:
-    """Of all inputs of one core: the kinds of `calls` that are known by now."""
+    """Decoder of all inputs of one core: the kinds of `calls` that are known by now."""
     return msgspec.msgpack.Decoder(reduce(or_, calls.__subclasses__()))
 
 

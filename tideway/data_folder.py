@@ -51,7 +51,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """starting | ready | stopping"""
     address: str
-    """Of the gateway, as reached from this machine."""
+    """Address of the gateway, as reached from this machine."""
     nats_url: str
     started_unix_s: float
     processes: list[ProcessState]
@@ -162,7 +162,7 @@ class DataFolder:
             return None
 
     def running_state(self) -> State | None:
-        """Of the supervisor that runs on this folder."""
+        """State of the supervisor that runs on this folder."""
         return self.read_state() if self.holder_pid() else None
 
     def remove_state(self) -> None:

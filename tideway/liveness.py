@@ -84,7 +84,7 @@ async def write_error(http: httpx.AsyncClient, monitor_port: int) -> str:
 
 
 MIN_FREE_INODES = 1024
-"""Likewise of files that can be made: JetStream has several a stream."""
+"""Least number of files that can still be made: JetStream has several a stream."""
 
 
 def has_space(folder: Path, min_free_bytes: int = MIN_FREE_BYTES) -> bool:

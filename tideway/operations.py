@@ -117,7 +117,7 @@ class AdminClient:
         return self._call("GET", "/admin/plan", ShownPlan)
 
     def request_timelines(self, request_id: str) -> RequestTimelines:
-        """Of one request, by any of its ids."""
+        """Timelines of one request, by any of its ids."""
         return self._call("GET", f"/admin/requests/{quote(request_id, safe='')}", RequestTimelines)
 
     def latest_requests(

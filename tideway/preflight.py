@@ -27,7 +27,7 @@ PACKAGED_MODELS = Path(__file__).resolve().parent / "models"
 DEMONSTRATION_MODELS = ("tideway-demo-llama", "tideway-demo-opt")
 PORT_ATTEMPTS = 100
 LEAST_PORT, MAX_PORT = 21_000, 65_536
-"""Of those that are chosen here: after the ports of KV transfers (`TIDEWAY_KV_PORTS`)."""
+"""Range of the ports that are chosen here: after the ports of KV transfers (`TIDEWAY_KV_PORTS`)."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 

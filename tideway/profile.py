@@ -46,7 +46,7 @@ FOLDER = "cost_models"
 CONNECT_TIMEOUT_S = 5.0
 MAX_POOL_BYTES = 2 * 1024**3
 POOL_SHARE = 0.25
-"""Of the memory that the weights leave."""
+"""Share of the memory that the weights leave."""
 
 
 def profile(

@@ -141,7 +141,7 @@ class ReplacementSpec(_Spec, frozen=True, kw_only=True):
     most_s: Positive = 6 * 3600.0
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     search_s: Annotated[float, Meta(ge=0)] = 10.0
-    """That a search takes."""
+    """Seconds that a search takes."""
 
     def settings(self) -> ReplacementSettings:
         least_s, most_s = (self.interval_s, self.interval_s) if self.is_fixed else (self.least_s, self.most_s)
@@ -155,7 +155,7 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     """After the last arrival, for online requests to end; those that have not missed their SLO."""
     slo_scale: Positive = DEFAULT_SLO_SCALE
     rate_scale: Positive = 1.0
-    """Of all online arrivals; replays of arrivals play so much faster."""
+    """Factor on all online arrivals; replays of arrivals play so much faster."""
     nodes: Annotated[list[NodeSpec], Meta(min_length=1)]
     hardware: dict[str, dict[str, Any]] = {}
     """Own kinds: a Hardware's fields, `base` (what is not said is as there) and `file` (of `tideway profile`)."""
@@ -171,7 +171,7 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     """For the placement "groups"."""
     serving: Serving = Serving()
     split_kv: SplitKv = SplitKv()
-    """Of the placement "muxserve"."""
+    """Splitting of KV in the placement "muxserve"."""
     replacement: ReplacementSpec | None = None
     """None: the placement stays."""
 
@@ -573,7 +573,7 @@ def _batch(spec: BatchSpec, scenario: Scenario, folder: Path) -> BatchLines:
 
 
 def explicit_plan(scenario: Scenario, problem: Problem) -> Plan:
-    """Of the file's groups. Raises `ScenarioError`."""
+    """Plan of the file's groups. Raises `ScenarioError`."""
     nodes = {node.node_id: node for node in problem.nodes}
     models = {model.name: model for model in problem.models}
     taken: set[tuple[str, int]] = set()

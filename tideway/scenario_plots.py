@@ -29,7 +29,7 @@ BARS: list[tuple[str, Callable[[Metrics], float]]] = [
     ("devices' time, %", lambda one: 100 * one.use),
 ]
 MAX_INSTANCES = 64
-"""Of a setting, in a plot."""
+"""Most instances of a setting in a plot."""
 
 
 def check_available() -> None:

@@ -39,7 +39,7 @@ MANY_SIMULATED = 1000
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the placement, or a search for one."""
+    """A change of the placement, or a search for one."""
 
     at_s: float
     """When the search began, or the change was over."""
@@ -49,7 +49,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one setting."""
+    """Result of one setting."""
 
     name: str
     plan: Plan
@@ -58,14 +58,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     unplaced: dict[str, str]
     """Models without a group, and why."""
     changes: list[Change]
-    """Of the placement while it served."""
+    """Changes of the placement while it served."""
     is_over: bool
     """Else some requests had not ended when the patience was."""
     notes: list[str]
-    """Of what got no answer, and why."""
+    """What got no answer, and why."""
     search_s: float
     simulation_s: float
-    """Of this machine's CPU time, likewise."""
+    """Seconds of this machine's CPU time."""
 
 
 def simulate(
@@ -174,7 +174,7 @@ def _notes(problem: Problem, batches: Sequence[BatchLines], metrics: RunMetrics)
 
 
 def cpu_s() -> float:
-    """Of this process and of its children that have ended."""
+    """CPU time of this process and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
@@ -211,7 +211,7 @@ def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
 
 
 def num_processes(problem: Problem, is_simulated: bool) -> int:
-    """Of a search: a small one is over before other processes have imported what they need."""
+    """Processes of a search: a small one is over before other processes have imported what they need."""
     size = len(problem.models) * sum(node.num_devices for node in problem.nodes)
     is_large = size >= LARGE_SEARCH or (is_simulated and problem.traffic.num_requests >= MANY_SIMULATED)
     return len(os.sched_getaffinity(0)) if is_large else 1
@@ -256,7 +256,7 @@ def _compared(results: Sequence[Result]) -> Table:
 
 
 def _table(first: str, title: str) -> Table:
-    """Of rows as `_row` makes them."""
+    """Table of rows as `_row` makes them."""
     table = Table(first, title=f"[bold]{title}[/]", title_justify="left")
     for head in HEAD:
         table.add_column(head, justify="right")

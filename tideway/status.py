@@ -40,7 +40,7 @@ STATISTICS_TIMEOUT_S = 2.0
 
 
 async def show_status(data: DataFolder, console: Console, *, as_json: bool = False) -> None:
-    """Of the Tideway that runs on `data`, else of the one whose NATS the environment names (TIDEWAY_NATS_URL).
+    """Shows the Tideway that runs on `data`, else of the one whose NATS the environment names (TIDEWAY_NATS_URL).
     `as_json`: one object instead of tables."""
     state = data.running_state()
     answering: Set[str] = frozenset()

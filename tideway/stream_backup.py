@@ -48,7 +48,8 @@ PERMISSIONS: dict[str, Any] = {
     },
     "subscribe": {"allow": [inbox_prefix(USER) + ".>"]},
 }
-"""Of a user for backups in NATS' configuration. It sees all that is stored, and can make no stream but by a restore."""
+"""Permissions of a user for backups in NATS' configuration. It sees all that is stored, and can make no stream but by a
+restore."""
 
 Backups = Annotated[Path, typer.Argument(help="The folder in which each backup is a folder of its own.")]
 

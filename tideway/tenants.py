@@ -45,5 +45,5 @@ def _table(tenants: list[TenantState]) -> Table:
 
 
 def _used(uses: list[tuple[int, int | None]]) -> str:
-    """Of each key's limit, a key a line."""
+    """Use of each key's limit, one key per line."""
     return "\n".join(f"{used:,}/{limit:,}" for used, limit in uses if limit is not None) or "-"

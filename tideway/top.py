@@ -21,7 +21,7 @@ from tideway.operations import AdminClient, drained_and_gone
 
 INTERVAL_S = 1.0
 LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
-"""Of tables."""
+"""Look of tables."""
 LEAST_WANTED = (
     "high",
     "off-\nline",

@@ -58,7 +58,7 @@ class UpOptions:
     nats_url: str = ""
     """A NATS server that runs already; empty: start one."""
     nats_port: int = 0
-    """Of the one that is started; 0: any free port."""
+    """Port of the NATS server that is started; 0: any free port."""
     otlp_endpoint: str = ""
     timeout_s: float = 600.0
     """Until everything is ready."""
@@ -112,12 +112,13 @@ def bus_environment(nats_url: str, user: str, password: str) -> dict[str, str]:
 
 
 def operator_environment(nats_url: str, credentials: Credentials) -> dict[str, str]:
-    """Of the commands that look at a Tideway which runs on a data folder."""
+    """Environment of the commands that look at a Tideway which runs on a data folder."""
     return bus_environment(nats_url, "operator", credentials.nats_passwords["operator"])
 
 
 def bus_settings(data: DataFolder, state: State | None) -> BusSettings:
-    """Of the NATS that the environment names (TIDEWAY_NATS_URL), else of the Tideway that runs on the data folder."""
+    """Settings of the NATS that the environment names (TIDEWAY_NATS_URL), else of the Tideway that runs on the data
+    folder."""
     environment = dict(os.environ)
     if state is not None and not environment.get("TIDEWAY_NATS_URL"):
         environment |= operator_environment(state.nats_url, data.credentials())

@@ -36,9 +36,9 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     owners: bytes
     """Owner of each merged block: 0 where it is free, else one more than the index of its model."""
     use: bytes
-    """Of each merged block, the share of its KV blocks that are used: 0 to 255. The others are free or cached."""
+    """Used share of each merged block's KV blocks, 0 to 255. The others are free or cached."""
     host_owners: bytes
-    """Likewise of host memory."""
+    """Owner of each merged block of host memory, in the same form."""
     host_use: bytes
     sequences: list[PoolSequence]
     """The first `MAX_POOL_SEQUENCES` that are held."""

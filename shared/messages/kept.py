@@ -20,7 +20,7 @@ class KeptCall(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     shown_model: str
     """As the client calls it."""
     model: str
-    """That answers."""
+    """Model that answers."""
     created_s: int
     """Unix time that the answer shows."""
     arrived_s: Seconds

@@ -25,8 +25,8 @@ MOST_STEPS = 10_000
 
 
 DRAIN_LEAST_S, DRAIN_EXECUTIONS = 2.0, 3.0
-"""Of an instance that is drained, and of a model that is unloaded, all requests have ended or moved after so many mean
-execution times and this."""
+"""All requests of an instance that is drained, or of a model that is unloaded, have ended or moved after this time and
+so many mean execution times."""
 
 
 class Episode(NamedTuple):

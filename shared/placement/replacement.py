@@ -60,11 +60,11 @@ class IntervalState(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     """When this interval began."""
     predicted: Prediction | None = None
-    """Of the plan that serves; None: none yet, or of a search that failed."""
+    """Prediction for the plan that serves; None: none yet, or of a search that failed."""
     deviation: float | None = None
-    """Of the last interval that was compared."""
+    """Deviation in the last interval that was compared."""
     change_s: float = 0.0
-    """That the last change that was tried takes."""
+    """Seconds that the last change that was tried takes."""
 
 
 Cause = Literal[
@@ -87,7 +87,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     horizon_s: float = 0.0
     """Time in which it pays, or does not."""
     change_s: float = 0.0
-    """That the change takes."""
+    """Seconds that the change takes."""
     lost_device_s: float = 0.0
     """Devices times seconds of that which would serve nobody."""
     starved: Sequence[str] = ()
@@ -369,7 +369,7 @@ class Replacement:
         return (now_s - self.window_s, now_s)
 
     def evidence(self, now_s: float) -> tuple[float, float]:
-        """Of the traffic that a change is tried on."""
+        """The traffic that a change is tried on."""
         return (now_s - evidence_s(self.window_s), now_s)
 
     def begin(self, now_s: float, measured: Prediction | None) -> None:

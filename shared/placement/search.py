@@ -44,23 +44,23 @@ from shared.placement.stretches import busier, lasting, mean_execution_s, thinne
 from shared.placement.trial import try_change
 
 ALPHA = 1e-4
-"""Of normalised latency in a model's unserved index."""
+"""Weight of normalised latency in a model's unserved index."""
 LATENCY_GRAIN = 0.02
 """Relative: plans whose normalised latencies differ by less, and attainments by less than their grain, are as good."""
 
 
 class Effort(NamedTuple):
     limits: tuple[int, ...]
-    """Of the models that share a group; 0: as many as fit."""
+    """Limits on the number of models that share a group; 0: as many as fit."""
     num_starts: int
     """Plans of Algorithm 1 from which moves are tried."""
     num_pairs: int
-    """Of a group with a model, over all plans that moves lead to from one start; but `LEAST_MOVES` in each of `LEAST_ROUNDS`
-    are tried at least."""
+    """Pairs of a group with a model, over all plans that moves lead to from one start; but `LEAST_MOVES` in each of
+    `LEAST_ROUNDS` are tried at least."""
     num_estimated: int
-    """Of the best by the quick estimate, that are estimated with more bins."""
+    """How many of the best by the quick estimate are estimated with more bins."""
     num_polished: int
-    """Of the best of these, from which moves are tried by estimates with more bins."""
+    """How many of the best of these are improved by moves that are tried by estimates with more bins."""
 
 
 EFFORTS = (
@@ -74,10 +74,10 @@ ROUND_GROUPS = 16
 PATIENCE = 8
 """Rounds of Algorithm 1 without a better plan, after which it ends."""
 QUICK_BINS, QUICK_TAIL_BINS, QUICK_FOLLOWED = 36, 12, 1000
-"""Of the estimates that Algorithm 1 and moves go by; the plans that are left at the end are estimated with more."""
+"""Fineness of the estimates that Algorithm 1 and moves go by; the plans that are left at the end are estimated with more."""
 BIN_SHARE, QUICK_BIN_SHARE = 0.25, 1.0
-"""Of the mean execution time: bins are no longer. Within one, what runs where stays as it is: with longer ones estimates are
-of something else."""
+"""Share of the mean execution time that a bin may last. Within one, what runs where stays as it is: with longer ones
+estimates are of something else."""
 MOST_EXECUTIONS = 240.0
 """Mean execution times of traffic that is estimated at most."""
 NUM_HOT = 8
@@ -157,7 +157,7 @@ def _distinct(found: Iterable[Found]) -> list[Found]:
 
 
 _searchers: list[Searcher] = []
-"""Of a worker process."""
+"""Searchers of a worker process."""
 
 
 def _begin(problem: Problem) -> None:
@@ -255,9 +255,9 @@ class Searcher:
         return (-self.num_lacking(slots), attainment, -outcome.normalised_latency)
 
     def scores(self, plans: Sequence[Plan], incumbent: Plan) -> list[Score]:
-        """Of each plan, under the traffic that was searched with; of a problem with evidence, under traffic as it may go on.
-        What a plan gains on the incumbent, one of them, counts with as many requests; but where with more of them it gains
-        less, the mean of both does."""
+        """Scores of each plan, under the traffic that was searched with; for a problem with evidence, under traffic as
+        it may go on. What a plan gains on the incumbent, one of them, counts with as many requests; but where with more
+        of them it gains less, the mean of both does."""
         groups = [plan.groups for plan in plans]
         found = [estimator.outcomes(groups) for estimator in self._lasting or [self.estimator]]
         attainment = np.array([[one.attainment for one in each] for each in found])
@@ -373,7 +373,7 @@ class Searcher:
         return None
 
     def allocated(self, num_ranks: int, limit: int) -> Allocation:
-        """Of groups of so many devices, with so many models each at most (0: as many as fit)."""
+        """Plan of groups of so many devices, with so many models each at most (0: as many as fit)."""
         slots = self.cut(num_ranks)
         if limit * len(slots) < sum(self.needed.values()) and limit not in (0, self.problem.max_models_per_group):
             return []
@@ -511,7 +511,7 @@ class Searcher:
         return found
 
     def _signature(self, slots: Slots) -> int:
-        """Of groups that do the same, wherever they are."""
+        """Signature of groups that do the same, wherever they are."""
         return hash(tuple(sorted((self._kind(group), group.models) for group in slots)))
 
     def _moves(self, slots: Slots, outcome: Outcome, counts: Counter[str]) -> Iterable[Slots]:

@@ -43,7 +43,7 @@ def evidence_s(interval_s: float) -> float:
 
 
 def mean_execution_s(problem: Problem) -> float:
-    """Of an online request; of all models alike where there are none."""
+    """Mean execution time of an online request; that of all models where there are none."""
     traffic, known = problem.traffic, execution_s(problem)
     seconds = np.array([known.get(name, 0.0) for name in traffic.models])
     counts = np.bincount(traffic.model[traffic.is_online], minlength=len(seconds)) * (seconds > 0)

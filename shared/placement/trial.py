@@ -25,15 +25,15 @@ from shared.placement.rehearsal import Episode, Rehearsal, rehearse
 from shared.placement.stretches import STRETCH_EXECUTIONS, between, busier, horizons, lasting, mean_execution_s, spread
 
 BIN_SHARE = 0.2
-"""Of the mean execution time: bins of the estimates."""
+"""Share of the mean execution time that a bin of the estimates lasts."""
 MOST_BINS = 720
 """Between one horizon and the next; where that is longer, stretches are estimated."""
 LEAD_EXECUTIONS = 6.0
 """Mean execution times before a stretch, in which what is there when it begins has come."""
 AFTER_EXECUTIONS = 20.0
-"""Likewise after a change, in which requests may still be late because of it."""
+"""Mean execution times after a change, in which requests may still be late because of it."""
 NUM_BLOCKS = 16
-"""Of a horizon, whose gains are taken to be independent of each other."""
+"""Blocks of a horizon, whose gains are taken to be independent of each other."""
 
 
 def try_change(problem: Problem, plan: Plan) -> Trial:

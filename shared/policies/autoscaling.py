@@ -42,11 +42,11 @@ RETRY_S = 30.0
 """After an attempt that was refused or failed."""
 
 MOST_WORK, SPARE_WORK = 0.7, 0.5
-"""Of an instance's time, that prompts take: above the first there are too few; with one less at most the second. Decodes
-need the rest."""
+"""Share of an instance's time that prompts take: above the first there are too few; with one less at most the second.
+Decodes need the rest."""
 SPARE_LATE = 0.5
 SPARE_PRESSURE = 0.8
-"""Of the time that batches have left, what they need with one instance less."""
+"""Share of the time that batches have left which they may need with one instance less."""
 MAX_GROWTH = 4
 
 REGRET_S = 120.0

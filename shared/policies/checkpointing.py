@@ -14,9 +14,9 @@ class PoolView(NamedTuple):
     """The device's KV pool before a step is planned."""
 
     used_share: float
-    """Of the pool, blocks that are only cached not counted."""
+    """Used share of the pool; blocks that are only cached do not count."""
     free_blocks: int
-    """That could be allocated now."""
+    """Blocks that could be allocated now."""
     growth_blocks_per_s: float
     """Blocks newly in use, net of those freed; moving average (`SmoothedRate`)."""
     saved_blocks: int
@@ -96,7 +96,7 @@ class HeldSequence(Protocol):
 
     @property
     def num_checkpointed_blocks(self) -> int:
-        """Of its first blocks, those in host memory without a gap."""
+        """How many of its first blocks are in host memory without a gap."""
 
     @property
     def deadline_s(self) -> float: ...

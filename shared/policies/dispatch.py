@@ -25,11 +25,12 @@ NUM_TIMED = 16
 GRAIN_S = 0.1
 """Predicted times that differ by less are as good as equal."""
 SPARED_S = 0.005
-"""Of a prompt, that is not worth the less free instance; nor is a tenth of what is left, as costs are learnt apart."""
+"""Seconds of a prompt that are not worth the less free instance; nor is a tenth of what is left, as costs are learnt
+apart."""
 MOST_UNEVEN = 1.25
 """Cost of a token where the prompt is cached, times the least: else a prefix that many have in common gathers them all."""
 NUM_CACHED = 8
-"""Of those that have some of a prompt in their caches, how many are looked at."""
+"""How many instances that have some of a prompt in their caches are looked at."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
 
@@ -62,7 +63,7 @@ class Wanted(Protocol):
     def num_tokens_at_most(self) -> int: ...
     @property
     def is_high(self) -> bool:
-        """Of high priority."""
+        """Whether it has high priority."""
 
     @property
     def arrived_s(self) -> float:
@@ -130,7 +131,7 @@ class Candidates(Protocol):
 
 class DispatchParameters(NamedTuple):
     max_defragmenting_share: float = 1.0
-    """Of the instances of a model: on so many at once, at least one, a request waits for memory."""
+    """Share of a model's instances: on so many at once, at least one, a request waits for memory."""
 
 
 class DispatchPolicy:
@@ -220,11 +221,12 @@ class Freest(DispatchPolicy):
 
 
 class FirstToken(Freest):
-    """Of the freest that have the memory, and those that have the prompt's beginning in their caches, where its first token
-    comes soonest: what is before the prompt, and the part of it that is not cached, in one predicted time. Of those where it
-    comes as soon, where least is left to compute, so that others' prompts wait least, unless its tokens cost much more there
-    than elsewhere; of these, the freest where its tokens cost least, or may do so as the cost is not known. One of high
-    priority goes where least runs: what its tokens cost others is nothing to it."""
+    """Among the freest instances that have the memory and those that have the prompt's beginning in their caches,
+    chooses the one where the first token comes soonest: what is before the prompt, and the part of it that is not
+    cached, in one predicted time. Of those where it comes as soon, where least is left to compute, so that others'
+    prompts wait least, unless its tokens cost much more there than elsewhere; of these, the freest where its tokens cost
+    least, or may do so as the cost is not known. One of high priority goes where least runs: what its tokens cost others
+    is nothing to it."""
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
         freest = candidates.first(NUM_TIMED)
@@ -252,7 +254,7 @@ class FirstToken(Freest):
 
 
 class ReportedFreeness(NamedTuple):
-    """Of a load report."""
+    """Freeness as a load report has it."""
 
     freeness: float
     num_running: int

@@ -54,7 +54,7 @@ LEAST_TIME_S = 1e-6
 """A mean below it counts as this: budgets must not be zero."""
 
 LEAST_GAIN_SHARE = 0.5
-"""Of a budget as it was set: a request counts in its model's weight as if at least this were left."""
+"""Share of a budget as it was set: a request counts in its model's weight as if at least this were left."""
 
 BATCH = 16.0
 """Requests of a model at which their batch counts as much as their gain one by one."""
@@ -99,7 +99,7 @@ class DoublingBudget(OrderingPolicy):
         self.bounds_silence = shares_turns
         self._turns: Turns = Turns()
         self._weights: dict[str, float] = {}
-        """Of the candidates of the last pick."""
+        """Weights of the candidates of the last pick."""
         self._picked_s = 0.0
         """When the step begins for which was picked."""
         self._last_turn_s: dict[str, float] = {}

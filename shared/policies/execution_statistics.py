@@ -28,7 +28,7 @@ class ExecutionTimeWindow:
         self._known.pop(model, None)
 
     def statistics(self, model: str) -> ExecutionStatistics:
-        """Of the window; before anything finished, the default as a prediction (`num_finished` 0)."""
+        """Statistics of the window; before anything finished, the default as a prediction (`num_finished` 0)."""
         times_s = self._times_s.get(model)
         if times_s is None:
             return ExecutionStatistics(model, self._default_s, 0.0, 0)

@@ -15,7 +15,7 @@ import msgspec
 from shared.messages.batches import OfflineDemand, OfflineGrant
 
 MAX_PRESSED_SHARE = 0.5
-"""Of the room, that batches under pressure have to themselves: whoever sets a short window does not stop all others."""
+"""Share of the room that batches under pressure have to themselves: whoever sets a short window does not stop all others."""
 HOPELESS = 2.0
 """A batch that needs so many times the time it has left, with the whole throughput, gains nothing from going first. (Not 1:
 the throughput may grow.)"""

@@ -26,8 +26,9 @@ def should_interrupt(
 
 
 PATIENCE_SHARE = 0.01
-"""Of the time left to a first token, that an offline step may go on for. ConServe waits for as long as the objective allows
-at all, because what it stops is lost; a suspended step is not, so there is little to be gained by making somebody wait."""
+"""Share of the time left to a first token for which an offline step may go on. ConServe waits for as long as the
+objective allows at all, because what it stops is lost; a suspended step is not, so there is little to be gained by
+making somebody wait."""
 
 
 LEAST_GAIN_S = 0.002

@@ -24,9 +24,9 @@ QUOTA_INTERVAL_S = 8.0
 FULL, MOST_FULL = 0.9, 0.95
 """Use of a quota from which it grows, and up to which others may take of it."""
 MIN_BACKLOG = 1.1
-"""Of the mean backlog, above which a quota grows."""
+"""Multiple of the mean backlog above which a quota grows."""
 GROWTH = 0.1
-"""Of the mean quota: what a quota grows by at most."""
+"""Share of the mean quota by which a quota grows at most."""
 
 
 class Phase(StrEnum):
@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 
 class Units(NamedTuple):
-    """Of a model's jobs, 1 to `UNITS`."""
+    """Compute units of a model's jobs, 1 to `UNITS`."""
 
     prefill: int
     decode: int
@@ -47,7 +47,7 @@ class JobId(NamedTuple):
 
 
 class Multiplexing:
-    """Of one group of devices."""
+    """Multiplexing of one group of devices."""
 
     def __init__(self, units: Mapping[str, Units], *, overlap: int = OVERLAP) -> None:
         self._units = dict(units)

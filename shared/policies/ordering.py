@@ -55,7 +55,7 @@ class ModelView(Protocol):
 
     @property
     def pool_share(self) -> float:
-        """Of the KV pool, that its sequences use."""
+        """Share of the KV pool that its sequences use."""
 
     @property
     def num_short(self) -> int:
@@ -65,7 +65,7 @@ class ModelView(Protocol):
         """Its runnable sequences of that class; O(n)."""
 
     def streams(self, now: float) -> tuple[float, float]:
-        """Of its online sequences that have their first token: the time left until the earliest of their next ones is due
+        """For online sequences that have their first token: the time left until the earliest of their next ones is due
         (inf: it has none; see silence.py), and the time that serving them takes; O(n)."""
 
 

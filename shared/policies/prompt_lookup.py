@@ -19,7 +19,7 @@ from shared.costs.model import CostModel, StepShape
 
 FIRST_HIT_RATE = 0.5
 HIT_WEIGHT = 0.125
-"""Of the last looked up token in the rate of hits."""
+"""Weight of the last looked up token in the rate of hits."""
 LEAST_HIT_RATE = 0.1
 """A guess that is less likely is not made, however little it is said to cost."""
 LEAST_GAIN = 1.25
@@ -58,7 +58,7 @@ class PromptLookup:
         """Where the next token is expected to have stood before; -1: nowhere."""
         self._bits = 0
         self._slot = 0
-        """Of the last tokens."""
+        """Slot of the last tokens."""
         self._table = array("i")
         self._previous = array("i")
         self.hit_rate = FIRST_HIT_RATE
@@ -97,7 +97,7 @@ class PromptLookup:
         return found
 
     def _slot_of(self, tokens: list[int], end: int) -> int:
-        """Of the gram before `end`."""
+        """Slot of the gram before `end`."""
         value = 0
         for token in tokens[end - self._ngram : end]:
             value = value * _FACTOR + token & _MASK

@@ -53,7 +53,7 @@ BURST_S = 0.2
 MAX_DRAIN_DESTINATIONS = 32
 """Told to a draining instance."""
 MOST_PROMPTS_S = 0.25
-"""That a destination may be longer busy with prompts than the source."""
+"""Seconds by which a destination may be busy with prompts for longer than the source."""
 MAX_CHECKED = 48
 """Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
 hundreds of pairs everything else would wait for it."""
@@ -63,8 +63,8 @@ NUM_COMPARED = 8
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
 MAX_LOOKS = 1024
-"""Likewise for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in the
-next one."""
+"""Most looks for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in
+the next one."""
 
 LEAST_SOONER_S = 0.25
 """A prompt moves only where it would be begun so much sooner, by predicted times."""
@@ -85,7 +85,7 @@ class InstanceView(NamedTuple):
     num_counted: int
     """Requests in its virtual usage: the running ones, and the first that waits."""
     total_tokens: float
-    """Of its KV pool."""
+    """Tokens that its KV pool holds."""
     models: frozenset[str]
     """Those it serves."""
     leaving: frozenset[str] = frozenset()
@@ -94,9 +94,9 @@ class InstanceView(NamedTuple):
     """It has requests, and its KV can be moved."""
     can_take: bool = True
     next_tokens: float = 0.0
-    """Of the running request that it would give away first; 0: unknown."""
+    """Tokens of the running request that it would give away first; 0: unknown."""
     next_model: str = ""
-    """That one's."""
+    """Model of that request."""
     num_high: int = 0
     """Online requests of high priority."""
     residents: Sequence[Resident] = ()
@@ -458,7 +458,7 @@ class Rebalancer:
         bar: float,
         view_of: Callable[[str], InstanceView | None],
     ) -> str | None:
-        """Of the freest that serve a model of the source and to which a move is a gain."""
+        """The freest destination that serves a model of the source and to which a move is a gain."""
         if source.instance_id in self._taking:
             return None
         looked_at = self._looked_at(source, groups, bar, view_of)

@@ -47,8 +47,8 @@ def key_of(route: Route, tenant: str, user: str | None, request_id: str) -> str:
 
 
 def choose(route: Route, key: str, is_up: Callable[[str], bool]) -> Chosen:
-    """Of the arms that are up, then of the fallbacks, in their order. Where nothing is up, the arm it belongs to: whoever
-    asks learns there what is wrong, or waits."""
+    """The arm that is up, else the first fallback that is. Where nothing is up, the arm it belongs to: whoever asks
+    learns there what is wrong, or waits."""
 
     def score(arm: Arm) -> float:
         return -arm.weight / math.log(uniform(route.name, key, arm.model))

@@ -18,11 +18,11 @@ from math import inf
 MAX_SILENT_TPOTS = 3.0
 MAX_SILENCE_S = 0.5
 PLANNED_SHARE = 0.95
-"""Of the time that a stream may stand still, within which it is planned to run: predictions are off by some percent."""
+"""Share of the time that a stream may stand still within which it is planned to run: predictions are off by some percent."""
 SERVING_STEPS = 2.0
 """What serving streams takes, in steps of them alone: prompts of their model may take as much again."""
 URGENT_S = 0.15
-"""Of room: with less, streams go before everything else."""
+"""Seconds of room: with less, streams go before everything else."""
 
 
 def allowed_silence_s(tpot_objective_s: float) -> float:

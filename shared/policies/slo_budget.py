@@ -21,10 +21,10 @@ import math
 from shared.policies.token_budget import Limits, StepView, TokenBudgetPolicy
 
 PACE = 0.85
-"""Of the TPOT objective."""
+"""Share of the TPOT objective."""
 HEAD_START_TOKENS = 6
 MAX_SLACK = 2.0
-"""Of the TPOT objective: an online arrival waits for the end of a step."""
+"""Multiple of the TPOT objective: an online arrival waits for the end of a step."""
 
 
 class SloTokenBudget(TokenBudgetPolicy):

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 CREDIT_S = 1.0
-"""Of its own service that a tenant may be behind when a request of it comes."""
+"""Seconds of its own service that a tenant may be behind when a request of it comes."""
 BEHIND_SHARE = 0.5
-"""Of what its weight gives it: a tenant with no more than that is behind."""
+"""Share of what its weight gives it: a tenant with no more than that is behind."""
 MAX_AWAY = 1024
 """Tenants without a request whose counters are kept, those with the most service: the others would be lifted anyway."""
 
@@ -49,13 +49,13 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._here: dict[str, _Counter] = {}
-        """Of tenants with requests."""
+        """Counters of tenants with requests."""
         self._away: dict[str, _Counter] = {}
         self._reached_s = 0.0
         """Weighted service of a tenant that would always have had work waiting."""
         self._weight = 0.0
         self._num_here = 0
-        """Of those that are here together: weights, and requests."""
+        """Numbers of those that are here together: weights, and requests."""
 
     @property
     def are_several(self) -> bool:
@@ -102,7 +102,7 @@ class TenantShares:
                 del self._away[name]
 
     def least_served_s(self) -> float:
-        """Of those that are here; O(n)."""
+        """Least service among those that are here; O(n)."""
         return min((counter.served_s for counter in self._here.values()), default=0.0)
 
     def charge(self, tenant: str, seconds: float) -> None:

@@ -43,7 +43,7 @@ class StepView(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Of one step."""
+    """Limits of one step."""
 
     max_tokens: int
     limit_s: float = math.inf
@@ -60,7 +60,7 @@ class TokenBudgetPolicy(ABC):
         """For the next step of a model; `max_tokens` at least 1."""
 
     def offline_limit_s(self, slack_s: float, ttft_left_s: float) -> float:
-        """Of an online step with offline work beside it: its predicted duration at most."""
+        """Longest predicted duration of an online step with offline work beside it."""
         return math.inf
 
 

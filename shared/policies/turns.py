@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 LEAST_SHARE = 0.05
-"""Of the largest weight: what counts at least for each."""
+"""Share of the largest weight that counts at least for each."""
 
 
 class Turns:
@@ -22,8 +22,8 @@ class Turns:
         self._credits: dict[str, float] = {}
 
     def next(self, weights: Mapping[str, float]) -> str:
-        """Of those with a weight (at least one, none negative) who is to have the next turn; of equals the first. Changes
-        nothing."""
+        """Who is to have the next turn, among those with a weight (at least one, none negative); the first of equals.
+        Changes nothing."""
         credits = self._after(weights)
         return max(credits, key=credits.__getitem__)
 

@@ -25,17 +25,17 @@ import math
 from shared.costs.model import CostModel, StepShape
 
 HIGH_WEIGHT = 16.0
-"""Of 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took 6 % longer at one of three
-points."""
+"""Chosen among 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took 6 % longer at
+one of three points."""
 
 MIGRATING_SHARE = 0.5
-"""Of the headroom that counts for migration."""
+"""Share of the headroom that counts for migration."""
 
 IDEAL_SLOWDOWN = 1.5
 """A decode step that takes so many times that of a single sequence is still near its ideal speed."""
 
 TYPICAL_CONTEXT_TOKENS = 256
-"""Of one sequence, where a load in tokens is turned into a number of sequences."""
+"""Context of one sequence, where a load in tokens is turned into a number of sequences."""
 
 
 def merged_demand(num_tokens: int, block_size: int, blocks_per_merged: int) -> float:

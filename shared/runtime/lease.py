@@ -58,7 +58,7 @@ class Lease:
         self._on_gain = on_gain
         self._on_lose = on_lose
         self._highest_term = 0
-        """Of any leader seen."""
+        """Highest term of any leader seen."""
         self._revision = 0
         self._valid_until_s = float("-inf")
         """On the bus's clock; the role may be used until then."""

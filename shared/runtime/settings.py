@@ -46,7 +46,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Common to all services."""
 
     nats_url: str = "nats://127.0.0.1:4222"
-    """Of several servers of one cluster: with commas between."""
+    """URL of the server; for a cluster, the URLs of its servers, separated by commas."""
     nats_replicas: Literal[1, 3, 5] = 1
     """Copies of each stream that is made, on as many servers of the cluster."""
     nats_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
@@ -125,25 +125,26 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     developer_mode: bool = False
     """Adds POST /reset_prefix_cache."""
     max_file_bytes: Annotated[int, msgspec.Meta(ge=1)] = 200 * 1024 * 1024
-    """Of one uploaded file."""
+    """Largest size of one uploaded file."""
     max_key_file_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Of all files of one API key, results of batches among them; beyond it no more are uploaded. 0: no bound."""
+    """Most bytes of all files of one API key, results of batches among them; beyond it no more are uploaded. 0: no bound."""
     max_responses_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 256 << 20
-    """Of the answers of the Responses API that NATS keeps for a day; in a full store the oldest go."""
+    """Most bytes of the answers of the Responses API that NATS keeps for a day; in a full store the oldest go."""
     resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = RESUME_S
     """After its end, or without anybody who reads it, a call that may be resumed is there for so long; 0: none may be."""
     max_resume_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 128 << 20
-    """Of the records of such calls on NATS, prompts and answers among them; in a full store the oldest go."""
+    """Most bytes of the records of such calls on NATS, prompts and answers among them; in a full store the oldest go."""
     max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
     batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
-    """Of one batch and model."""
+    """Most lines in flight of one batch and model."""
     max_body_bytes_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024 * 1024
-    """Of request bodies that are being read, each beyond its first 64 KiB; beyond it 429. Uploads do not count."""
+    """Most bytes of request bodies that are being read, each beyond its first 64 KiB; beyond it 429. Uploads do not
+    count."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
     max_client_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
     """From one client address; 0: three quarters of `max_connections`."""
     max_head_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024
-    """Of a request's headers."""
+    """Most bytes of a request's headers."""
     max_headers: Annotated[int, msgspec.Meta(ge=1)] = 128
     max_uri_bytes: Annotated[int, msgspec.Meta(ge=1)] = 8192
     head_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
@@ -154,14 +155,14 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """In which a client takes nothing of its answer."""
     text_processes: Annotated[int, msgspec.Meta(ge=2)] = 2
-    """That render chat templates; all but one of them tokenise long texts too."""
+    """Processes that render chat templates; all but one of them tokenise long texts too."""
     text_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """For one text in such a process, which is killed then."""
     text_memory_bytes: Annotated[int, msgspec.Meta(ge=1)] = 512 * 1024 * 1024
-    """Of each such process."""
+    """Memory of each such process."""
     max_text_characters: Annotated[int, msgspec.Meta(ge=1)] = 32 * 1024 * 1024
-    """Of texts that are being rendered (by their bytes, with all that comes with them) or tokenised or wait for it; beyond
-    it 429."""
+    """Most characters of texts that are being rendered (by their bytes, with all that comes with them) or tokenised or
+    wait for it; beyond it 429."""
     max_submissions: Annotated[int, msgspec.Meta(ge=1)] = 64
     """Requests on their way to a scheduler or instance at once; others wait for their turn."""
     max_timelines: Annotated[int, msgspec.Meta(ge=0)] = 2048
@@ -202,8 +203,8 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     dispatch_growth_steps: Annotated[float, msgspec.Meta(ge=0)] = 32.0
     """Decode steps for which the requests of an instance have room to grow when one more is dispatched to it."""
     max_defragmenting_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
-    """Of the instances of a model: so many at once (at least one) get free memory together for a request that fits into
-    none; other such requests stay in the queue for a while, and those that fit pass them."""
+    """Share of a model's instances: so many at once (at least one) get free memory together for a request that fits
+    into none; other such requests stay in the queue for a while, and those that fit pass them."""
     autoscale: bool = False
     """Whether instances are started and drained to keep the cluster's freeness within bounds."""
     scale_low: float = 160.0
@@ -219,7 +220,7 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     """Where inputs and actions are recorded for `tideway replay`: a file of this name, the scheduler's id and the number of
     its term, with dots between; empty: nowhere."""
     record_max_bytes: int = RECORD_MAX_BYTES
-    """Of a recording, which ends there."""
+    """Largest size of a recording, which ends there."""
 
 
 class PlacementSettings(BusSettings, frozen=True, kw_only=True):
@@ -227,11 +228,11 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     models: str = ""
     """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
     quantization: str = ""
-    """Of the weights of those that name none: int8 | int4 | fp8; empty: none."""
+    """Quantisation of the weights of models that name none: int8 | int4 | fp8; empty: none."""
     adapters: str = ""
     """JSON list of AdapterSpec, or comma-separated `name=base=source`: the LoRA adapters to begin with."""
     max_adapter_rank: Annotated[int, msgspec.Meta(ge=1, le=256)] = 64
-    """Of an adapter that is added."""
+    """Largest rank of an adapter that is added."""
     adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES
     """For the adapters of a model, on each device: what instances are planned with, and hold at most."""
     models_file: str = ""
@@ -253,7 +254,7 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     slo_scale: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Mean execution times that a request of a model without a scale of its own may take."""
     max_models_per_group: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """That a search puts together; 0: as many as fit."""
+    """Most models that a search puts together; 0: as many as fit."""
     max_ranks: Annotated[int, msgspec.Meta(ge=1)] = 8
     """Devices of a group that a search makes, at most."""
     hardware: str = ""
@@ -347,16 +348,16 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     max_adapters: Annotated[int, msgspec.Meta(ge=1)] = 32
     """LoRA adapters that are loaded at once, of all models; the least recently used go."""
     adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES
-    """Of them together, on each device."""
+    """Memory of all adapters together, on each device."""
     order_policy: str = "doubling_budget"
-    """Of the sequences of one class: doubling_budget | seallm | fcfs | round_robin | mlfq"""
+    """Order of the sequences of one class: doubling_budget | seallm | fcfs | round_robin | mlfq"""
     mix_phases: bool = True
     """Whether a step may hold prefill chunks and decodes together."""
     co_serving: str = "slo"
     """slo: offline tokens fill what the objectives leave | priority_only: the token budget is all that bounds them |
     online_only: offline requests wait for ever"""
     interruption: str = "suspend"
-    """Of an offline step by an online arrival: suspend | discard | off"""
+    """How an online arrival interrupts an offline step: suspend | discard | off"""
     host_memory_bytes: int = -1
     """For checkpoints of KV blocks; 0: none are made; -1: as much as the KV pool."""
     prefetch: bool = True
@@ -366,7 +367,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     ttft_ms: Annotated[float, msgspec.Meta(gt=0)] = 1500.0
     """Objective of online requests and models that name none: time to first token."""
     tpot_ms: Annotated[float, msgspec.Meta(gt=0)] = 110.0
-    """Likewise per output token after the first."""
+    """Objective per output token after the first, where neither request nor model names one."""
     profile: str = "auto"
     """Step times of a model are learnt from its steps until a cost model is loaded, or measured briefly while nothing is to
     do (auto) | always (live) | never, so that there is no SLO budget (off)"""
@@ -374,11 +375,11 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Where the engine's inputs and plans are recorded for `tideway replay`: a file of this name, a dot and the instance's
     id; empty: nowhere."""
     record_max_bytes: int = RECORD_MAX_BYTES
-    """Of a recording, which ends there."""
+    """Largest size of a recording, which ends there."""
     migration: str = "auto"
     """auto: KV moves to other instances over UCX, where that can be used | off"""
     migration_rate_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    """Of the measured bandwidth, for all copies out of the instance that nobody waits for; 0: by the device."""
+    """Share of the measured bandwidth for all copies out of the instance that nobody waits for; 0: by the device."""
     max_migrations: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Out of the instance at once, and into it."""
     migration_max_stages: Annotated[int, msgspec.Meta(ge=1)] = 8
@@ -392,8 +393,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Share of the KV pool up to which an instance with requests of high priority is loaded; 0: from the cost model, up to
     where a decode step is still near its ideal speed."""
     least_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
-    """Of the KV pool, that is divided evenly over the models of the instance: what a model can have for its online requests
-    whatever the others hold. 0: nothing is kept."""
+    """Share of the KV pool that is divided evenly over the models of the instance: what a model can have for its online
+    requests whatever the others hold. 0: nothing is kept."""
     fault_points: str = ""
     """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/design/migration.md)."""
     cost_models_dir: str = ""

@@ -46,7 +46,7 @@ METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _W3C = TraceContextTextMapPropagator()
 MEANINGFUL_CHARACTERS = len(f"00-{0:032}-{0:016}-00-")
-"""Of a `traceparent`: behind them stands what later versions may add."""
+"""Characters of a `traceparent` that count: behind them stands what later versions may add."""
 
 
 def current_traceparent() -> str:

@@ -16,7 +16,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
     """It goes there."""
     freeness: float = 0.0
-    """Of the instance, when it was chosen; infinite where it idles."""
+    """Freeness of the instance when it was chosen; infinite where it idles."""
     num_serving: int = 0
     """Instances that serve the model."""
 

@@ -92,7 +92,7 @@ class Account:
 
 
 class BatchFeed:
-    """Of one gateway. Its host asks and is answered, one question at a time:
+    """Feeds the batches of one gateway. Its host asks and is answered, one question at a time:
 
     ask(now) -> query             to be sent; None: look again after `MIN_INTERVAL_S`
     answered(reply, now) -> s     the reply (None: nobody answered), and the time until the next question

@@ -69,7 +69,8 @@ class CandidateIndex:
         self._touched.update(instance_ids)
 
     def worsen(self, instance_id: str) -> None:
-        """Likewise, for the worse if the first number of its rank is not above 0: then it is ranked when it comes first."""
+        """Ranks an instance for the worse if the first number of its rank is not above 0: then it is ranked when it
+        comes first."""
         known = self._ranks.get(instance_id)
         if self._version_of is not None and known is not None and known[0] <= 0:
             self._versions.pop(instance_id, None)
@@ -172,7 +173,7 @@ class Ranking:
         self._reported: set[str] = set()
         self._bounds: dict[str, float] = {}
         self._bounds_high: dict[str, float] = {}
-        """Of instances that became better than was told: how an online request ranks them at best."""
+        """Bounds of instances that became better than was told: how an online request ranks them at best."""
         self._told: dict[str, tuple[float, float]] = {}
         """The bounds that the indexes were told since they last ranked the instance."""
         self._woken: dict[Lane, None] = {}
@@ -201,7 +202,7 @@ class Ranking:
                 self._woken[lane] = None
 
     def on_report(self, report: LoadReport) -> None:
-        """Likewise, where all that changed is the instance's load: it is as free as its report says, at best."""
+        """Notes a report after which only the instance's load differs: it is as free as its report says, at best."""
         instance_id = report.instance_id
         self._reported.add(instance_id)
         normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
@@ -245,7 +246,7 @@ class Ranking:
         return indexes.behind if is_behind else indexes.normal
 
     def _note_changes(self) -> None:
-        """Of all lanes: which models an instance serves is looked at when it is ranked."""
+        """Notes changes in all lanes: which models an instance serves is looked at when it is ranked."""
         for lanes in self._lanes_of_model.values():
             for lane, indexes in lanes.items():
                 for index in indexes:

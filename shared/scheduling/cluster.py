@@ -77,7 +77,7 @@ class Load:
     num_requests: int
     """Online requests: running and waiting."""
     num_running: int
-    """Of those, the running ones."""
+    """Running ones among them."""
     num_held: int
     """Requests of both classes."""
     num_waiting_online: dict[str, int]
@@ -121,7 +121,7 @@ class InstanceState:
     _load: Load | None = None
     _left_merged: float | None = None
     names: frozenset[str] = frozenset()
-    """Of the models in `ready`."""
+    """Names of the models in `ready`."""
     leaving: frozenset[str] = frozenset()
     """Models whose requests have to go elsewhere: all of a draining instance, or those being unloaded."""
     num_refusals: int = 0
@@ -264,9 +264,9 @@ class ClusterView:
         self._served: dict[str, Counter[ServedModel]] = {}
         """For each model, in how many ways it is served and by how many instances each."""
         self._taking: dict[str, Counter[ServedModel]] = {}
-        """Likewise, without the instances that it leaves."""
+        """Served models of the instances that take requests, by name."""
         self._coming: dict[str, Counter[ServedModel]] = {}
-        """Likewise, of those that are loading it. What they do not say of it yet is 0."""
+        """Served models of the instances that are loading them, by name. What they do not say yet is 0."""
 
     def __iter__(self) -> Iterator[tuple[str, InstanceState]]:
         return iter(self._instances.items())
@@ -400,7 +400,7 @@ class ClusterView:
         return silent
 
     def still_silent(self, instance_ids: list[str]) -> list[str]:
-        """Of the instances that fell silent, those that were not heard of since."""
+        """Instances that fell silent and have not been heard of since."""
         states = ((instance_id, self._instances.get(instance_id)) for instance_id in instance_ids)
         return [instance_id for instance_id, state in states if state and state.liveness == Liveness.SILENT]
 

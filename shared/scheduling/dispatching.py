@@ -96,7 +96,7 @@ class Dispatcher:
 
     @property
     def num_known_blocks(self) -> int:
-        """Of which it is known which instances have them."""
+        """Blocks of which it is known which instances have them."""
         return 0 if self._prefixes is None else len(self._prefixes)
 
     def offline_room(self, models: Iterable[str]) -> dict[str, int | None]:
@@ -116,7 +116,7 @@ class Dispatcher:
         return {m: room[m] - self.queue.num_tokens(Lane(m, False)) if m in room else None for m in wanted}
 
     def prompt_work(self, now: float) -> dict[str, float]:
-        """Of each model, the predicted seconds of prompts of online requests that are dispatched each second lately, and
+        """By model, the predicted seconds of prompts of online requests that are dispatched each second lately, and
         those that wait here, as they are to be worked off within `BACKLOG_S`; with what caches spare them."""
         lengths, work = self.queue.lengths(), {}
         for model, outflow in self._prompts_s.items():
@@ -148,7 +148,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ one pick
 
     def _heads(self, lanes: list[Lane], now: float) -> list[ModelView]:
-        """Of lanes in which something waits, those of the best class."""
+        """Lanes of the best class in which something waits."""
         heads = [Head(lane, self.queue.first(lane, now)[0], self._last_pick.get(lane.model, -1)) for lane in lanes]
         best = min(head.rank() for head in heads)
         return [head for head in heads if head.rank() == best]

@@ -23,7 +23,7 @@ from shared.policies.harvest import allocate
 from shared.scheduling.queue import Outflow
 
 GRANT_EXPIRY_S = 2.0
-"""Of a grant, and of what a gateway said it wants. Gateways with work to submit ask more often."""
+"""Seconds after which a grant, and what a gateway said it wants, expire. Gateways with work to submit ask more often."""
 ASK_AGAIN_S = 0.05
 """The time after which load reports may show new room."""
 NOBODY_SERVES_S = 0.5
@@ -101,7 +101,7 @@ class GrantBook:
         return unmet
 
     def pressure(self, now: float) -> dict[str, float]:
-        """Of each model of which batches wait for room, the time that they need at the present throughput, earliest deadline
+        """By model of which batches wait for room: the time that they need at the present throughput, earliest deadline
         first, over the time that the one which is tightest has."""
         self._expire(now)
         tokens_per_s, pressure, needed = self.tokens_per_s(now), dict[str, float](), Counter[str]()

@@ -86,5 +86,5 @@ class InFlightLedger:
         return sum([entry.prompt_s for entry in entries.values()]) if entries else 0.0
 
     def offline_tokens(self, instance_id: str, model: str) -> int:
-        """Of a model's offline entries."""
+        """Tokens of a model's offline entries."""
         return self._offline_tokens[instance_id, model]

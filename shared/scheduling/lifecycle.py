@@ -61,7 +61,7 @@ class RequestLifecycle:
         """The queue, since it was last looked at who did."""
 
     def next_number(self) -> int:
-        """Of a request that comes, in the order of arrival."""
+        """Number of a request that comes, in the order of arrival."""
         self._num_known += 1
         return self._num_known
 
@@ -85,7 +85,8 @@ class RequestLifecycle:
             self._watch_fit(tracked, now)
 
     def _watch_fit(self, tracked: TrackedRequest, now: float) -> None:
-        """Of a request in the queue: nobody waits for one that is too long for all that serve its model."""
+        """Watches whether a request in the queue still fits: nobody waits for one that is too long for all that serve
+        its model."""
         request, queue, timer = tracked.request, self._dispatcher.queue, ("unfit", tracked.request_id)
         assert request is not None
         is_unfit = self._cluster.refusal(request) is not None
@@ -124,7 +125,7 @@ class RequestLifecycle:
             self.end(tracked, FinishReason.ERROR, refused, now)
 
     def tell_who_waits(self, now: float) -> None:
-        """Of those that entered the queue since the last call, those that are still there."""
+        """Tells of requests that entered the queue since the last call and are still there."""
         for tracked in self._entered:
             if tracked.state == RequestState.QUEUED and self.requests.get(tracked.request_id) is tracked:
                 why = self._dispatcher.why_waiting(tracked, now)

@@ -9,7 +9,7 @@ from shared.messages.requests import FinishReason, RequestClass
 from shared.policies.execution_statistics import ExecutionTimeWindow
 
 LEAST_CHANGE = 0.01
-"""Of the mean and the deviation, in parts of the mean, that is worth telling."""
+"""Change of mean or deviation, as a part of the mean, that is worth telling."""
 NUM_TO_REPLACE = 20
 """Finished requests before a new leader's own statistics take the place of its predecessor's."""
 
@@ -27,7 +27,7 @@ class ServiceMonitor:
         """Whether somebody may not know what is published."""
 
     def count_finished(self, finished: Sequence[FinishedStats]) -> None:
-        """Of online requests that came to their own end; others say nothing of how long one takes."""
+        """Counts online requests that came to their own end; others say nothing of how long one takes."""
         for stats in finished:
             seconds = stats.device_s or stats.execution_s
             is_told = stats.is_whole and stats.request_class == RequestClass.ONLINE

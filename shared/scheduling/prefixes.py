@@ -25,7 +25,7 @@ from shared.messages.requests import GenerationRequest
 
 GUESS_S = 30.0
 MAX_BLOCKS = 2048
-"""Of a prompt, that are looked for."""
+"""Most blocks of a prompt that are looked for."""
 MAX_CLEARED = 64
 """Blocks with each report, of what is forgotten."""
 MAX_PROMPTS = 64
@@ -40,10 +40,10 @@ class _Holder:
     def __init__(self, instance_id: str, slot: int) -> None:
         self.instance_id = instance_id
         self.last_round: int | None = None
-        """Of repetitions that tell of what came before the first report; None: none was heard yet."""
+        """Last round of repetitions that tell of what came before the first report; None: none was heard yet."""
         self.bit = 1 << slot
         self.until_s: dict[bytes, float] = {}
-        """Of each block: until when it is believed to be there."""
+        """By block: until when it is believed to be there."""
 
 
 class Held(Mapping[str, int]):
@@ -271,7 +271,7 @@ def _keys(packed: bytes) -> list[bytes]:
 
 
 def prompt_keys(request: GenerationRequest, block_size: int) -> Iterator[bytes]:
-    """Of the full blocks of the prompt, but for its last token, which is computed in any case; of the hashes of
+    """Keys of the full blocks of the prompt, but for its last token, which is computed in any case; of the hashes of
     `Sequence.extend_hashes`."""
     adapter = "" if request.adapter is None else request.adapter.version
     previous = prefix_root(root_hash(request.model), adapter, request.prefix_salt)

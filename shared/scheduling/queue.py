@@ -170,7 +170,7 @@ class GlobalQueue:
         self._length_by_class[lane.is_online] -= 1
 
     def set_unfit(self, tracked: TrackedRequest, is_unfit: bool) -> None:
-        """Of a request in the queue: whether it is passed by until that changes."""
+        """Sets whether a request in the queue is passed by until that changes."""
         self._lanes[lane_of(tracked)].num_unfit += is_unfit - tracked.is_unfit
         tracked.is_unfit = is_unfit
 

@@ -33,7 +33,7 @@ ASK_AGAIN_S = 1.0
 LEDGER_EXPIRY_S = 2.0
 """After its dispatch was acknowledged: a report that names the request is lost, or was never sent."""
 BACKOFF_S = 0.1
-"""Of an instance that refused; doubles with each refusal in a row."""
+"""Pause for an instance that refused; it doubles with each refusal in a row."""
 MAX_BACKOFF_S = 2.0
 MAX_FAILURES = 3
 """Attempts at a request that failed inside instances, before it is given up."""

@@ -124,7 +124,7 @@ class RequestRecorder:
         return RequestRows(scheduler_id, models, rows, self._num_dropped)
 
     def acknowledge(self, told: RequestRows) -> None:
-        """Of what `told` returned last."""
+        """Acknowledges what `told` returned last."""
         self._num_dropped -= told.num_dropped
         while self._num_gone < self._told_to:
             self._forget_first()

@@ -20,7 +20,8 @@ MIN_LEASE_S = 0.5
 SOON_S = 0.05
 """Between two looks, where reports cross a threshold."""
 LOOK_S = 1e-4
-"""Likewise at least so long for each instance of the cluster, so that looks take a small share of the scheduler's time."""
+"""Least time between two looks for each instance of the cluster, so that looks take a small share of the scheduler's
+time."""
 GIVEN_S = 10.0
 """After an instance was last told to give requests away, word of where they went may still be missing."""
 

@@ -20,17 +20,17 @@ UNKNOWN_S = 0.1
 LEARNING = 0.1
 """What one request changes of the mean of its model."""
 WINDOW_S = 60.0
-"""Of the service that is told."""
+"""Window of the service that is told."""
 MAX_TOLD = 256
 """Tenants."""
 
 
 class QueueTenants:
-    """Of online and offline requests apart."""
+    """Tenants of online and of offline requests in the queue."""
 
     def __init__(self) -> None:
         self._shares = (TenantShares(), TenantShares())
-        """Of offline and online requests."""
+        """Shares of tenants among offline and among online requests."""
         self._mean_s: dict[str, float] = {}
         """Service of each model's requests."""
         self._num_placed = (Counter[str](), Counter[str]())
@@ -85,7 +85,7 @@ class QueueTenants:
             self._lately.popleft()
 
     def statistics(self, now: float) -> list[TenantStatistics]:
-        """Of tenants with requests, or with any that ended in the last minute; those with the most first."""
+        """Statistics of tenants with requests, or with any that ended in the last minute; those with the most first."""
         self._expire(now)
         service_s: defaultdict[str, float] = defaultdict(float)
         for _, in_second in self._lately:

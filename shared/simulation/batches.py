@@ -18,11 +18,11 @@ from shared.simulation.gateway import NAME, Job
 
 GRANT_TIMEOUT_S = 2.0
 LINES_IN_FLIGHT = 128
-"""Of one batch and model; the gateway's default."""
+"""Lines in flight of one batch and model; the gateway's default."""
 
 
 class Batches:
-    """Of a fleet. A batch is a list of jobs, whose times and classes say nothing."""
+    """Batches of a fleet. A batch is a list of jobs, whose times and classes say nothing."""
 
     def __init__(self, fleet: Fleet, *, lines_in_flight: int = LINES_IN_FLIGHT) -> None:
         self.fleet, self.lines_in_flight = fleet, lines_in_flight
@@ -73,7 +73,7 @@ class _Feeding:
         self._lines = deque(lines)
         self._unfinished_tokens = sum(map(tokens_of, lines))
         self._tickets: dict[int, Ticket] = {}
-        """Of the lines that wait for a grant, by number of their requests."""
+        """Tickets of the lines that wait for a grant, by number of their requests."""
         self._num_under_way = 0
         self._account = batches.feed.open(batch_id, model, self._demand)
 

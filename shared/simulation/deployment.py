@@ -62,9 +62,9 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_waiting: Annotated[int, Meta(ge=1)] = 1024
     """Requests that an instance holds without having planned them; beyond it they are refused."""
     least_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    """Of the KV pool, that is divided evenly over the models of an instance; 1: each has its own part."""
+    """Share of the KV pool that is divided evenly over the models of an instance; 1: each has its own part."""
     checkpoints: bool = True
-    """Of KV in host memory, as much of it as the KV pool."""
+    """Whether there are checkpoints of KV in host memory, which is as large as the KV pool."""
     ttft_ms: Annotated[float, Meta(gt=0)] = 1500.0
     tpot_ms: Annotated[float, Meta(gt=0)] = 110.0
     noise: Annotated[float, Meta(ge=0)] = 0.05
@@ -117,7 +117,7 @@ class BatchLines(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a run."""
+    """Outcome of a run."""
 
     requests: metrics.Requests
     """Those of the traffic first, in its order; then lines of batches."""

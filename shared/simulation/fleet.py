@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONTROL_S = 0.001
-"""Of a message to or from the scheduler, one way."""
+"""Time of a message to or from the scheduler, one way."""
 STATISTICS_S = 1.0
 """Between two tellings of execution times."""
 POLL_S = 0.05
@@ -54,7 +54,7 @@ ENTRY_S = 3.0
 ANSWER_S = 1.0
 """Until a call that is not answered is given up."""
 MIGRATING_SLOWDOWN = 1.01
-"""Of the steps of an instance that sends or receives KV (Llumnix measures at most 1 %)."""
+"""Slowdown of the steps of an instance that sends or receives KV (Llumnix measures at most 1 %)."""
 NUM_NOISES = 256
 """Drawn at once."""
 PATIENCE_S = 3000.0
@@ -65,13 +65,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance runs on."""
 
     configuration: Configuration
-    """Of its engine: KV pool, rows, policies."""
+    """Configuration of its engine: KV pool, rows, policies."""
     merged_bytes: int = 1 << 20
     bandwidth_bytes_s: float = 8e9
-    """Of the link to any other instance; migrations beside the decode use `rate_share` of it."""
+    """Bandwidth of the link to any other instance; migrations beside the decode use `rate_share` of it."""
     rate_share: float = 0.5
     num_devices: int = 1
-    """That compute its steps together."""
+    """Devices that compute its steps together."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class Instance:
         """loading | ready | unloading, as in the registry."""
         self.reports = LoadReports(instance_id, incarnation)
         self.step_s = 0.0
-        """Of the last steps that held decodes, on average."""
+        """Mean seconds of the last steps that held decodes."""
         self.num_steps = 0
         self.on_step: Callable[[VirtualStep], None] = lambda step: None
         self.migrations: VirtualMigrations | None = None
@@ -106,7 +106,7 @@ class Instance:
         self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
         self._draw = np.random.default_rng(seed)
         self._noises: list[float] = []
-        """Of the next steps, the last first."""
+        """Noise of the next steps, the last first."""
         self.host = VirtualInstance(
             engine, fleet.events, lambda model: self.models[model].cost_model, self._sample, self._on_effects,
             on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown,
@@ -125,12 +125,12 @@ class Instance:
 
     @property
     def num_transfers(self) -> int:
-        """Of KV, in or out."""
+        """Transfers of KV, in or out."""
         return 0 if self.migrations is None else self.migrations.num_transfers
 
     @property
     def ready_models(self) -> set[str]:
-        """That take requests."""
+        """Models that take requests."""
         return {name for name, state in self.model_states.items() if state == "ready" and self.state != "starting"}
 
     def stop(self) -> None:
@@ -418,7 +418,7 @@ class Fleet:
         self.gateway = Gateway(lambda: self.events.now, self._submit)
         self.gateway.has_priorities = has_priorities
         self.instances: dict[str, Instance] = {}
-        """That are in the registry."""
+        """Instances that are in the registry."""
         self.settings = settings
         self._statistics: dict[str, ExecutionStatistics] = {one.model: one for one in statistics}
         self.scheduler = Scheduler(self, settings, 1, self._statistics)
@@ -428,7 +428,7 @@ class Fleet:
         self.scale: Callable[[actions.ScalingAction], list[str]] | None = None
         """Carries out what the scheduler wants, and says which instances it released for that."""
         self.busy_s: defaultdict[str, float] = defaultdict(float)
-        """Of each instance, in steps that have ended or parts of them; also of instances that are gone."""
+        """Busy seconds of each instance, in steps that have ended or parts of them; also of instances that are gone."""
         self.model_device_s: defaultdict[str, float] = defaultdict(float)
         """Devices times seconds of each model's steps, likewise."""
         self._num_made = 0

@@ -46,8 +46,8 @@ class Job(msgspec.Struct, frozen=True):
     is_high: bool = False
     model: str = MODEL
     max_tokens: int = 0
-    """That it asks for, and more than it gets: the length of its answer is nobody's knowledge, it ends with a token. 0: it
-    asks for what it gets."""
+    """Most tokens that it asks for, more than it gets: the length of its answer is nobody's knowledge, it ends with a
+    token. 0: it asks for what it gets."""
     is_open_ended: bool = False
     """It asks for what fits, which `max_tokens` is: see `GenerationRequest`."""
     request_class: RequestClass = RequestClass.ONLINE
@@ -78,11 +78,11 @@ class Record(msgspec.Struct, kw_only=True):
     is_high: bool
     prompt_tokens: int
     output_tokens: int
-    """That it is to get."""
+    """Output tokens that it is to get."""
     first_s: float = -1.0
     last_s: float = -1.0
     num_tokens: int = 0
-    """That it has got."""
+    """Output tokens that it has got."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     preempted_s: float = -1.0
@@ -128,15 +128,15 @@ class Gateway:
         self.has_priorities = True
         """Else all requests are sent as normal ones."""
         self.pauses: list[tuple[int, float, float]] = []
-        """Of each move of a running request: its tokens, the pause it saw (from its last token at the source to its first at
-        the destination), and the source's step time then."""
+        """Pauses of moves of running requests: the request's tokens, the pause it saw (from its last token at the
+        source to its first at the destination), and the source's step time then."""
         self.itl: dict[tuple[str, RequestClass, bool], ItlHistogram] = {}
         """By model, class and whether the request is of high priority."""
         self._now, self._submit = now, submit
         self._then: dict[int, Callable[[int], None]] = {}
         self._streams: list[StreamState] = []
         self._itl: list[ItlHistogram] = []
-        """Of `itl`, that in which each request's gaps count."""
+        """The histogram of `itl` in which each request's gaps count."""
         self._sent: list[GenerationRequest] = []
         self._paused: dict[int, tuple[int, float, float]] = {}
         self._num_preemptions: dict[str, int] = {}
@@ -172,7 +172,7 @@ class Gateway:
     def itl_of(
         self, request_class: RequestClass = RequestClass.ONLINE, *, model: str = "", is_high: bool | None = None
     ) -> ItlHistogram:
-        """Of requests of a class so far; `model`: "" for all of them; `is_high`: None for both priorities."""
+        """Gaps of requests of a class so far; `model`: "" for all of them; `is_high`: None for both priorities."""
         return ItlHistogram.merged(
             one
             for (name, known_class, priority), one in self.itl.items()
@@ -200,7 +200,7 @@ class Gateway:
         self._submit(request)
 
     def open_streams(self) -> Iterable[int]:
-        """That were sent and have not ended."""
+        """Requests that were sent and have not ended."""
         return [
             number
             for number, stream in enumerate(self._streams)

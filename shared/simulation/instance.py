@@ -31,7 +31,7 @@ class VirtualStep:
         self.plan = plan
         self.start_s = start_s
         self.whole_s = whole_s
-        """Of all its layers."""
+        """Seconds of all its layers."""
         self.done_share = done_share
         """When it began."""
         self.stop_share = stop_share

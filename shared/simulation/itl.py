@@ -15,14 +15,14 @@ import numpy as np
 LEAST_S, MOST_S = 1e-5, 1e5
 """What lies outside of these counts as the nearer one, but for mean and maximum, which are exact."""
 GROWTH = 1.01
-"""Of a bin over the one below it, so that a percentile is right within half of a percent."""
+"""Ratio of a bin to the one below it, so that a percentile is right within half of a percent."""
 NUM_BINS = math.ceil(math.log(MOST_S / LEAST_S) / math.log(GROWTH))
 NUM_PENDING = 1 << 14
 """Counted together."""
 
 
 class Itl(msgspec.Struct, frozen=True):
-    """Of all gaps of all streams that are meant, in seconds; 0 without any."""
+    """Percentiles of all gaps of the streams that are meant, in seconds; 0 without any."""
 
     num: int = 0
     mean: float = 0.0

@@ -16,7 +16,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """Parallel columns of n requests, in the order of their numbers."""
 
     models: tuple[str, ...]
-    """That `model` indexes."""
+    """Models that `model` indexes."""
     model: np.ndarray
     """[n] int"""
     is_online: np.ndarray
@@ -24,9 +24,9 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: np.ndarray
     prompt_tokens: np.ndarray
     output_tokens: np.ndarray
-    """That were asked for."""
+    """Output tokens that were asked for."""
     num_tokens: np.ndarray
-    """That came."""
+    """Output tokens that came."""
     ttft_s: np.ndarray
     """nan: no token came."""
     tpot_s: np.ndarray
@@ -38,7 +38,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of a latency, in seconds (or of one over another); 0 without any request."""
+    """Spread of a latency, in seconds (or of one over another); 0 without any request."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -46,12 +46,12 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a model or of all. Latencies, attainment and normalised latency are of online requests."""
+    """Metrics of a model or of all. Latencies, attainment and normalised latency are of online requests."""
 
     num_requests: int = 0
     """Online ones."""
     num_unserved: int = 0
-    """Of those: found no group, were refused, or had not ended when the run was over."""
+    """Requests among them that found no group, were refused, or had not ended when the run was over."""
     attainment: float = 1.0
     """Share of requests that end within their SLO."""
     normalised_latency: float = 0.0
@@ -62,11 +62,11 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: Itl = Itl()
     """The gap before each token after the first, where TPOT is a request's mean."""
     requests_s: float = 0.0
-    """That ended, a second."""
+    """Requests that ended, per second."""
     tokens_s: float = 0.0
     """Output of online requests, a second."""
     offline_requests: int = 0
-    """That ended."""
+    """Offline requests that ended."""
     offline_tokens_s: float = 0.0
     """Prompts and output of offline requests, a second."""
     use: float = 0.0
@@ -79,11 +79,11 @@ class RunMetrics(msgspec.Struct, frozen=True, kw_only=True):
     use: dict[str, float]
     """Instance -> share of the time in which it computes."""
     seconds: float
-    """That the run took, of its own time."""
+    """Virtual seconds that the run took."""
 
 
 def spread(values: np.ndarray) -> Spread:
-    """Of those that are no nan."""
+    """Spread of the values that are no nan."""
     known = values[~np.isnan(values)]
     if not known.size:
         return Spread()

@@ -47,7 +47,7 @@ class Network:
         self.events = events
         self.fate = fate
         self.reach: Callable[[str], VirtualMigrations | None] = lambda _: None
-        """Of an instance; None: it is dead."""
+        """Migrations of an instance; None: it is dead."""
 
     def send(self, what: type, arrive: Callable[[], None]) -> None:
         for delay_s in self.fate(what):
@@ -99,14 +99,14 @@ class VirtualMigrations:
         self.num_transfers = 0
         """Under way, in or out."""
         self.num_out = 0
-        """Of these, out."""
+        """Migrations out among these."""
         self.num_bytes = 0
         """Sent."""
         self.is_dead = False
         self.on_over: Callable[[MigrationOutcome, GenerationRequest, Detached | None], None] = lambda *_: None
         self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
         self.on_blocks: Callable[[VirtualMigrations, commands.SendBlocks, list[int]], None] = lambda *_: None
-        """Of `SendBlocks` of a source, which now lie in these blocks."""
+        """Called with a source's `SendBlocks`, whose contents now lie in these blocks."""
         self._network, self._events, self._engine = network, network.events, engine
         self._bandwidth_bytes_s, self._rate_share = bandwidth_bytes_s, rate_share
         self._block_bytes = block_bytes
@@ -142,7 +142,7 @@ class VirtualMigrations:
             self.act()
 
     def on_effects(self, effects: list[Effect]) -> None:
-        """Of the engine; acted upon after what else happens at this moment."""
+        """Takes effects of the engine; acts on them after what else happens at this moment."""
         if any(isinstance(effect, Detached | Ended) for effect in effects):
             self._events.after(0.0, self.tell, *calls_of(effects))
 
@@ -331,7 +331,7 @@ class VirtualMigrations:
 
 
 class _Registry(Mapping[str, InstanceInfo]):
-    """Of a fleet; entries are made when they are looked at."""
+    """Registry of a fleet; entries are made when they are looked at."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances

@@ -36,8 +36,8 @@ class SplitKv(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     block_size: Annotated[int, Meta(ge=1)] = 16
     """Tokens."""
     overhead: Annotated[float, Meta(ge=1)] = 1.02
-    """Of steps, for it: block tables that are sent whole are 1 % (`python -m bench.sharing kv`), and as much again for reads
-    of less locality (assumed: SeaLLM's figure 9 shows an overhead, the text has no number)."""
+    """Factor on steps for splitting KV: block tables that are sent whole are 1 % (`python -m bench.sharing kv`), and as
+    much again for reads of less locality (assumed: SeaLLM's figure 9 shows an overhead, the text has no number)."""
 
 
 def deploy(

@@ -44,17 +44,17 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """When it began."""
     why: str
     interval_s: float
-    """Of the interval that began with it."""
+    """Length of the interval that began with it."""
     deviation: float | None
-    """Of the interval that ended with it; None: nothing was compared."""
+    """Deviation in the interval that ended with it; None: nothing was compared."""
     measured: Prediction
     verdict: Verdict
     num_groups: int
-    """Of the plan that it found."""
+    """Groups of the plan that it found."""
 
 
 class FleetReplacement:
-    """Of a fleet that has a plan deployed, from now on."""
+    """Replacement in a fleet that has a plan deployed, from now on."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class FleetReplacement:
         self.core.settled(fleet.events.now, predicted)
         self.searches: list[Search] = []
         self.changes: list[PlanChange] = []
-        """That are over."""
+        """Changes that are over."""
         self.plan = plan
-        """That serves, or did before the change that is under way."""
+        """Plan that serves, or did before the change that is under way."""
         self._fleet, self._problem, self._search, self._serving = fleet, problem, search, serving
         self._carry_out, self._search_s, self._fetch_bytes_s = carry_out or CarryOutSettings(), search_s, fetch_bytes_s
         self._past = past or traffic([], 0.0, [])
@@ -91,13 +91,13 @@ class FleetReplacement:
         self._change: PlanChange | None = None
         self._target = plan
         self._predicted: dict[bool, Prediction | None] = {}
-        """Of the target of the change, and of the plan before it: whether it is carried out."""
+        """Predictions for the target of the change (True) and for the plan before it (False)."""
         self._num_ranks = {place.instance_id: place.group.num_ranks for place in self._running}
-        """Of the instances that were started."""
+        """Ranks of the instances that were started."""
         self._fetched: set[tuple[str, str]] = set()
         self._is_searching = False
         self._arrivals = np.empty(0)
-        """Of all requests that the gateway knows."""
+        """Arrivals of all requests that the gateway knows."""
         self._fits = fits(problem)
         fleet.events.after(CHECK_S, self._check)
 
@@ -271,8 +271,9 @@ class FleetReplacement:
         return traffic(rows, until_s - since_s, sorted(self._models))
 
     def measured(self, since_s: float, until_s: float) -> Prediction:
-        """Of the requests that were decided then, as the service monitor counts: each once, when it ended or its SLO had
-        passed before. Of those that arrived in a time shorter than SLOs only the fast ones would be known."""
+        """What was measured of the requests that were decided then, as the service monitor counts: each once, when it
+        ended or its SLO had passed before. Of those that arrived in a time shorter than SLOs only the fast ones would be
+        known."""
         records, limits = self._fleet.gateway.records, self._limits()
         numbers = []
         for number in self._window(since_s - max(limits.values(), default=0.0), until_s):
@@ -283,7 +284,8 @@ class FleetReplacement:
         return self._measured(numbers, until_s - since_s)
 
     def _of_window(self, since_s: float, until_s: float) -> Prediction:
-        """Of the requests that arrived then, as a prediction is; without those whose kind is not decided yet as a whole."""
+        """What was measured of the requests that arrived then, as a prediction is; without those whose kind is not
+        decided yet as a whole."""
         gateway, now, limits = self._fleet.gateway, self._fleet.events.now, self._limits()
         return self._measured(
             [

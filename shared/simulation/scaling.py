@@ -14,7 +14,7 @@ INTERVAL_S = 1.0
 
 
 class Scaling:
-    """Of a fleet, from now on."""
+    """Scaling of a fleet, from now on."""
 
     def __init__(self, fleet: Fleet, add: Callable[[str], object]) -> None:
         """`add(instance_id)`: to the fleet, of the kind that it grows by. The fleet's settings must say that it scales."""
@@ -26,7 +26,7 @@ class Scaling:
         fleet.events.after(INTERVAL_S, self._look)
 
     def mean_instances(self) -> float:
-        """Of the registry, until now."""
+        """Mean number of instances in the registry until now."""
         self._count()
         return self._instance_s / self._fleet.events.now
 

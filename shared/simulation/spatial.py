@@ -44,7 +44,7 @@ PREFILL_BANDWIDTH, DECODE_BANDWIDTH, DECODE_ARITHMETIC = 0.1, 0.6, 0.2
 class SpatialModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     cost_model: CostModel
-    """Of the group's devices together, all units."""
+    """Cost model of the group's devices together, with all units."""
     units: Units
     block_size: int
     block_bytes: int
@@ -106,7 +106,7 @@ class SpatialGroup:
         self.itl = {name: ItlHistogram() for name in self.models}
         self._waiting: dict[str, deque[_Sequence]] = {name: deque() for name in self.models}
         self._running: dict[str, list[_Sequence]] = {name: [] for name in self.models}
-        """That have their prompt's KV, the oldest first."""
+        """Sequences that have their prompt's KV, the oldest first."""
         self._jobs: list[_Running] = []
         self._speed, self._since_s, self._turn = 1.0, 0.0, 0
         self._use = dict.fromkeys(self.models, (0.0, 0))

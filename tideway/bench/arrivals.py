@@ -56,7 +56,7 @@ class Replay(Spec, frozen=True, kw_only=True, tag="trace"):
 
     trace: TraceSource
     cv: NotNegative = 1.0
-    """Of the intervals, where the trace has rates only."""
+    """Coefficient of variation of the intervals, where the trace has rates only."""
 
 
 class Closed(Spec, frozen=True, kw_only=True, tag="closed"):

@@ -19,7 +19,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str
     request_class: RequestClass = msgspec.field(default=RequestClass.ONLINE, name="class")
     stream: str = ""
-    """Of the workload."""
+    """Stream of the workload."""
     arrival_s: float
     """When it was to be sent, so that latencies include a slip of the client; in a closed loop, when it was sent."""
     sent_s: float | None = None

@@ -24,7 +24,7 @@ class Result(msgspec.Struct, kw_only=True):
     created: str
     """UTC, ISO 8601."""
     machine: dict[str, Any]
-    """Of the client."""
+    """Machine of the client."""
     target: dict[str, Any]
     workload: dict[str, Any]
     """As given, with its seed: the same again plans the same requests."""
@@ -35,7 +35,7 @@ class Result(msgspec.Struct, kw_only=True):
     """Per model (base, slope) as calibrated: with them the prompts' texts are the same again."""
     was_interrupted: bool = False
     series: dict[str, Series] = {}
-    """Of the server's metrics."""
+    """Series of the server's metrics."""
     records: list[RequestRecord] = []
 
 

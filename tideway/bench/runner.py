@@ -34,7 +34,7 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     """The client's own. Where it is not small against the latencies, they are the client's and not the server's."""
 
     num_sent: int = 0
-    """Of the open loop."""
+    """Requests sent by the open loop."""
     send_p50_s: float = 0.0
     send_p99_s: float = 0.0
     send_max_s: float = 0.0

@@ -66,7 +66,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: Distribution
     itl_s: Distribution
     max_itl_s: Distribution = Distribution()
-    """Of each request its longest."""
+    """Longest gap of each request."""
     latency_s: Distribution
     normalized_latency_s: Distribution
     mean_prompt_tokens: float
@@ -75,7 +75,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     """Succeeded within the window."""
     goodput_rps: float
-    """Of them those that met their objectives."""
+    """Requests per second that met their objectives."""
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     goodput_tokens_per_s: float

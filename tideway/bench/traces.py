@@ -34,15 +34,15 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     path: str
     start_s: float = 0.0
-    """Of the part that is used, since the trace's start and in its time."""
+    """Start of the part that is used, since the trace's start and in its time."""
     length_s: float | None = None
-    """Of that part; None: to the end."""
+    """Length of that part; None: to the end."""
     time_scale: Annotated[float, Meta(gt=0)] = 1.0
     """Seconds of the run for one second of the trace: 0.5 plays it twice as fast, bursts too. Rates stay what they are."""
     keep: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the requests that are kept, drawn by the seed: thins the load and leaves its shape in time."""
     rate_scale: Annotated[float, Meta(gt=0)] = 1.0
-    """Of a trace of rates."""
+    """Factor on the rates of a trace of rates."""
     prompt_scale: Annotated[float, Meta(gt=0)] = 1.0
     output_scale: Annotated[float, Meta(gt=0)] = 1.0
     series: str = ""
