@@ -56,7 +56,7 @@ BACKLOG = 2048
 ENDING_S = 5.0
 """At a stop, for what is left after all graces to be told so."""
 OTHER_DESCRIPTORS = 256
-"""Of the process, that are no connections of clients."""
+"""Descriptors of the process that are no connections of clients."""
 
 
 class _Server(uvicorn.Server):

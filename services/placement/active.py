@@ -156,7 +156,7 @@ class ActivePlacement:
         )  # fmt: skip
         self._wake = asyncio.Event()
         self._first_read: asyncio.Task[None]
-        """Of the checkpoints. A plan made before it leaves models where they are."""
+        """The first reading of the checkpoints. A plan made before it leaves models where they are."""
         self._subscriptions: list[Subscription] = []
         self._tasks = TaskSet(told=ServiceError)
         self.is_open = False

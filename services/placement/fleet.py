@@ -18,7 +18,7 @@ class Fleet(NamedTuple):
     draining: tuple[str, ...] = ()
     """In the order in which they were drained."""
     released: tuple[str, ...] = ()
-    """Of those."""
+    """Released ones among them."""
 
     @classmethod
     def of(cls, plan: PlacementPlan | None) -> Fleet:
@@ -53,7 +53,8 @@ def num_ranks(node: NodeInfo) -> int:
 
 
 def num_stages(node: NodeInfo, num_devices: int) -> int:
-    """Of an instance of so many of its devices: as the node says, where it is one of those that the node offers."""
+    """Stages of an instance of so many of a node's devices: as the node says, where it is one of those that the node
+    offers."""
     return node.groups[0].num_stages if node.groups and node.groups[0].num_ranks == num_devices else 1
 
 

@@ -17,7 +17,7 @@ class Inputs:
     models: list[ConfiguredModel]
     nodes: list[NodeInfo]
     held_nodes: frozenset[str]
-    """Of those that are away, but may be back in a moment."""
+    """Nodes that are away, but may be back in a moment."""
     incumbent: PlacementPlan | None
     fleet: Fleet
     ready: frozenset[tuple[str, str]]

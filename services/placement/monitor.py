@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHOWN_S = 60.0
-"""That metrics are over."""
+"""Seconds that metrics cover."""
 SHOW_INTERVAL_S = 5.0
 """Between two looks at them: with some ten thousand requests in the log each takes a tenth of a second."""
 MAX_SEARCHED = 500_000
 """Requests of all the traffic that a search is given: arrays of them are made on the event loop, in a tenth of a second."""
 FREED_SHARE = 0.25
-"""Of the log's time that is given up, from the oldest on, where the store is full."""
+"""Share of the log's time that is given up, from the oldest on, where the store is full."""
 
 
 class PlacementMonitor:
@@ -118,7 +118,7 @@ class PlacementMonitor:
         return traffic_by_model(self._log, scales, now - interval_s, now)
 
     def prediction(self, interval_s: float) -> Prediction:
-        """Likewise, in the form of what is predicted: an adapter's requests are its model's."""
+        """What was measured, in the form of what is predicted: an adapter's requests are its model's."""
         return measured_prediction(
             self.measured(interval_s), {name: spec.base for name, spec in self._adapters.items()}
         )

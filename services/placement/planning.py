@@ -249,7 +249,7 @@ def fits(
 def wasted(
     new: PlacementPlan, models: Sequence[ConfiguredModel], nodes: Sequence[NodeInfo]
 ) -> dict[tuple[str, int], dict[str, float]]:
-    """Of the merged blocks of each size on a kind of device, the share that each model leaves unused."""
+    """By size of merged blocks on a kind of device: the share that each model leaves unused."""
     shapes = {model.spec.name: model.shape for model in models}
     kinds = {node.node_id: DeviceFacts.of(node) for node in nodes}
     found: dict[tuple[str, int], dict[str, float]] = {}
@@ -301,7 +301,7 @@ def _kept(nodes: Iterable[NodeInfo], incumbent: PlacementPlan | None, num_free_r
 
 
 def _home(incumbent: PlacementPlan, instances: Iterable[InstancePlan], draining: Collection[str]) -> list[InstancePlan]:
-    """Of the next plan, of these instances; empty: it is at home."""
+    """The home of these instances in the next plan; empty: it is at home."""
     out = [place for place in incumbent.instances if place.instance_id in draining]
     home = incumbent.home or (incumbent.instances if out else [])
     known, there = {place.instance_id for place in home}, {place.instance_id for place in instances}

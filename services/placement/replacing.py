@@ -57,7 +57,7 @@ MODES = ("off", "advise", "auto")
 STATE_KEY = "current"
 SHOWN_REJECTED = 8
 STORED_SHARE, LARGEST_CHANGE = 0.9, 0.75
-"""Of what NATS lets a message have: what is stored of a search at most, and a plan with a change that begins."""
+"""Shares of the largest message of NATS: what is stored of a search at most, and a plan with a change that begins."""
 SHOW_INTERVAL_S = 10.0
 """Between two looks at what was measured, for metrics."""
 
@@ -81,7 +81,7 @@ def replacement_settings(settings: PlacementSettings) -> ReplacementSettings:
 
 
 class Replacing:
-    """Of the placement that leads."""
+    """Replacement in the placement that leads."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Replacing:
 
     @property
     def change(self) -> PlanChange | None:
-        """That is under way."""
+        """The change that is under way."""
         change = self._plans.current.change
         return None if change is None or change.is_over else change
 

@@ -41,7 +41,7 @@ class Cluster(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Of all instances, the drained ones too."""
+        """Names of all instances, the drained ones too."""
         planned = {i.instance_id for i in self.plan.instances} if self.plan is not None else set()
         return planned | set(instance_ids(self.nodes)) | set(self.fleet.draining)
 

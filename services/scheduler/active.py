@@ -459,7 +459,7 @@ def _core(
 
 
 def _error_of(call: asyncio.Future[Accepted]) -> ErrorInfo | None:
-    """Of a submit call that is over."""
+    """The error of a submit call that is over."""
     if call.cancelled():
         return ErrorInfo(ErrorCode.UNAVAILABLE, "the call was cancelled")
     match call.exception():

@@ -32,7 +32,7 @@ class Observer:
     def __init__(self, telemetry: Telemetry) -> None:
         self._tracer = telemetry.tracer
         self._fingerprints: dict[str, dict[str, str]] = {}
-        """Of the models of each instance, by name, in deterministic mode."""
+        """Fingerprints of the models of each instance, by name, in deterministic mode."""
         registry = telemetry.registry
 
         def counter(name: str, text: str, *labels: str) -> Counter:

@@ -124,7 +124,7 @@ class TenantPolicy:
         return self._weights.get(tenant, 1.0)
 
     def salt(self, tenant: str) -> str:
-        """Of the cached prefixes of its requests."""
+        """Salt of the cached prefixes of its requests."""
         return "" if self._sharing & {ANY_TENANT, tenant} else tenant
 
 
@@ -136,7 +136,7 @@ def checked_tenant(name: str) -> str:
 
 
 def name_of(tenant: str) -> str:
-    """Of a tenant's id, what is shown, and travels with its requests."""
+    """The part of a tenant's id that is shown and travels with its requests."""
     if tenant.startswith(NAMED):
         return tenant.removeprefix(NAMED)
     return f"key-{tenant[:8]}" if tenant else ""
@@ -280,7 +280,7 @@ class Uses(Protocol):
         """The key's use here has changed otherwise. `soon`: others may wait for what was given back."""
 
     async def all(self) -> dict[str, KeyUses]:
-        """Of keys with limits that are in use, by `Key.use_id`. Raises `BusError`."""
+        """Uses of keys with limits that are in use, by `Key.use_id`. Raises `BusError`."""
 
 
 class LocalUses:
@@ -415,7 +415,7 @@ class Admission:
         return bool(self._admin_keys)
 
     def key_of(self, tenant: str) -> Key:
-        """Of a tenant whose key this process has never had: one without limits."""
+        """The key of a tenant; one without limits where this process has never had it."""
         found = self._by_tenant.get(tenant)
         if found is None:
             found = Key()
@@ -530,7 +530,7 @@ class Admission:
         return charged
 
     def give_back(self, key: Key, charged: PromptTokens) -> None:
-        """Of a prompt that is not computed."""
+        """Gives back the tokens of a prompt that is not computed."""
         charged.give_back()
         self.uses.note(key, soon=True)
 

@@ -37,7 +37,7 @@ ALIVE_INTERVAL_S = 1.0
 assert KEY_USES.ttl_s is not None
 RENEW_S = KEY_USES.ttl_s / 3
 MAX_TRIES = 50
-"""Of one write, where other gateways write too."""
+"""Most tries of one write, where other gateways write too."""
 
 
 class _Asked:

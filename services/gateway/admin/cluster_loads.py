@@ -65,7 +65,7 @@ class ClusterLoads:
             await self._subscription.stop()
 
     async def states(self) -> list[InstanceState]:
-        """Of those alive, with what they report as far as it is heard. Takes up to `LONG_LISTEN_S`."""
+        """States of the live instances, with what they report as far as it is heard. Takes up to `LONG_LISTEN_S`."""
         if self._bus.now() - self._listened_s >= FRESH_S or self._is_any_awaited():
             if self._listening is None or self._listening.done():
                 self._listening = asyncio.create_task(self._listen(), name="load reports")
@@ -87,7 +87,7 @@ class ClusterLoads:
         return {model.model: model.num_queued for model in self._statistics[0].models}
 
     def queue_lengths(self) -> Mapping[str, tuple[int, int]] | None:
-        """Likewise, online and offline ones."""
+        """Lengths of the schedulers' queues: online and offline requests by model."""
         if self.num_queued() is None or self._statistics is None:
             return None
         return {

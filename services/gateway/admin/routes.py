@@ -59,7 +59,7 @@ async def set_route(context: GatewayContext, request: Request) -> Response:
 
 @audited
 async def delete_route(context: GatewayContext, request: Request) -> Response:
-    """Of a model of the same name requests go to that model again."""
+    """Deletes a route; where a model has the same name, requests go to that model again."""
     authenticate_operator(context, request)
     await context.routes.delete(request.path_params["name"])
     return json_response({})

@@ -19,7 +19,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-"""Of fields: here by what they are called in a chat."""
+"""Names of fields, by what they are called in a chat."""
 
 
 def chat_request(request: Prompted) -> ChatRequest:
@@ -45,7 +45,7 @@ def chat_request(request: Prompted) -> ChatRequest:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """That a chat was refused with, with the field as it is called here."""
+    """The error that a chat was refused with, with the field as it is called here."""
     if error.param in _NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
         error.param = _NAMES[error.param]

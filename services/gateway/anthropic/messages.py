@@ -120,7 +120,7 @@ class OutputBlock(msgspec.Struct, kw_only=True, omit_defaults=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
     thinking: str | msgspec.UnsetType = msgspec.UNSET
     signature: str | msgspec.UnsetType = msgspec.UNSET
-    """Of reasoning; always empty."""
+    """Signature of reasoning; always empty."""
     id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     input: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

@@ -24,13 +24,13 @@ def message_usage(usage: Usage) -> MessageUsage:
 
 
 class MessageBuilder:
-    """Of the only choice of a generation."""
+    """Builds the message of the only choice of a generation."""
 
     def __init__(self, message_id: str, model: str, generation: Generation) -> None:
         self._generation = generation
         self.message = MessageObject(id=message_id, model=model, content=[], usage=message_usage(generation.usage()))
         self._arguments = ""
-        """Of the call that is the last block."""
+        """Arguments of the call that is the last block."""
         self._is_open = False
 
     def take(self, delta: Delta) -> list[Event]:

@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 MAX_UPLOAD_S = 3600.0
 DEFAULT_EXPIRY_S = 30 * 86400
-"""Of files for batches, and of their output."""
+"""Default expiry of files for batches, and of their output."""
 RECORDS_BYTES = 64 << 20
 RESERVED_SHARE = 0.25
-"""Of the stores of records and contents, in which uploads do not go: it is for the output of batches."""
+"""Share of the stores of records and contents that uploads do not use: it is for the output of batches."""
 FULL_RETRY_AFTER_S = 60.0
 
 

@@ -27,11 +27,11 @@ RECORDS_RESERVE_BYTES = RECORDS_BYTES // 4
 RESULTS_BYTES = 1 << 30
 """For the answers of all batches that are not finished."""
 RESULTS_RESERVED_SHARE = 0.25
-"""Of that, in which no batch is begun, and only the one that was begun first goes on."""
+"""Share of that in which no batch is begun, and only the one that was begun first goes on."""
 LINE_BYTES, TOKEN_BYTES = 600, 5
-"""Of a stored answer, typically, without log-probabilities."""
+"""Typical sizes of a stored answer, without log-probabilities."""
 STORED_BYTES = 150
-"""That JetStream adds to an answer: its key, a header, the record's frame."""
+"""Bytes that JetStream adds to an answer: its key, a header, the record's frame."""
 LOOK_INTERVAL_S = 1.0
 """At which the room is looked at; in between, what is stored from here is subtracted."""
 WATCH_TIMEOUT_S = 3.0
@@ -182,7 +182,7 @@ class Batches:
         return sorted(own, key=lambda record: (record.created_s, record.batch_id), reverse=True)
 
     def progress(self, limit: int) -> list[BatchRecord]:
-        """Of all tenants: those that are not over, and the last that ended."""
+        """Batches of all tenants that are not over, and the last that ended."""
         records = self._watch.entries.values() if self._watch is not None else ()
         return nsmallest(limit, records, key=lambda record: (is_terminal(record), -record.created_s))
 

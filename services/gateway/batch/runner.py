@@ -62,7 +62,7 @@ FULL_PATIENCE_S = 900.0
 """For the batch that was begun first, in which no result of it could be stored: longer than what others leave stays."""
 FIRST_ASSEMBLY_BACKOFF_S, MAX_ASSEMBLY_BACKOFF_S = 0.5, 30.0
 LINES_BETWEEN_TURNS = 200
-"""Of validation, which leaves the event loop to others in between."""
+"""Lines of validation between two turns, in which it leaves the event loop to others in between."""
 
 _NOT_OF_THE_LINE = frozenset(
     {ErrorCode.INTERNAL, ErrorCode.UNKNOWN_MODEL, ErrorCode.MODEL_FAILED, ErrorCode.STORAGE_FULL, ErrorCode.UNAVAILABLE}

@@ -32,12 +32,12 @@ MAX_RUNS = 5
 RUN_AGAIN_S = 2.0
 CHECK_INTERVAL_S = 1.0
 HEAD_START_S = 0.02
-"""That a gateway gives the others for each batch that it has already."""
+"""Seconds that a gateway gives the others for each batch that it has already."""
 SWEEP_INTERVAL_S = 600.0
 STORAGE_CHECK_INTERVAL_S = 5.0
 RECENT_S = 3600.0
 RETENTION_S = 30 * 86400
-"""Of the records of batches, from their deadline on."""
+"""Retention of the records of batches, from their deadline on."""
 
 
 class _Claim:
@@ -192,7 +192,7 @@ class BatchService:
     # ------------------------------------------------------------------------------------------------ sweeping
 
     async def _check_storage_forever(self) -> None:
-        """That the disk is full is known before somebody needs it, and that it is not any more."""
+        """Keeps known whether the disk is full, before somebody needs it."""
         while True:
             with contextlib.suppress(BusError):  # shown by the bus
                 await self._context.files.check_storage()

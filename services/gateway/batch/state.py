@@ -139,7 +139,7 @@ class LineBook:
         for model, tokens in zip(plan.model_of, plan.tokens, strict=True):
             self._remaining[model] += tokens
         self._estimated = 0
-        """Of the completed lines, before they ran."""
+        """Estimated cost of the completed lines, before they ran."""
 
     def __len__(self) -> int:
         return len(self._done)
@@ -244,9 +244,9 @@ NOBODY_CODES = frozenset(
 )
 """Nobody could take the line, which says nothing about it: it is tried until the batch's window is over."""
 MAX_COUNTED_FAILURES = 3
-"""Of kinds that the line itself may cause."""
+"""Most failures of kinds that the line itself may cause."""
 MAX_LOAD_FAILURES = 30
-"""Of attempts that could not load the model's tokenizer: several minutes."""
+"""Most attempts that could not load the model's tokenizer: several minutes."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 

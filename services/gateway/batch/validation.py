@@ -68,7 +68,7 @@ def read_line(raw: bytes, endpoint: str) -> tuple[str, Body]:
 
 
 def custom_id_of(raw: bytes) -> str:
-    """Of a line that has been validated."""
+    """The custom id of a line that has been validated."""
     try:
         return _ID.decode(raw).custom_id
     except msgspec.MsgspecError:

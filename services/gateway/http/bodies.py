@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 LINGER_S = 3.0
 FREE_BYTES = 64 * 1024
-"""Of each body: they are bounded by the number of connections."""
+"""Bytes of each body that do not count: they are bounded by the number of connections."""
 RETRY_AFTER_S = 1.0
 
 
@@ -83,7 +83,7 @@ def decompressed(body: bytes | bytearray, encodings: str, max_bytes: int) -> byt
 
 
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-"""Of zlib."""
+"""Window bits of zlib."""
 
 
 async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room: BodyRoom) -> T:

@@ -111,7 +111,7 @@ T = TypeVar("T")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 MAX_NAME_CHARACTERS = 100
-"""Of an unknown field, as it is told."""
+"""Longest name of an unknown field in a message."""
 
 
 def _choices(struct: type, path: str) -> str:
@@ -126,7 +126,7 @@ def _choices(struct: type, path: str) -> str:
 
 
 def _structs(struct: type, path: str) -> list[Any]:
-    """Of which one is at that place of the struct (`messages[0]`); itself where the path is empty."""
+    """The structs of which one is at that place of the struct (`messages[0]`); the struct itself where the path is empty."""
     forms: list[Any] = [struct]
     for name in filter(None, re.sub(r"\[[^]]*\]", "", path).split(".")):
         forms = [form for owner in forms for form in _forms(get_type_hints(owner).get(name))]

@@ -174,9 +174,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_moved = False
         """The parser has told of something."""
         self._framing = b""
-        """Of the body of a request that asks for another protocol, until a second parser reads it."""
+        """Framing of the body of a request that asks for another protocol, until a second parser reads it."""
         self._is_repeating = False
-        """That parser is being told of it."""
+        """The second parser is being fed with it."""
         self._refusal: ApiError | None = None
         self._is_refused = False
         self._stuck_s = 0.0

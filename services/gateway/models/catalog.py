@@ -125,7 +125,7 @@ class Catalog:
         await true_within(is_shown, self._adapters_changed, CHANGE_S)
 
     def base(self, model: str) -> str:
-        """Of an adapter, the model that computes it; else the model itself."""
+        """The model that computes an adapter; else the model itself."""
         adapter = self.adapter(model)
         return model if adapter is None else adapter.base
 
@@ -135,7 +135,7 @@ class Catalog:
 
     @property
     def names(self) -> list[str]:
-        """Of models and adapters."""
+        """Names of models and adapters."""
         return [spec.name for spec in self.models] + [spec.name for spec in self.adapters]
 
     def created(self, model: str) -> int:

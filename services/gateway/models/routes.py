@@ -73,7 +73,7 @@ class Routes:
         await true_within(lambda: self.get(route.name) == route, self._changed, CHANGE_S)
 
     async def delete(self, name: str) -> None:
-        """Likewise. Raises `ApiError` 404, `BusError`."""
+        """Deletes a route. Raises `ApiError` 404, `BusError`."""
         if await self._stored.get(bucket_key(name)) is None:
             raise ApiError(404, f"There is no route '{name[:200]}'.", param="name", code="route_not_found")
         await self._stored.delete(bucket_key(name))

@@ -16,11 +16,11 @@ KNOWN_FORMATS = frozenset(
 )
 """Those that llguidance enforces."""
 MAX_REFERENCES = 32
-"""Of a schema that are followed for one question."""
+"""Most references of a schema that are followed for one question."""
 EXACT_INTEGER = 2**53
 """Up to which a double holds every integer, as llguidance reads them."""
 GREATEST_BOUND = 2**63 - 1024
-"""Of integers: the greatest double within 64 bits."""
+"""Greatest bound of integers: the greatest double within 64 bits."""
 
 _SCHEMAS = (
     "items",

@@ -41,7 +41,8 @@ MAX_SEQUENCE_BYTES = MAX_MESSAGE_BYTES - 16 * 1024
 sampling parameters."""
 MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
 MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
-"""Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
+"""Most bytes of prompts' log-probabilities, packed: many times that as JSON, which is made in one go and takes the
+event loop a third of a second."""
 SEED_MASK = 2**63 - 1
 NO_DEFAULTS = SamplingDefaults()
 LEAST_TEMPERATURE = 1e-5
@@ -69,7 +70,7 @@ class Options:
     timeout_s: float
     echo: bool
     grammar: Grammar | None
-    """That the request's fields ask for."""
+    """Grammar that the request's fields ask for."""
     tools: ToolUse | None
     prompt_logprobs: int | None
     """As the field of that name."""

@@ -61,7 +61,7 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Of each token of a prompt, by token id; None for the first."""
+"""Log-probabilities of each token of a prompt, by token id; None for the first."""
 
 
 class CalledFunction(msgspec.Struct):
@@ -145,7 +145,7 @@ class ModelCard(msgspec.Struct):
     owned_by: str
     root: str
     parent: str | None
-    """Of a LoRA adapter: its base model."""
+    """The base model of a LoRA adapter."""
     max_model_len: int | None
     """None: no instance has loaded the model yet and its operator set no limit."""
 

@@ -82,7 +82,8 @@ def is_nested_deep(value: Any) -> bool:
 
 
 def check_nesting(**fields: Any) -> None:
-    """Of a struct that is being decoded: what is raised becomes a `ValidationError` with the field's place."""
+    """Checks the nesting of a struct that is being decoded: what is raised becomes a `ValidationError` with the field's
+    place."""
     for name, value in fields.items():
         if is_nested_deep(value):
             raise ValueError(f"Nested deeper than {MAX_NESTING} objects and lists - at `$.{name}`")
@@ -100,7 +101,7 @@ class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
     schema: dict[str, Any] | None = None
-    """Of the object, as llama.cpp has it."""
+    """Schema of the object, as llama.cpp has it."""
 
     def __post_init__(self) -> None:
         check_nesting(schema=self.schema)
@@ -137,7 +138,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Lark, or EBNF as llama.cpp writes it."""
     json_object: bool | None = None
     whitespace_pattern: Source | None = None
-    """Of white space in JSON, where any is allowed."""
+    """Pattern of white space in JSON, where any is allowed."""
     disable_fallback: bool | None = None
     """Without effect, as are the next two: nothing falls back, and JSON is on one line."""
     disable_any_whitespace: bool | None = None
@@ -254,7 +255,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
 @functools.cache
 def allowed_values(request: type[GenerationFields]) -> dict[str, list[Any]]:
-    """Of the fields that take only these."""
+    """Values of the fields that take only these."""
     allowed = {}
     for name, hint in get_type_hints(request, include_extras=True).items():
         for meta in getattr(hint, "__metadata__", ()):
@@ -425,13 +426,13 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ttft_ms: Milliseconds | None = None
     """Objective of online requests that name none: time to first token."""
     tpot_ms: Milliseconds | None = None
-    """Likewise per output token after the first."""
+    """Objective of online requests that name none: time per output token after the first."""
     slo_scale: Annotated[float, Meta(ge=1, le=1000)] | None = None
     """Times its model's mean execution time that a request may take from arrival to end; default 5."""
     quantization: Literal["int8", "int4", "fp8"] | None = None
-    """Of the weights, where the checkpoint is not quantised."""
+    """Quantisation of the weights, where the checkpoint is not quantised."""
     base: ModelName | None = None
-    """Of a LoRA adapter: the model whose weights it is computed with."""
+    """For a LoRA adapter: the model whose weights it is computed with."""
     tool_format: str | None = None
     """How it writes calls of tools, where its chat template does not tell."""
 

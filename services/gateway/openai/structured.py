@@ -34,13 +34,13 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 nothing else."""
 
 EBNF = "ebnf_grammar"
-"""Of grammars as llama.cpp and xgrammar write them (`root ::= ...`)."""
+"""Kind of grammars as llama.cpp and xgrammar write them (`root ::= ...`)."""
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """That an output follows."""
+    """A grammar that an output follows."""
 
     text: str
     """As llguidance takes it, but for EBNF (`as_lark`)."""
@@ -53,13 +53,13 @@ class Grammar:
 
     @property
     def num_bytes(self) -> int:
-        """Of a message, that it takes."""
+        """Bytes that it takes of a message."""
         return len(self.text.encode())
 
 
 def json_grammar(schema: Any, param: str, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
-    """Of values of a JSON schema. `param`: the field at fault where it cannot be had. `is_lenient`: keywords that cannot be
-    enforced are ignored. Raises `ApiError`."""
+    """Grammar of values of a JSON schema. `param`: the field at fault where it cannot be had. `is_lenient`: keywords
+    that cannot be enforced are ignored. Raises `ApiError`."""
     spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
@@ -104,7 +104,7 @@ def behind(grammar: Grammar, rules: str, start: str) -> Grammar:
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
-    """That the request's fields ask for; None: none does. Raises `ApiError` 400 with the field at fault."""
+    """The grammar that the request's fields ask for; None: none does. Raises `ApiError` 400 with the field at fault."""
     found = [grammar for grammar in (_of_format(request), *_of_guided(request), *_of_structured(request)) if grammar]
     if len(found) > 1:
         one, other = found[0].param, found[1].param
@@ -177,7 +177,7 @@ def _of_texts(prefix: str, regex: str | None, choice: list[str] | None, grammar:
 
 
 def _of_source(grammar: str, param: str) -> Grammar:
-    """Of one in Lark or EBNF."""
+    """The grammar of a source in Lark or EBNF."""
     is_ebnf = _EBNF_RULE.search(grammar) is not None
     return encoded({EBNF: grammar} if is_ebnf else lark_grammar(grammar), "grammar", param)
 

@@ -225,7 +225,7 @@ async def begin(
 async def prompts_in_time(
     context: GatewayContext, spec: ModelSpec, message: ChatRequest | CompletionRequest, options: Options
 ) -> tuple[list[Prompt], ModelTokenizer]:
-    """Of a request that comes from no client. Raises `ApiError`, 408 when its time has passed."""
+    """Prompts of a request that comes from no client. Raises `ApiError`, 408 when its time has passed."""
     context.catalog.check_can_be_served(spec.name)
     try:
         async with asyncio.timeout(options.timeout_s):
@@ -325,8 +325,8 @@ async def make_prompts(
 
 
 def grammar_behind(tokenizer: ModelTokenizer, options: Options, opening: Opening | None) -> Grammar | None:
-    """That an output follows, behind the reasoning that a model may do before its answer; None: none. `opening`: None
-    where the output is no chat's. Raises `ApiError`."""
+    """The grammar that an output follows, behind the reasoning that a model may do before its answer; None: none.
+    `opening`: None where the output is no chat's. Raises `ApiError`."""
     spelled, special = tokenizer.tool_format, tokenizer.special_token_id
     of_calls = None if options.tools is None else options.tools.grammar_with(options.grammar, spelled, special)
     grammar = of_calls or options.grammar
@@ -361,7 +361,7 @@ async def rendered_chat(
 
 
 async def num_prompt_tokens(context: GatewayContext, message: ChatRequest) -> int:
-    """Of a chat that is not asked for. Raises `ApiError`."""
+    """Number of prompt tokens of a chat that is not to be answered. Raises `ApiError`."""
     tokenizer = await context.tokenizers.get(context.catalog.spec(context.routes.model_of(message.model)))
     tools = tool_use_of(message)
     text = await rendered_chat(context, tokenizer, message, tools=None if tools is None else tools.definitions())

@@ -114,7 +114,8 @@ class Call:
         return self._model if self.routed.route is None else self.routed.route.name
 
     def headers(self) -> dict[str, str]:
-        """That say which model answers, where that is not the name that was asked for, and how the answer may be resumed."""
+        """Headers that say which model answers, where that is not the name that was asked for, and how the answer may
+        be resumed."""
         found = {} if self.kept is None and not self.is_resumed else {STREAM_HEADER: self.call_id}
         if self.routed.route is not None or (self.is_resumed and self.shown_model != self.routed.model):
             found[MODEL_HEADER] = self.routed.model
@@ -241,7 +242,7 @@ class Call:
             self.span.set_attributes(structured_attributes(kind))
 
     def body(self, answer: Collector, generation: Generation) -> bytes:
-        """Of the answer in one piece."""
+        """Body of the answer in one piece."""
         options, tokenizer = generation.options, generation.tokenizer
         created, usage = self.created_s, generation.usage()
         prompts = [

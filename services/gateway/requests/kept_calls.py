@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 WINDOW_HEADER = "x-resume-window"
 KEY_HEADER = "idempotency-key"
 STREAM_HEADER = "x-stream-id"
-"""Of an answer that may be resumed."""
+"""Header of an answer that may be resumed."""
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
 

@@ -27,7 +27,7 @@ from shared.runtime.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Of one gateway; what would be more is left out, and counted."""
+"""Most mirrored requests in flight of one gateway; what would be more is left out, and counted."""
 
 
 class Mirrors:

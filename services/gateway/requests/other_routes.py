@@ -91,7 +91,7 @@ def _check_num_tokens(num_tokens: int, param: str) -> None:
 
 
 def _spec(context: GatewayContext, name: str | None) -> ModelSpec:
-    """Of a route's name: of one of its models."""
+    """Spec of the model; for a route's name, of one of its models."""
     return context.catalog.spec(name if name is None else context.routes.model_of(name))
 
 

@@ -28,13 +28,13 @@ def position_of(request: Request) -> tuple[str, str]:
 
 
 def seen_by(request: Request, plan: Plan) -> list[Seen]:
-    """Of a chat's or completion's answer, how far the client has it. Raises `ApiError` 400."""
+    """How far the client has a chat's or completion's answer. Raises `ApiError` 400."""
     text, param = position_of(request)
     return seen_of(text, len(plan.prompts) * plan.options.num_choices, param)
 
 
 def num_events_seen(request: Request) -> int:
-    """Of a response's events, which are numbered from 0, those that the client has. Raises `ApiError` 400."""
+    """How many of a response's events, which are numbered from 0, the client has. Raises `ApiError` 400."""
     text, param = position_of(request)
     return whole_number_of({param: text}, param, 0, 0, MAX_AFTER) + 1 if text else 0
 

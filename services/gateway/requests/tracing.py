@@ -40,7 +40,7 @@ def request_attributes(operation: str, model: str, request: GenerationFields, op
 
 
 def route_attributes(routed: Routed) -> Attributes:
-    """Of a request that names a route; none of others."""
+    """Span attributes of a request that names a route; none of others."""
     if routed.route is None:
         return {}
     return {"tideway.route": routed.route.name, "tideway.route_role": routed.role.value}

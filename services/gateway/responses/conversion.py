@@ -28,11 +28,11 @@ _NAMES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
-"""Of fields: here by what they are called in a chat."""
+"""Names of fields, by what they are called in a chat."""
 
 
 def items_of(request: ResponseRequest) -> list[InputItem]:
-    """Of a request; those of hosted tools are left out. Raises `ApiError` 400."""
+    """Input items of a request; those of hosted tools are left out. Raises `ApiError` 400."""
     if isinstance(request.input, str):
         return [InputItem(role="user", content=request.input)]
     for index, item in enumerate(request.input):
@@ -138,7 +138,7 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
 
 
 def renamed(error: ApiError) -> ApiError:
-    """That a chat was refused with, with the field as it is called here."""
+    """The error that a chat was refused with, with the field as it is called here."""
     if error.param in _NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
         error.param = _NAMES[error.param]

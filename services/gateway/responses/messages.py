@@ -38,8 +38,8 @@ class TextPart(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the conversation: a message, reasoning, a call of a tool, or what that returned. Those of tools that OpenAI runs
-    itself are left out."""
+    """An item of the conversation: a message, reasoning, a call of a tool, or what that returned. Those of tools that
+    OpenAI runs itself are left out."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -50,11 +50,11 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """JSON."""
     output: str | list[TextPart] | None = None
     namespace: str | None = None
-    """Of the tool that is called."""
+    """Namespace of the tool that is called."""
     input: str | None = None
-    """Of a custom tool."""
+    """Input of a custom tool."""
     summary: list[TextPart] | None = None
-    """Of reasoning; `content` has the whole of it."""
+    """Summary of reasoning; `content` has the whole of it."""
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,9 +67,9 @@ class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    """Of a custom tool's input: a grammar is told to the model, and not enforced."""
+    """Format of a custom tool's input: a grammar is told to the model, and not enforced."""
     tools: list[ResponseTool] | None = None
-    """Of a namespace."""
+    """Tools of a namespace."""
 
     def __post_init__(self) -> None:
         check_nesting(parameters=self.parameters, format=self.format)
@@ -111,7 +111,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     model: ModelName
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    """Of this response alone: those of the previous one do not go on."""
+    """Instructions for this response alone: those of the previous one do not go on."""
     previous_response_id: ResponseId | None = None
     store: bool | None = None
     """Default true: it may be read and continued by its id for a day."""
@@ -158,13 +158,13 @@ class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: list[OutputText | ReasoningText] | msgspec.UnsetType = msgspec.UNSET
     summary: list[ReasoningText] | msgspec.UnsetType = msgspec.UNSET
-    """Of reasoning; always empty."""
+    """Summary of reasoning; always empty."""
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     namespace: str | msgspec.UnsetType = msgspec.UNSET
     input: str | msgspec.UnsetType = msgspec.UNSET
-    """Of a custom tool."""
+    """Input of a custom tool."""
 
 
 class InputTokensDetails(msgspec.Struct):

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 ID_PREFIX = "resp_"
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 4096
-"""Of one with its whole conversation."""
+"""Most bytes of a response with its whole conversation."""
 
 _ITEMS = msgspec.json.Decoder(list[InputItem])
 

@@ -104,7 +104,7 @@ def _custom_description(tool: ResponseTool) -> str | None:
 
 
 def custom_input(arguments: str) -> str:
-    """Of a custom tool, from the arguments of the function that it is to the model."""
+    """Input of a custom tool, from the arguments of the function that it is to the model."""
     value = arguments_object(arguments).get(CUSTOM_ARGUMENT)
     return value if isinstance(value, str) else arguments
 

@@ -148,7 +148,7 @@ class ResponseBuilder:
         return events
 
     def _new_id(self, prefix: str) -> str:
-        """Of the next item: whoever makes the response again makes the same."""
+        """Id of the next item: whoever makes the response again makes the same."""
         seed = f"{self.response.id}/{len(self.response.output)}"
         return prefix + hashlib.sha256(seed.encode()).hexdigest()[:32]
 

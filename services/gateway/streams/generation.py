@@ -56,7 +56,7 @@ class Delta:
     reasoning: str = ""
     """Before the text."""
     num_tokens: int = 0
-    """Of the choice, up to its end."""
+    """Tokens of the choice up to the delta's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Choice:
         self.max_itl_s = 0.0
         """The longest time between two of its news."""
         self.listener: Callable[[], None] = lambda: None
-        """Of its stream."""
+        """Listener of its stream."""
         self._is_first = True
         self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
         self._min_tokens = prompt.sampling.min_tokens
@@ -215,7 +215,7 @@ class Choice:
         return self._reader is not None and self._reader.is_in_call
 
     def _read(self, reader: OutputReader, piece: str) -> None:
-        """Of one token, so that it is known which ones are reasoning."""
+        """Reads one token at a time, so that it is known which ones are reasoning."""
         was_reasoning = reader.is_reasoning
         reader.feed(self._show(piece, self.num_tokens <= self._min_tokens or reader.is_in_call))
         self.num_reasoning_tokens += was_reasoning or reader.is_reasoning
@@ -242,8 +242,8 @@ class Choice:
         return shown
 
     def prompt_logprobs(self) -> list[TokenLogprob | None]:
-        """Of each token of the prompt, once the first token has come. None for the first token, and for all where the
-        instance that had them is gone and its successor has them not."""
+        """Log-probabilities of each token of the prompt, once the first token has come. None for the first token, and
+        for all where the instance that had them is gone and its successor has them not."""
         num_tokens, num_top = len(self.prompt.tokens), self.prompt.sampling.prompt_logprobs
         first = self.stream.state.logprobs[0] if self.stream is not None and self.stream.state.logprobs else None
         known = [] if first is None else unpack_logprobs(first.prompt, num_top)
@@ -262,7 +262,7 @@ class Choice:
 
 
 def _reader(opening: Opening, options: Options, tokenizer: ModelTokenizer, output_id: str) -> OutputReader | None:
-    """Of an output of a chat; None: all of it is content."""
+    """Reader of an output of a chat; None: all of it is content."""
     spelled, marks = tokenizer.tool_format, tokenizer.reasoning_format
     splitter = None
     if marks is not None and options.parts_reasoning and not spelled.has_reasoning:

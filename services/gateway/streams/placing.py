@@ -32,7 +32,8 @@ RECOVERY_PATIENCE_S = 30.0
 RETRY_INTERVAL_S = 0.25
 LATENESS_INTERVAL_S = 0.05
 LATE_SHARE = 0.25
-"""Of the time that a peer had to answer: if this process was late for more of it, that is not held against the peer."""
+"""Share of the time that a peer had to answer: if this process was late for more of it, that is not held against the
+peer."""
 
 NOBODY_CODES = frozenset(
     {ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.GONE}
@@ -57,7 +58,7 @@ class Placeable(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output so far."""
+        """Tokens of prompt and output so far."""
 
     def to_send(self, now: float) -> GenerationRequest:
         """The request in its present epoch, with the tokens that the client already has."""

@@ -34,7 +34,7 @@ class Stream:
         self.first_token_at: float | None = None
         self.quiet_s = QUIET_S
         self.listeners = [on_news]
-        """Of whoever needs it: readers, and who keeps it for those that may come."""
+        """Called at news: readers, and who keeps it for those that may come."""
         self.is_kept = False
         """It goes on where this gateway ends: another one may have it then."""
         self.gateway_id = request.gateway_id

@@ -355,7 +355,7 @@ class Timelines:
                 answers.are_enough.set()
 
     def events_of(self, request_id: str) -> list[RequestEvent]:
-        """That this gateway saw itself, with Unix times."""
+        """Events that this gateway saw itself, with Unix times."""
         timeline = self._open.get(request_id) or self._ended.get(request_id)
         told = [] if timeline is None else timeline.course.told
         return [event for teller, event in told if teller == self._gateway_id]

@@ -13,7 +13,7 @@ COMPOSED_CHARACTERS = 4
 """The most that Unicode's composition makes one character of (as U+1F82: a letter and three marks)."""
 
 _FACTORS = {"Prepend": 1, "ByteLevel": 1, "NFC": COMPOSED_CHARACTERS, "NFKC": COMPOSED_CHARACTERS, "NFD": 1, "NFKD": 1}
-"""Of normalizers that take no character away: how many they make one of."""
+"""Normalizers that take no character away, with how many they make one of."""
 _CUTTERS = {"ByteLevel", "Digits", "Metaspace"}
 """Pre-tokenizers that keep every character."""
 

@@ -130,7 +130,7 @@ class ChatTemplate:
         return text
 
     def _first_whole(self, template: jinja2.Template, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
-        """Of the first form of the messages in which the template takes and keeps them; where it keeps them in none, of the
+        """The text of the first form of the messages that the template takes and keeps; where it keeps none, of the
         first that it takes."""
         refusal: ApiError | None = None
         taken: str | None = None
@@ -187,13 +187,14 @@ def _source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _tool_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Of chats with tools, where there is another: one of a list, or in a file as newer transformers save it."""
+    """Source of the template for chats with tools, where there is another: one of a list, or in a file as newer
+    transformers save it."""
     file = folder / "additional_chat_templates" / "tool_use.jinja"
     return file.read_text(encoding="utf-8") if file.is_file() else _named(config.get("chat_template"), "tool_use")
 
 
 def _named(templates: Any, name: str) -> str | None:
-    """Of several named templates."""
+    """The template of that name, of several."""
     if not isinstance(templates, list):
         return None
     if not all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in templates):

@@ -65,7 +65,7 @@ class _TextProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.tokenizers: set[ModelSpec] = set()
-        """Of the tasks it had; their vocabularies take of its memory."""
+        """Tokenizers of the tasks it had, whose vocabularies take of its memory."""
 
     @classmethod
     async def start(cls, settings: GatewaySettings) -> _TextProcess:

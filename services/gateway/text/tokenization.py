@@ -50,7 +50,7 @@ INLINE_CHARACTERS = 2048
 NUM_THREADS = 2
 RETRY_AFTER_FAILURE_S = 5.0
 MAX_REASON_CHARACTERS = 300
-"""Of the tokenizers library."""
+"""Most characters of a reason that the tokenizers library gives."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -124,8 +124,8 @@ class ModelTokenizer:
         return self.reasoning_format.opening(prompt, text)
 
     def special_token_id(self, piece: str) -> int | None:
-        """Of a token that grammars name by its id; None: there is none. To llguidance an added token in angle brackets is
-        special, whether or not the tokenizer says so."""
+        """Id of a special token that grammars name by it; None: there is none. To llguidance an added token in angle
+        brackets is special, whether or not the tokenizer says so."""
         token_id: int | None = self._tokenizer.token_to_id(piece)
         is_bracketed = token_id in self._added_ids and piece.startswith("<") and piece.endswith(">")
         return token_id if is_bracketed or token_id in self._special_ids else None

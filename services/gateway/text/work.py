@@ -35,7 +35,7 @@ MAX_GRAMMAR_CPU_S = 0.5
 """To try a grammar, and twice as much before the process ends. An instance takes two to three times as long to compile it,
 and its steps wait for that."""
 MAX_REASON_CHARACTERS = 1000
-"""Of why a grammar cannot be followed, which may repeat it."""
+"""Most characters of why a grammar cannot be followed, which may repeat it."""
 
 
 class Render(msgspec.Struct, tag=True):
@@ -48,7 +48,7 @@ class Render(msgspec.Struct, tag=True):
     continue_final_message: bool
     variables: dict[str, Any] | None
     max_characters: int | None
-    """Of the text; None: any number."""
+    """Most characters of the text; None: any number."""
     tools: list[dict[str, Any]] | None = None
     takes_tools: bool = True
     """Whether the template tells the model of tools; if not, the first message does."""
@@ -79,9 +79,9 @@ class Refusal(msgspec.Struct):
 class Result(msgspec.Struct):
     text: str = ""
     num_characters: int = 0
-    """Of the text, which is left out where it has more than were asked for."""
+    """Characters of the text, which is left out where it has more than were asked for."""
     ids: list[bytes] = []
-    """Of each text, as unsigned ints of the machine."""
+    """Token ids of each text, as unsigned ints of the machine."""
     refusal: Refusal | None = None
 
 
@@ -154,7 +154,7 @@ def _tried(task: TryGrammar) -> Result:
 
 
 def _why_no_token(grammar: str) -> str:
-    """Of one that is valid: why no output gets beyond its first token, for which most work of regular expressions is done.
+    """Why no output of a valid grammar gets beyond its first token, for which most work of regular expressions is done.
     Empty too where it takes the model's own vocabulary to say so, whose special tokens a grammar may name."""
     from llguidance import LLMatcher, LLParserLimits
 

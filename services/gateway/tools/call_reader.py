@@ -100,7 +100,7 @@ class CallReader:
         """They are whole: what is named so again is none."""
         self._key = ""
         self._value: ValueReader | None = None
-        """Of the key or value that has begun."""
+        """Reader of the key or value that has begun."""
         self._string: str | None = None
         """What there is of it, if it is a string that is no argument: that counts when it is whole."""
         self._is_nested = False
@@ -174,7 +174,7 @@ class CallReader:
         return self._at is _At.VALUE and self._key in ARGUMENT_KEYS and not self._has_arguments
 
     def _end(self) -> None:
-        """Of a key or value."""
+        """Ends a key or value."""
         text = None if self._string is None else _text_of(self._string)
         if self._at is _At.KEY:
             self._key, self._at = text or "", _At.COLON
@@ -189,7 +189,7 @@ class CallReader:
 
 
 def _text_of(string: str) -> str:
-    """Of a JSON string as models write it: with line breaks, wrong escapes, halves of characters."""
+    """The text of a JSON string as models write it: with line breaks, wrong escapes, halves of characters."""
     try:
         text = str(json.loads(string, strict=False))
     except ValueError:

@@ -42,16 +42,17 @@ class ToolFormat:
     suits: Callable[[str], bool]
     """Whether this is how a chat template, given its source, has calls written."""
     parser: Callable[[Collection[str]], ToolParser]
-    """Of one output, given the names of the tools, with the schemas of their arguments where it is a mapping."""
+    """Makes the parser of one output, given the names of the tools, with the schemas of their arguments where it is a
+    mapping."""
     begin: str = ""
     """Before the first call."""
     head: str = '{"name": "NAME", "arguments": '
-    """Of a call, up to its arguments; NAME stands for the name."""
+    """Head of a call, up to its arguments; NAME stands for the name."""
     tail: str = "}"
     separator: str
     end: str = ""
     marks: tuple[str, ...] = ()
-    """That may be special tokens; the parser sees them all the same."""
+    """Marks that may be special tokens; the parser sees them all the same."""
     new_id: Callable[[str], str] = _long_id
     """Where the model gives a call none; of what it alone is known by: whoever makes the answer again makes the same."""
     keyed: KeyedMarks | None = None
@@ -380,7 +381,7 @@ PLAIN = ToolFormat(
     separator=", ",
     end="]",
 )
-"""Of models with a template of none of these: it tells them of no tools, so `INSTRUCTIONS` do."""
+"""Format of models with a template of none of these: it tells them of no tools, so `INSTRUCTIONS` do."""
 
 FORMATS: Registry[ToolFormat] = Registry(
     "tool format",
@@ -402,7 +403,7 @@ INSTRUCTIONS = (
 
 
 def format_of(template: str, name: str = "") -> ToolFormat:
-    """That a chat template wants, or the one of that name. Raises `PluginError`."""
+    """The format that a chat template wants, or the one of that name. Raises `PluginError`."""
     if name:
         return FORMATS.find(name, _is_format)
     brought = (FORMATS.find(other, _is_format) for other in installed(FORMATS.group))

@@ -48,7 +48,7 @@ class OutputReader:
         self._max_calls = None if use is None or use.is_parallel else 1
         self._parsed = Parsed()
         self._arguments: dict[int, str] = {}
-        """Of each call, so far."""
+        """Arguments of each call so far."""
         self._held = ""
         """Content of an output that has to be calls."""
 

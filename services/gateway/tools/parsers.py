@@ -33,8 +33,8 @@ class Parsed:
 
 
 class ToolParser(ABC):
-    """Of one output. `feed` is called with each piece of its text and `flush` once at its end; every character is of a call,
-    of the marks around it, or content."""
+    """Parses one output. `feed` is called with each piece of its text and `flush` once at its end; every character is
+    of a call, of the marks around it, or content."""
 
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the tools that there are."""
@@ -49,7 +49,7 @@ class ToolParser(ABC):
         self._is_begun = False
         """The call's name is known and was told."""
         self._value: ValueReader | None = None
-        """Of the arguments after a name that stands alone."""
+        """Reader of the arguments after a name that stands alone."""
         self._arguments = ArgumentsText()
         """Those."""
         self.num_calls = 0

@@ -49,8 +49,8 @@ class ReasoningFormat:
         )
 
     def rules(self, opening: Opening, literal: Callable[[str], str], is_token: Callable[[str], bool]) -> str:
-        """Of a grammar in Lark: the rule `reasoning` is all that may come before an answer. `literal` spells a text,
-        `is_token` tells whether a mark is a special token."""
+        """Rules of a grammar in Lark: the rule `reasoning` is all that may come before an answer. `literal` spells a
+        text, `is_token` tells whether a mark is a special token."""
         if is_token(self.end):
             rest, text = f"reasoned {literal(self.end)}", "reasoned: /(?s:.*)/"
         else:

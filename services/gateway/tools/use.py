@@ -16,9 +16,9 @@ from services.gateway.tools.formats import ToolFormat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     tools: tuple[Tool, ...]
-    """That may be called: one, where one is named."""
+    """Tools that may be called: one, where one is named."""
     all_tools: tuple[Tool, ...]
-    """That the model is told of."""
+    """Tools that the model is told of."""
     is_required: bool
     """By `required` or by name."""
     is_parallel: bool
@@ -26,7 +26,7 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any] | None]:
-        """Of the arguments of those that may be called, by name."""
+        """Schemas of the arguments of tools that may be called, by name."""
         return {tool.function.name: tool.function.parameters for tool in self.tools}
 
     def definitions(self) -> list[dict[str, Any]]:
@@ -36,8 +36,8 @@ class ToolUse:
     def grammar_with(
         self, wanted: Grammar | None, spelled: ToolFormat, special_token_id: Callable[[str], int | None]
     ) -> Grammar | None:
-        """That makes the model call, or answer as is `wanted` where it need not. None: it may do as it likes. Raises
-        `ApiError`."""
+        """The grammar that makes the model call, or answer as is `wanted` where it need not. None: it may do as it
+        likes. Raises `ApiError`."""
         if wanted is None and not self.is_required:
             return None
         functions = [tool.function for tool in self.tools]

@@ -17,7 +17,7 @@ from shared.runtime.settings import SettingsError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CALL_TIMEOUT_S = 4.0
-"""Of one call, from connecting to the last byte."""
+"""Time limit of one call, from connecting to the last byte."""
 MAX_MESSAGE_CHARACTERS = 300
 
 

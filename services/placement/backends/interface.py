@@ -31,7 +31,7 @@ class ScalingBackend(ABC):
 
     @abstractmethod
     async def revivable(self, released: Sequence[str], nodes: Sequence[NodeInfo]) -> list[str]:
-        """Of those, the ones that can simply be started again."""
+        """Those of them that can simply be started again."""
 
     @abstractmethod
     async def release(self, ended: Collection[str], nodes: Sequence[NodeInfo]) -> None:

@@ -51,7 +51,7 @@ class _Metadata:
     """Bound on `contexts`; of a captured batch, the whole table."""
     softcap: float
     packed_tables: torch.Tensor | None = None
-    """Of a captured batch: where each replay's table arrives, as wide as that replay needs it."""
+    """For a captured batch: where each replay's table arrives, as wide as that replay needs it."""
 
 
 class FlashBackend(AttentionBackend):

@@ -80,7 +80,7 @@ class _Wrapper:
         self._window = window
         self._workspace = workspace
         self._memory: tuple[torch.Tensor, torch.Tensor] | None = None
-        """That it computes in: for partial results, for its plan."""
+        """Memory that it computes in: for partial results, for its plan."""
         self._copied = _event(workspace.floats.device)
         # torch hands page-locked memory to its next user as soon as it is let go: it does not know of FlashInfer's copy
         weakref.finalize(self, _let_go, inner, self._copied).atexit = False
@@ -94,8 +94,8 @@ class _Wrapper:
         self._copied.record()
 
     def replan(self, kernels: Any, layout: BatchLayout, pages: torch.Tensor) -> None:
-        """Of a captured one, in the memory that it has and with the values in its fields. FlashInfer's `plan` would copy
-        those there once more, and compares lengths one by one in Python."""
+        """Plans a captured batch again, in the memory that it has and with the values in its fields. FlashInfer's
+        `plan` would copy those there once more, and compares lengths one by one in Python."""
         arguments, options = self._arguments(layout, pages)
         self._copied.synchronize()
         kernels.fast_decode_plan(self._inner, *arguments, **options, global_override_indptr_cpu=arguments[0])
@@ -148,7 +148,7 @@ def _event(device: torch.device) -> Event:
 
 @dataclass
 class _Step:
-    """Of S sequences and T tokens."""
+    """A step of S sequences and T tokens."""
 
     rows: torch.Tensor
     """[T] int32: the sequence of each token."""
@@ -171,7 +171,7 @@ class _Step:
             wrapper.plan(layout, self.pages)
 
     def replan(self, kernels: Any, layout: BatchLayout) -> None:
-        """Of a captured one, likewise."""
+        """Plans a captured step again."""
         for wrapper in self.wrappers.values():
             wrapper.replan(kernels, layout, self.pages)
 
@@ -204,7 +204,7 @@ class FlashInferBackend(AttentionBackend):
         return self.prepare_step(layout) if self._runs(layout) else self._other.prepare(layout)
 
     def prepare_step(self, layout: BatchLayout) -> _Step:
-        """Of a step that its kernels run."""
+        """Prepares a step that its kernels run."""
         values = _values(layout)
         rows = layout.sequence_of_token.astype(np.int32)
         positions, starts, last, pages, of_rows = pack_to_device([*values.values(), rows], layout.device)
@@ -324,7 +324,7 @@ def _uses_tensor_cores(layout: BatchLayout) -> bool:
 
 
 def _values(layout: BatchLayout) -> dict[str, np.ndarray]:
-    """Of the fields; in the order of `_Step`'s."""
+    """Values of the fields, in the order of `_Step`'s."""
     page_starts, last_page = _page_index(layout)
     is_taken = np.arange(layout.block_tables.shape[1]) < np.diff(page_starts)[:, None]
     return {

@@ -64,7 +64,7 @@ VARIANTS = tuple(
     for dtype in DTYPES
     for head_dim in (HEAD_DIMS if not has_softcap else (128,))
 )
-"""Of every model whose attention FlashInfer computes. Gemma 2 alone caps logits, and has no heads of 64."""
+"""Variants of every model whose attention FlashInfer computes. Gemma 2 alone caps logits, and has no heads of 64."""
 
 
 def specs(variants: Iterable[Variant]) -> list[Any]:

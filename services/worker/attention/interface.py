@@ -21,7 +21,7 @@ from shared.messages.cluster import AttentionFacts
 
 
 class Heads(NamedTuple):
-    """Of a model's attention, on one rank."""
+    """Heads of a model's attention, on one rank."""
 
     queries: int
     keys: int

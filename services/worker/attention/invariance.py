@@ -14,7 +14,7 @@ from services.worker.models.decoder import DecoderModel
 from shared.engine.memory import slab
 
 _LENGTHS = (600, 210, 37)
-"""Of the sequences that share steps; the first is longer than a segment of keys."""
+"""Lengths of the sequences that share steps; the first is longer than a segment of keys."""
 _DECODE_EVERY = 5
 """Tokens; one of them is computed by itself, the others together."""
 
@@ -85,7 +85,7 @@ class _Probe:
         )
 
     def outputs(self, schedule: Iterable[Work]) -> torch.Tensor:
-        """Of all tokens, [tokens of all sequences, windows, heads, head_dim]."""
+        """Outputs for all tokens, [tokens of all sequences, windows, heads, head_dim]."""
         results = [
             torch.zeros(len(q), 1 + len(self._model.windows), *q.shape[1:], dtype=q.dtype, device=q.device)
             for q in self._queries

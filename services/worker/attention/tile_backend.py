@@ -23,7 +23,7 @@ from services.worker.kv.kv_store import LayerKv
 from services.worker.kv.transfer import to_device
 
 TILE_ROWS = 32
-"""Of a KV head: each query has one for each of the heads that share it."""
+"""Rows of a KV head in a tile: each query has one for each of the heads that share it."""
 SEGMENT_KEYS = 512
 """What torch's kernel for CPUs takes at a time; a multiple of every block size."""
 SMALL_TILE_ROWS, SMALL_SEGMENT_KEYS = 8, 128

@@ -23,7 +23,7 @@ _MAX_PADDING = 0.25
 _GROUP_COST_KEYS = 2048
 """What starting another group costs (gather, attention, scatter), in keys read."""
 _SCORES_BYTES = 256 << 20
-"""Of scores in float32 that are written out at once on CUDA."""
+"""Most bytes of float32 scores that are written out at once on CUDA."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Group:
     num_queries: int
     num_pages: int
     pages: Pages | None
-    """Of the group's sequences; None: the keys are those of this step alone."""
+    """Pages of the group's sequences; None: the keys are those of this step alone."""
     masks: dict[int | None, torch.Tensor | None]
     """Per window: [num_sequences, 1, num_queries, keys] to add to the scores; None where `is_causal` says it all."""
     tokens: torch.Tensor | None

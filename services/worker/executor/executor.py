@@ -75,9 +75,9 @@ class PreparedModel:
     block_size: int
     backend: AttentionBackend
     num_layers: int
-    """Of all stages."""
+    """Layers of all stages."""
     views: KvViews | None = None
-    """Of its KV blocks, where graphs use them."""
+    """Views of its KV blocks, where graphs use them."""
     graphs: DecodeGraphs | None = None
     fingerprint: str = ""
     vocabulary: Vocabulary | str = "no grammar is followed here"
@@ -92,7 +92,7 @@ class _Loaded:
     block_size: int
     max_model_len: int
     num_layers: int
-    """Of all stages."""
+    """Layers of all stages."""
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
     vocabulary: Vocabulary | str
@@ -126,10 +126,11 @@ class _Launched:
     suspended_share: float = -1.0
     prompt_logprobs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     guides: Guides | None = None
-    """Of its samples that follow a grammar, until they have been told what was sampled."""
+    """Guides of its samples that follow a grammar, until they have been told what was sampled."""
     unguided: list[tuple[int, str]] = field(default_factory=list)
     adapters: BatchAdapters | None = None
-    """That it computes with: they may be dropped before the device is done with them, and their memory used again."""
+    """Adapters that it computes with: they may be dropped before the device is done with them, and their memory used
+    again."""
 
 
 class Executor:
@@ -711,7 +712,7 @@ class Executor:
         return BlockParts(stages, views.shape.run_bytes)
 
     def num_blocks(self, model: str) -> int:
-        """Of the device's pool."""
+        """Blocks of the device's pool."""
         return self._models[model].views.num_blocks
 
     def move_window(self, model: str, blocks: Sequence[int], outward: bool) -> None:
@@ -736,7 +737,7 @@ class Executor:
 
 
 def region_bytes(num_merged: int, merged_bytes: int, num_host_merged: int, num_window_merged: int = 0) -> int:
-    """Of a rank, in the memory that ranks share: its slab or window, and its pool of checkpoints."""
+    """Bytes of a rank in the memory that ranks share: its slab or window, and its pool of checkpoints."""
     return ((num_window_merged or num_merged + 1) + num_host_merged) * merged_bytes
 
 

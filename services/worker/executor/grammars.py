@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 MAX_COMPILED = 128
 """Grammars of a model that are kept compiled."""
 MAX_COMPILED_CHARACTERS = 1 << 20
-"""Of these together; compiled they take some hundred times as much."""
+"""Most characters of these together; compiled they take some hundred times as much."""
 MAX_THREADS = 8
-"""That make the masks of one step."""
+"""Threads that make the masks of one step."""
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 MAX_MASK_WAIT_S = 60.0
 """A grammar that takes longer than this for one token is given up."""
@@ -45,7 +45,7 @@ Compiled = Future[llguidance.LLMatcher | str]
 
 
 class Masks(NamedTuple):
-    """Of one step's samples: bit t % 32 of word t // 32 says whether token t may come."""
+    """Masks of one step's samples: bit t % 32 of word t // 32 says whether token t may come."""
 
     indices: np.ndarray
     """[G] int64, which of the samples have one."""
@@ -68,11 +68,11 @@ class GrammarCounters:
     """Sequences whose grammar was there, or being compiled, when they took a row."""
     masks: int = 0
     mask_s: float = 0.0
-    """Of the thread beside the steps."""
+    """Seconds of the thread beside the steps."""
     replayed_tokens: int = 0
     """Output that matchers were brought through, of requests that came back or from elsewhere."""
     wait_s: float = 0.0
-    """That steps waited for masks."""
+    """Seconds that steps waited for masks."""
     failures: int = 0
 
 
@@ -131,7 +131,7 @@ def _tokenizer_json(folder: Path) -> str:
 
 
 class _Guide:
-    """Of one sequence, for as long as it has its row."""
+    """Guide of one sequence, for as long as it has its row."""
 
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher | None = None
@@ -281,7 +281,7 @@ class GrammarRows:
             self._make_masks(going)
 
     def _make_masks(self, going: list[tuple[_Guide, llguidance.LLMatcher]]) -> None:
-        """Of sequences of one model."""
+        """Makes the masks of sequences of one model."""
         begun_s = time.perf_counter()
         vocabulary = going[0][0].vocabulary
         assert vocabulary is not None

@@ -25,12 +25,13 @@ class Work(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences after the step."""
+        """Lengths of the sequences after the step."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
 
 def work_of(sequences: list[tuple[int, int]]) -> Work:
-    """Of (tokens in the cache, tokens computed) of each sequence; the longest comes first, so that works share rows."""
+    """Work of a step, from (tokens in the cache, tokens computed) of each sequence; the longest comes first, so that
+    works share rows."""
     starts, counts = zip(*sorted(sequences, key=lambda sequence: (-sum(sequence), sequence)), strict=True)
     return Work(starts, counts)
 

@@ -29,11 +29,11 @@ from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
 from shared.messages.requests import SamplingParams, pack_tokens
 
 SAFEPOINT_SHARE = 0.01
-"""Of an interruptible step's time, for all its safepoints."""
+"""Share of an interruptible step's time for all its safepoints."""
 WARM_UP_SHARE = 0.5
-"""Of the time of a profile, for the first run of each step."""
+"""Share of a profile's time for the first run of each step."""
 UNDISTURBED_QUANTILE = 0.1
-"""Of a step's times."""
+"""Quantile of a step's times that counts as undisturbed."""
 NUM_COPIED_BYTES = 64 * 1024 * 1024
 """More than caches hold."""
 FIRST_STEP_ID = -2
@@ -67,7 +67,7 @@ class ProfiledModel(msgspec.Struct, frozen=True):
     shape: ModelShape
     num_layers: int
     block_bytes: int
-    """Of a block's part on each device: they are copied beside each other."""
+    """Bytes of a block's part on each device: they are copied beside each other."""
     key: str
 
 
@@ -105,7 +105,7 @@ class Profiling:
         )
         self._held_out = set(random_works(extent, self._random, self._rows, extent.num_held_out)) - self._fitted
         self.num_blocks = self._rows.num_blocks
-        """That `run` needs."""
+        """Blocks that `run` needs."""
         self._tokens = pack_tokens([self._random.randrange(shape.vocab_size or 1) for _ in range(shape.max_model_len)])
         self._times: dict[Work, list[float]] = {}
         self._next_step_id = FIRST_STEP_ID

@@ -16,7 +16,7 @@ from services.worker.models.decoder import DecoderModel, ForwardState
 from shared.messages.requests import SamplingParams
 
 LOGITS_BYTES = 32 << 20
-"""Of one piece, in float32."""
+"""Most bytes of one piece of logits, in float32."""
 
 
 class PromptLogprobs:
@@ -36,7 +36,8 @@ class PromptLogprobs:
         self._num_top[row] = params.prompt_logprobs
 
     def wanted(self, rows: np.ndarray, layout: BatchLayout) -> Iterator[tuple[int, int, int]]:
-        """Of a step: (index of a sequence, positions from its first on that a token of its prompt follows, alternatives)."""
+        """What a step's sequences want: (index of a sequence, positions from its first on that a token of its prompt
+        follows, alternatives)."""
         if self._num_wanting:
             num_positions = np.minimum(layout.counts, self._num_prompt[rows] - 1 - layout.starts)
             for index in np.flatnonzero(num_positions > 0).tolist():

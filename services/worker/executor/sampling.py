@@ -30,7 +30,7 @@ MAX_SORTED = 1024
 
 @dataclass
 class SampledTokens:
-    """Of one step, on the device."""
+    """Sampled tokens of one step, on the device."""
 
     tokens: torch.Tensor
     """[S] int64"""
@@ -256,7 +256,7 @@ class SamplingRows:
 
 
 def _joined(samples: list[SampledTokens]) -> SampledTokens:
-    """Of one sequence each."""
+    """Joins the tokens of one sequence each."""
     tokens = torch.cat([sample.tokens for sample in samples])
     reported = [(i, sample.logprobs) for i, sample in enumerate(samples) if sample.logprobs is not None]
     if not reported:

@@ -25,9 +25,9 @@ class SequenceRows:
         self._sampling = SamplingRows(num_rows, one_by_one=one_by_one)
         self.prompts = PromptLogprobs(num_rows)
         self.versions = np.zeros(num_rows, np.int64)
-        """Of each row: how many sequences have taken it."""
+        """By row: how many sequences have taken it."""
         self.adapters = [""] * num_rows
-        """Of each row: version of the adapter that its sequence is computed with; empty: none."""
+        """By row: version of the adapter that its sequence is computed with; empty: none."""
         self.is_adapted = np.zeros(num_rows, bool)
 
     def widen(self, max_model_len: int, max_blocks: int) -> None:
@@ -79,7 +79,7 @@ class SequenceRows:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Of all rows, flat, int32 on the device; another tensor after `widen`."""
+        """Tokens of all rows, flat, int32 on the device; another tensor after `widen`."""
         return self._tokens.view(-1)
 
     def token_places(self, rows: np.ndarray, layout: BatchLayout) -> np.ndarray:
@@ -91,8 +91,8 @@ class SequenceRows:
     def prompt_logprobs(
         self, model: DecoderModel, state: ForwardState, rows: np.ndarray, layout: BatchLayout
     ) -> list[tuple[int, torch.Tensor]]:
-        """Of the sequences of a step that want them: their index in it, and what `packed_logprobs` makes of the prompt's
-        tokens after each that it computed."""
+        """For the sequences of a step that want log-probabilities: their index in it, and what `packed_logprobs` makes
+        of the prompt's tokens after each that it computed."""
         found = []
         for index, num_positions, num_top in self.prompts.wanted(rows, layout):
             start, first = int(layout.starts[index]), int(layout.query_starts[index])

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0
 """For reading an adapter, or downloading it."""
 SUBMIT_WAIT_S = 1.0
-"""That the sender of a request is kept waiting while its adapter is loaded: less than it waits for an answer."""
+"""Seconds that the sender of a request is kept waiting while its adapter is loaded: less than it waits for an answer."""
 RETRY_S = 0.05
 """After which a migration may ask again."""
 FAILURE_S = 5.0
@@ -123,7 +123,7 @@ class InstanceAdapters:
         await self._tasks.end_all()
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Of those that are loaded for the model."""
+        """Names of adapters that are loaded for the model."""
         return tuple(sorted(one.adapter.name for one in self._loaded.values() if one.model == model))
 
     # ------------------------------------------------------------------------------------------------- requests

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WINDOW_BYTES = 1 << 20
-"""Of host memory that the ranks of GPUs share: KV blocks that move to other instances pass through it."""
+"""Bytes of host memory that the ranks of GPUs share: KV blocks that move to other instances pass through it."""
 
 
 def pool_merged(plan: InstancePlan) -> int:
@@ -98,8 +98,8 @@ def build_engine(
 def make_executor(
     settings: InstanceSettings, plan: InstancePlan, num_host_merged: int, other_ranks: Sequence[RankProcess]
 ) -> Executor | GroupExecutor:
-    """Of the devices of the plan, when all are there (blocking). `settings.device` is a device, not "auto"; `other_ranks`:
-    started for the plan's group. Raises `GroupError`."""
+    """Makes the executor of the plan's devices, when all are there (blocking). `settings.device` is a device, not
+    "auto"; `other_ranks`: started for the plan's group. Raises `GroupError`."""
     from services.worker.executor.executor import Executor
 
     merged_bytes = plan.merged_bytes // plan.group.num_ranks

@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 IDLE_POLL_S = 0.5
 MAX_POOL_SHARE = 0.5
-"""Of the blocks that are to be had; a profile lets fewer cached blocks go."""
+"""Share of the obtainable blocks; a profile lets fewer cached blocks go."""
 MAX_CPU_BYTES = 512 * 1024 * 1024
-"""Of blocks; on CPU they take memory once they are written to."""
+"""Most bytes of blocks; on CPU they take memory once they are written to."""
 
 
 class CostModelStore:

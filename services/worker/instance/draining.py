@@ -48,8 +48,8 @@ class Draining:
             await asyncio.sleep(POLL_S)
 
     async def before_exit(self, grace_s: float) -> None:
-        """Likewise, but only for as long as requests can move away: what stays is placed elsewhere when this instance is
-        gone."""
+        """Waits until requests are gone, but only for as long as they can move away: what stays is placed elsewhere
+        when this instance is gone."""
         started_s = self._bus.now()
         if not (num_held := self._num_held()):
             return

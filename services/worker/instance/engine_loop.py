@@ -40,7 +40,7 @@ T = TypeVar("T")
 _Calls = deque[tuple[Callable[[], Any], "Future[Any]"]]
 
 COMPUTE_NICENESS = 5
-"""Of the model's threads on CPU."""
+"""Niceness of the model's threads on CPU."""
 MAX_FAILED_STEPS = 8
 """In a row: the device is lost, and every request that still comes here would fail too."""
 

@@ -220,7 +220,8 @@ class InstanceMigrations(KvUsers):
 
     @property
     def kv_address(self) -> str:
-        """Of the transport, the part that everybody may know, for the registry; empty where requests do not move with KV."""
+        """The part of the transport's address that everybody may know, for the registry; empty where requests do not
+        move with KV."""
         return "" if self._transport is None or self._service is None else self._transport.name
 
     @property

@@ -73,7 +73,7 @@ class _Model(msgspec.Struct):
     num_blocks: int = 0
     error: str = ""
     is_final: bool = False
-    """Of one that failed: it would fail again."""
+    """The model failed and would fail again."""
 
     @property
     def is_stuck(self) -> bool:

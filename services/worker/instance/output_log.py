@@ -23,7 +23,7 @@ ENTRY_BYTES = 1024
 KEPT_S = 60.0
 """For so long at least the output of a request that has ended is there for a gateway that missed its last frame."""
 MAX_ENDED_PROMPT_BYTES = 64 << 20
-"""Of log-probabilities of prompts of requests that have ended."""
+"""Most bytes of log-probabilities of prompts of requests that have ended."""
 
 
 def _prompt_bytes(entry: TokenEntry) -> int:

@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 METRICS_INTERVAL_S = 0.2
 """Between two updates of the gauges and counters that are read from the engine."""
 COMPILE_WAIT_S = 0.5
-"""That the sender of a request is kept waiting while its grammar is compiled: with that for an adapter, less than it waits
-for an answer."""
+"""Seconds that the sender of a request is kept waiting while its grammar is compiled: with that for an adapter, less
+than it waits for an answer."""
 COMPILE_RETRY_S = 0.05
 MAX_SUBMITS = 1024
 """Handled at once: those that wait for an adapter or a grammar keep no others out."""

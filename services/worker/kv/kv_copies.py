@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 4096
 """Copies that wait; more fail at once."""
 NICENESS = 15
-"""Of the copying thread on CPU: cycles that steps leave, and a share of theirs that is lost in noise."""
+"""Niceness of the copying thread on CPU: cycles that steps leave, and a share of theirs that is lost in noise."""
 CLOSE_TIMEOUT_S = 10.0
 
 

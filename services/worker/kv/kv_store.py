@@ -64,7 +64,7 @@ class KvShape:
 
     @property
     def run_bytes(self) -> int:
-        """Of a layer's K, or V, in a block."""
+        """Bytes of a layer's K, or V, in a block."""
         return self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
 
@@ -77,7 +77,7 @@ class BlockParts:
     stages: list[list[torch.Tensor]]
     """`[num_blocks, part_bytes]` uint8 of each of p ranks of each stage, of any row stride."""
     run_bytes: int
-    """Of a rank, in a layer's K or V."""
+    """Bytes of a rank in a layer's K or V."""
 
     def __len__(self) -> int:
         """Blocks; 0 where not all ranks' parts can be reached."""
@@ -95,7 +95,7 @@ class WindowedBlocks:
     """Copies these blocks, no more than the window has, to its first places on all ranks (True), or back. Blocking. Raises
     `KeyError` where the model has gone. The caller has `lock`."""
     lock: threading.Lock
-    """Of the window, which all models share."""
+    """Lock of the window, which all models share."""
 
     def __len__(self) -> int:
         return self.num_blocks

@@ -63,7 +63,7 @@ _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32,
 
 
 class Field(NamedTuple):
-    """Of `StaticInputs`."""
+    """A field of `StaticInputs`."""
 
     dtype: type[np.generic]
     size: int

@@ -30,7 +30,7 @@ _SIOCGIFADDR = 0x8915
 _DATA_SEGMENTS_OUT = struct.Struct("@156xI")
 """In Linux's `struct tcp_info`."""
 MAX_HOSTS = 1000
-"""Of which connections are let in; the one that was named longest ago is forgotten first."""
+"""Most hosts from which connections are let in; the one that was named longest ago is forgotten first."""
 _SO_ATTACH_FILTER = 26
 _SO_MEMINFO = 55
 _NUM_MEMINFO, _DROPS = 9, 8

@@ -34,10 +34,10 @@ class _Part(NamedTuple):
     """What a rank has of each block."""
 
     stage: slice
-    """Of a whole block's bytes, those of the rank's stage."""
+    """The rank's stage's part of a whole block's bytes."""
     rank: int
     num_ranks: int
-    """Of the stage."""
+    """Ranks of the stage."""
     cells: np.ndarray
     """`[num_blocks, runs, run_bytes]`: the rank's."""
 
@@ -96,8 +96,8 @@ class KvPool:
         return run if self.on_device else run.numpy()
 
     def checksum(self, payload: Buffer, checked_bytes: int) -> int:
-        """Of a chunk that needs no copy; as `gather` and `scatter` sum it, whose other end may be of another kind of
-        memory. Blocks."""
+        """Checksum of a chunk that needs no copy; as `gather` and `scatter` sum it, whose other end may be of another
+        kind of memory. Blocks."""
         if isinstance(payload, torch.Tensor) and self._stream is not None:
             with torch.cuda.stream(self._stream):
                 return self._sum(payload, checked_bytes)

@@ -52,7 +52,7 @@ class TransportLimits:
     lone_block_bytes: int = 2 << 20
     """Blocks at least this large are messages of their own: a message's fixed cost is less than that of copying twice."""
     checked_bytes: int = 64
-    """Of each 4 KiB of a message, how many the checksum covers; a multiple of 8."""
+    """How many bytes of each 4 KiB of a message the checksum covers; a multiple of 8."""
     max_transfers: int = 4
     """In each direction; more wait for staging, within their deadline."""
     rate_fraction: float | None = 0.5
@@ -121,7 +121,7 @@ class KvTransport:
                     outgoing.stop()
 
     def block_bytes(self, pool: str) -> int | None:
-        """Of a registered pool."""
+        """Bytes of a block of a registered pool."""
         known = self._pools.get(pool)
         return None if known is None else known.block_bytes
 
@@ -221,7 +221,7 @@ class KvTransport:
         return Receipt(num_bytes, checksum, self._loop.time() - started)
 
     def cancel(self, outgoing: Outgoing, reason: TransferReason = TransferReason.CANCELLED) -> None:
-        """Of a transfer that will not be completed; without effect where it was, or is being."""
+        """Cancels a transfer that will not be completed; without effect where it was, or is being."""
         if outgoing.is_decided:
             return
         outgoing.is_decided = True
@@ -243,7 +243,8 @@ class KvTransport:
         return measured.bytes_s if measured else None
 
     def limit_rate(self, bytes_s: float | None) -> None:
-        """Of all transfers out of here together; the next measurement sets it anew unless `rate_fraction` is None."""
+        """Limits the rate of all transfers out of here together; the next measurement sets it anew unless
+        `rate_fraction` is None."""
         self._bucket.set_rate(bytes_s, self._loop.time())
 
     @property

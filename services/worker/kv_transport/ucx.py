@@ -311,9 +311,9 @@ class Hello(msgspec.Struct, array_like=True):
     """The first message of whoever dials, to the door of the one who is dialled."""
 
     address: str
-    """Of its own network: the answer goes there, and nowhere else."""
+    """Address in its own network: the answer goes there, and nowhere else."""
     first_tag: Annotated[int, msgspec.Meta(ge=0)]
-    """Of messages to it on the new link."""
+    """First tag of messages to it on the new link."""
 
     def frame(self) -> np.ndarray:
         """`[HELLO_BYTES]` uint8"""

@@ -91,11 +91,11 @@ class _Out:
         self.begun: dict[int, Outgoing] = {}
         """By stage, transfers whose blocks are not named yet."""
         self.num_bytes = 0
-        """That the destination has acknowledged."""
+        """Bytes that the destination has acknowledged."""
 
 
 class _In:
-    """Likewise of one into here."""
+    """Spans and transfers of a migration into here."""
 
     def __init__(self, span: MigrationSpan | None) -> None:
         self.span = span
@@ -217,7 +217,7 @@ class MigrationService:
     # ------------------------------------------------------------------------------------- from the instance
 
     def on_effects(self, effects: Sequence[Effect]) -> None:
-        """Of the engine, in order."""
+        """Takes effects of the engine, in order."""
         if all(isinstance(effect, Output) for effect in effects):
             return
         now = self._loop.now()
@@ -498,7 +498,7 @@ class MigrationService:
         )
 
     def _on_begun_ended(self, migration_id: str, stage: Stage, begun: Outgoing) -> None:
-        """Of one whose blocks have not been named."""
+        """Ends a transfer whose blocks have not been named."""
         if not begun.is_decided:
             self._did_not_go(migration_id, stage, begun.failure)
             self._apply(calls.OnSent(migration_id, False))

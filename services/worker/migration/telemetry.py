@@ -80,7 +80,7 @@ class MigrationTelemetry:
 
 
 class MigrationSpan:
-    """Of one migration at one of its ends, with a child for each stage."""
+    """Span of one migration at one of its ends, with a child for each stage."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
         self._tracer = tracer

@@ -27,7 +27,7 @@ class Adaptable(NamedTuple):
     """A module of a layer that adapters may change, as the model has it."""
 
     linear: str
-    """Of the model's linear layers, the one that has the module's outputs."""
+    """The model's linear layer that has the module's outputs."""
     inputs: int
     """Over all ranks; likewise `outputs`."""
     outputs: tuple[int, ...]
@@ -60,11 +60,11 @@ class CompiledChanges(NamedTuple):
     structs: ctypes.Array[ChangeStruct]
     """By layer, four each."""
     num_ranks: int
-    """Of the one with the most, with those that fill up its last panel."""
+    """Ranks of the adapter with the most, with those that fill up its last panel."""
 
 
 class LoraWeights:
-    """Of one adapter, on the device of its base model and in its dtype."""
+    """Weights of one adapter, on the device of its base model and in its dtype."""
 
     def __init__(self, changes: Mapping[tuple[int, str], Change]) -> None:
         """By layer of this stage and name of the linear layer."""
@@ -91,7 +91,7 @@ class _Fused(NamedTuple):
     """One linear layer that an adapter changes."""
 
     layer: int
-    """Of this stage."""
+    """Layer within this stage."""
     linear: str
     known: Mapping[str, Adaptable]
     """All of its modules."""
@@ -121,7 +121,7 @@ def lora_bytes(
     group: RankGroup,
     dtype: torch.dtype,
 ) -> int:
-    """Of what `read_lora` makes. Raises `CheckpointError`."""
+    """Bytes of what `read_lora` makes. Raises `CheckpointError`."""
     sizes = [one.sizes(group) for one in _fused(files, adaptable, layers)]
     return dtype.itemsize * sum(ranks * (inputs + outputs) for ranks, inputs, outputs in sizes)
 

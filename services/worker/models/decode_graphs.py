@@ -94,7 +94,7 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Of the sizes."""
+        """How many sizes are captured."""
         return len(self._graphs)
 
     @torch.inference_mode()
@@ -268,7 +268,7 @@ class CudaCapture:
 _taken: set[tuple[int, int]] = set()
 """Device and handle of each stream that a model has for its captures."""
 _NUM_STREAMS = 32
-"""Of a priority, that torch hands out again and again."""
+"""Streams of a priority that torch hands out again and again."""
 
 
 def _take_stream(device: torch.device) -> tuple[Any, tuple[int, int]]:

@@ -60,7 +60,7 @@ class ForwardState:
     """Where the pass was replayed from a graph, until the next one is: computes the token with the largest logit after each
     of the batch's S tokens, [S] int64, and puts it behind that one."""
     local_rope: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of layers that attend within a window, in models where those are rotated by other frequencies."""
+    """Rotations of layers that attend within a window, in models where those are rotated by other frequencies."""
 
     @property
     def residual(self) -> torch.Tensor:
@@ -80,23 +80,23 @@ class DecoderModel(ABC):
     vocab_size: int
     hidden_size: int
     num_layers: int
-    """Of this stage."""
+    """Layers of this stage."""
     num_heads: int
-    """Of this rank; so are `num_kv_heads`."""
+    """Heads of this rank; so are `num_kv_heads`."""
     num_kv_heads: int
     head_dim: int
     layers_at_once: int = 1
-    """That `run_layers` takes at least: all, where a forward pass cannot be cut."""
+    """Layers that `run_layers` takes at least: all, where a forward pass cannot be cut."""
     windows: tuple[int, ...] = ()
     """Sliding windows that some layer uses."""
     softcap: float = 0.0
-    """Of the attention scores of all layers: cap * tanh(score / cap); 0: none."""
+    """Cap of the attention scores of all layers: cap * tanh(score / cap); 0: none."""
     can_be_captured: bool = True
     """In a CUDA graph: no layer asks the device for a value while a step is launched."""
     layers: range
-    """Of the whole model's, those of this stage."""
+    """This stage's layers among the whole model's."""
     adaptable: Sequence[Mapping[str, Adaptable]] = ()
-    """Of each layer: the modules that LoRA adapters may change, by name, those of a fused layer in the order of its outputs.
+    """By layer: the modules that LoRA adapters may change, by name, those of a fused layer in the order of its outputs.
     Empty: there are none."""
 
     @property

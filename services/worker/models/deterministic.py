@@ -39,14 +39,15 @@ RowFunction = Callable[[torch.Tensor], torch.Tensor]
 """[rows, width] -> [rows, width], each row by itself."""
 
 BASE_ROWS = {"cpu": 32, "cuda": 64}
-"""Of a tile: what the other sizes have to agree with."""
+"""Rows of the tile with which the other sizes have to agree with."""
 OTHER_ROWS = {"cpu": (1, 2, 4, 8, 16, 64, 128, 256, 512), "cuda": (1, 2, 4, 8, 16, 32, 512, 2048)}
 MAX_PROBE_OPERATIONS = 2e10
 """Multiplications and additions of one probe."""
 SHIFTS = (0, 1, 6, 13, 23)
 """By how many places rows are moved in probes."""
 SERIAL_ELEMENTS = 16384
-"""Of a tensor on CPU that torch does not divide over threads (GELU's kernel from more on, others from 32,768)."""
+"""Most elements of a tensor on CPU that torch does not divide over threads (GELU's kernel from more on, others from
+32,768)."""
 VECTOR_ELEMENTS = 64
 """A multiple of what any vector loop of torch takes at a time: what is left over takes another path."""
 
@@ -55,7 +56,7 @@ class Numerics:
     """How layers compute. These do it as fast as they can."""
 
     asks = ""
-    """Of attention, in a refusal."""
+    """What is asked of attention, in a refusal."""
 
     def suits(self, backend: AttentionBackend, model: DecoderModel) -> bool:
         """Whether the model may be computed with it."""
@@ -78,7 +79,7 @@ class Numerics:
 
 
 class InvariantNumerics(Numerics):
-    """Of deterministic mode."""
+    """Numerics of deterministic mode."""
 
     asks = " with the same bits in every batch (TIDEWAY_DETERMINISTIC)"
 

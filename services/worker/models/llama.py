@@ -43,7 +43,7 @@ class _Layer:
     key_norm: torch.Tensor | None
     out: AnyLinear
     out_norm: torch.Tensor | None
-    """Of what attention gives, before it is added; `mlp_norm` likewise."""
+    """Norm of what attention gives, before it is added; `mlp_norm` likewise."""
     post_norm: torch.Tensor
     mlp: _Mlp | Experts
     mlp_norm: torch.Tensor | None

@@ -32,7 +32,7 @@ class Identity(NamedTuple):
 
     path: Path
     files: tuple[tuple[str, int, int], ...]
-    """Of the weights: name, size and time of the last change."""
+    """Files of the weights: name, size and time of the last change."""
     dtype: torch.dtype
     max_model_len: int
     """The longest sequence it serves, where that makes a difference; else the checkpoint's own, whatever is asked for."""

@@ -23,7 +23,7 @@ Rotations = tuple[torch.Tensor, torch.Tensor]
 """What `rope` makes of a step's positions, for `rotate` of the same class."""
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of kernels against torch: a few roundings of values around 1."""
+"""Tolerance of kernels against torch: a few roundings of values around 1."""
 
 
 class TorchOps:

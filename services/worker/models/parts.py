@@ -11,7 +11,7 @@ from shared.models.checkpoint import CheckpointShape, rope_parameters
 
 
 class ExpertNames(NamedTuple):
-    """Of a layer's modules in the checkpoint."""
+    """Names of a layer's modules in the checkpoint."""
 
     block: str
     gate: str
@@ -21,7 +21,7 @@ class ExpertNames(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParts:
-    """Of the layers that have experts in the place of one MLP."""
+    """Parts of the layers that have experts in the place of one MLP."""
 
     names: ExpertNames
     num_experts: int
@@ -48,10 +48,10 @@ class Parts:
     query_scale: float = 1.0
     """Beside attention's head_dim ** -0.5."""
     softcap: float = 0.0
-    """Of attention scores: cap * tanh(score / cap); 0: none."""
+    """Cap of attention scores: cap * tanh(score / cap); 0: none."""
     logit_softcap: float = 0.0
     rotary_dim: int
-    """Of each head's dimensions the first that are rotated."""
+    """How many of each head's first dimensions are rotated."""
     experts: ExpertParts | None = None
 
 
@@ -108,7 +108,7 @@ def _experts(config: Mapping[str, Any], shape: CheckpointShape) -> ExpertParts |
 
 
 def layer_kinds(config: Mapping[str, Any], shape: CheckpointShape) -> list[bool]:
-    """Of each layer, whether it attends within the sliding window if there is one."""
+    """Whether each layer attends within the sliding window if there is one."""
     count = shape.num_layers
     kinds = config.get("layer_types")
     if kinds is not None:

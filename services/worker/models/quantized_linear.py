@@ -59,7 +59,7 @@ class GroupedWeights:
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=self.zeros[rows])
 
     def of_inputs(self, part: int, num_parts: int) -> GroupedWeights:
-        """Of equal parts, which consist of whole groups, or of one that all share."""
+        """Makes equal parts of the inputs, which consist of whole groups, or of one that all share."""
         values = self.values.chunk(num_parts, 1)[part]
         if self.scales.shape[1] == 1:
             return replace(self, values=values)
@@ -76,8 +76,8 @@ class GroupedWeights:
 
 
 def quantized(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str) -> AnyLinear:
-    """Of a weight `[out_features, in_features]` that is not quantised, rounded to the nearest. One whose shape does not fit
-    stays as it is."""
+    """Quantises a weight `[out_features, in_features]`, rounded to the nearest. One whose shape does not fit stays as
+    it is."""
     if quantization == "fp8":
         return Fp8Linear(weight, bias)
     if quantization == "int8":
@@ -100,7 +100,8 @@ def rounded_to_int4(weight: torch.Tensor) -> GroupedWeights:
 
 
 def from_groups(parts: list[GroupedWeights], bias: torch.Tensor | None, dtype: torch.dtype) -> AnyLinear:
-    """Of weights that a checkpoint has quantised, one behind the other, in as few bits as this device has products for."""
+    """Joins weights that a checkpoint has quantised, one behind the other, in as few bits as this device has products
+    for."""
     if len({None if part.columns is None else tuple(part.columns.tolist()) for part in parts}) > 1:
         return Linear(torch.cat([part.dequantized() for part in parts]).to(dtype), bias)
     values, scales, zeros = (torch.cat([getattr(part, n) for part in parts]) for n in ("values", "scales", "zeros"))

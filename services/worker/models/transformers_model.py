@@ -22,7 +22,8 @@ from shared.models.checkpoint import CheckpointError, CheckpointShape
 
 _IMPLEMENTATION = "tideway"
 _LARGEST_CHANGE = 0.1
-"""Of a token's hidden state by rounding, where tokens before it are others and attention does not see them."""
+"""Largest change of a token's hidden state by rounding, where tokens before it are others and attention does not see
+them."""
 _CHANGES_SCORES = ("s_aux", "position_bias", "attention_bias", "alibi", "head_mask")
 """Arguments of an attention function that ours cannot heed."""
 

@@ -220,8 +220,8 @@ class WeightReader:
     def linears(
         self, names: Sequence[list[str]], in_features: int, out_features: list[int]
     ) -> list[AnyLinear] | torch.Tensor:
-        """Of the experts of a layer, each as of `linear`, without biases. Where grouped matrix products run: all weights
-        `[experts, inputs, outputs]`, outputs outside of inputs."""
+        """Linear layers of a layer's experts, each as of `linear`, without biases. Where grouped matrix products run:
+        all weights `[experts, inputs, outputs]`, outputs outside of inputs."""
         if self.device.type == "cpu" or self.numerics is not FAST or self.stored is not None or self._quantization:
             return [self.linear(of_expert, in_features, out_features) for of_expert in names]
         stacked: torch.Tensor | None = None

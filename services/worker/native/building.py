@@ -41,7 +41,7 @@ class BuildError(Exception):
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Of this processor, as the kernel names them; empty where it does not say."""
+    """Flags of this processor, as the kernel names them; empty where it does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

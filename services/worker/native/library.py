@@ -269,7 +269,8 @@ class Packed(ABC):
         (its name in config.json) of the gates."""
 
     def ungated(self, x: torch.Tensor) -> torch.Tensor:
-        """Of one that is `gated`: [rows, in_features] -> [rows, 2 * out_features], without the activation, `interleaved`."""
+        """The product of a `gated` weight: [rows, in_features] -> [rows, 2 * out_features], without the activation,
+        `interleaved`."""
         plain = copy(self)
         plain.activation, plain.out_features = None, self._num_outputs
         return plain(x)
@@ -425,7 +426,7 @@ os.register_at_fork(after_in_child=_team_of.cache_clear)
 
 
 def address(tensor: Any) -> int | None:
-    """Of a tensor or a numpy array; None for none."""
+    """Address of a tensor or a numpy array; None for none."""
     if tensor is None:
         return None
     return int(tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor.ctypes.data)

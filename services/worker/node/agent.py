@@ -386,7 +386,7 @@ class NodeAgent:
 
 
 def plan_context(plan: PlacementPlan) -> Context | None:
-    """Of the replacement that a plan is a step of."""
+    """Trace context of the replacement that a plan is a step of."""
     if plan.change is None or plan.change.is_over or not plan.change.trace:
         return None
     return context_of(plan.change.trace)

@@ -24,9 +24,9 @@ from shared.runtime.settings import SettingsError, WorkerSettings
 logger = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE = 0.5
-"""Of the memory that is free at the start: the rest is for the processes themselves, page cache and others."""
+"""Share of the memory that is free at the start: the rest is for the processes themselves, page cache and others."""
 GPU_MEMORY_SHARE = 0.9
-"""Of the free memory of a GPU: the rest is for the CUDA context and what libraries allocate."""
+"""Share of the free memory of a GPU: the rest is for the CUDA context and what libraries allocate."""
 NVIDIA_SMI_TIMEOUT_S = 20.0
 PROBE_COMMAND = (sys.executable, "-m", "services.worker.attention.choice")
 PROBE_TIMEOUT_S = 120.0
@@ -43,15 +43,15 @@ class Machine:
     memory_bytes: int
     """For weights and KV pools of all instances."""
     num_threads: int
-    """Of one device on CPU."""
+    """Threads of one device on CPU."""
     groups: tuple[DeviceGroup, ...] = ()
-    """Of the instances, in order; runs of equal length that cover the devices."""
+    """Device groups of the instances, in order; runs of equal length that cover the devices."""
     max_instances: int = 0
     """How many there may ever be: memory and cores are divided over so many. 0: `num_instances`."""
     attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
-    """Of the back ends, fastest first."""
+    """Facts of the attention back ends, fastest first."""
     device_name: str = ""
-    """Of the GPUs; empty: there are none, or of several kinds."""
+    """Name of the GPUs; empty: there are none, or of several kinds."""
 
     @property
     def most_instances(self) -> int:

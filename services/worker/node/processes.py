@@ -97,7 +97,7 @@ class InstanceProcess:
         self._popen = popen
         self.pid: int = popen.pid
         self.last_line = ""
-        """Of its output: for an instance that ends by itself, often the reason."""
+        """Last line of its output: for an instance that ends by itself, often the reason."""
         self.incarnation = ""
         """As it registered; empty before."""
 

@@ -122,7 +122,7 @@ class _Asked:
 class _Stop:
     begun_at: float
     sent_at: float = 0.0
-    """Of the last Drain, or its undoing."""
+    """When the last Drain, or its undoing, was sent."""
     is_undone: bool = False
     """It is to serve again, and does not show that it does yet."""
     terminated_at: float | None = None
@@ -372,7 +372,7 @@ class NodeState:
 
     @property
     def plan_version(self) -> int:
-        """Of the newest plan, if it is carried out whole; else 0."""
+        """Version of the newest plan, if it is carried out whole; else 0."""
         if self._plan is None or self._instances.keys() != self._desired.keys():
             return 0
         for instance_id, desired in self._desired.items():

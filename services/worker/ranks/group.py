@@ -25,7 +25,7 @@ from services.worker.ranks.exchange import Exchange, meet
 JOIN_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 60.0
 STAGES_SHARE = 2.5
-"""Likewise between stages, as a multiple: one waits for all before it, for longer than a step may take (STUCK_STEP_S)."""
+"""Multiple of the time limit between stages: one waits for all before it, for longer than a step may take (STUCK_STEP_S)."""
 LOOPBACK = "127.0.0.1"
 """The ranks of a group are on one machine."""
 
@@ -72,7 +72,7 @@ class RankGroup(ABC):
         """Ends the connections; calls under way on other ranks fail."""
 
     def layers_of(self, num_layers: int, stage: int | None = None) -> range:
-        """Of a model's, those of a stage (None: this rank's): stages differ by one layer at most, the first have more."""
+        """The model's layers of a stage (None: this rank's): stages differ by one layer at most, the first have more."""
         stage = self.stage if stage is None else stage
         least, rest = divmod(num_layers, self.num_stages)
         start = stage * least + min(stage, rest)

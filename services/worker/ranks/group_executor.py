@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 60.0
 """For the other ranks, after rank 0 has done its part."""
 READ_TIMEOUT_S = 900.0
-"""Likewise where each reads files of its own. One that dies is noticed at once."""
+"""Time limit where each rank reads files of its own. One that dies is noticed at once."""
 SAMPLE_TIMEOUT_S = 2.5 * ANSWER_TIMEOUT_S
 """For the stages after the first, whose grammars may take `MAX_MASK_WAIT_S`; more than a step may take (STUCK_STEP_S)."""
 AGREE_TIMEOUT_S = 10.0
@@ -122,7 +122,7 @@ class GroupExecutor:
         self._folder = folder
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        """Of what the threads that listen write."""
+        """Lock of what the listening threads write."""
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._copies: dict[int, tuple[int, bool]] = {}
@@ -142,7 +142,7 @@ class GroupExecutor:
         self._failed_there: dict[int, int] = {}
         """Steps, and how many of the other ranks they failed on."""
         self._results: deque[StepResult] = deque()
-        """That the last of several stages has told."""
+        """Results that the last of several stages has sent."""
         self._is_over = False
         self._ready = threading.Semaphore(0)
         for other in others:
@@ -186,7 +186,7 @@ class GroupExecutor:
             self._own.remove_model(name)
 
     def adapter_bytes(self, model: str, adapter: Adapter) -> int:
-        """Of rank 0's part. Raises `CheckpointError`."""
+        """Bytes of rank 0's part of an adapter. Raises `CheckpointError`."""
         return self._own.adapter_bytes(model, adapter)
 
     def load_adapter(self, model: str, adapter: Adapter) -> None:
@@ -217,7 +217,7 @@ class GroupExecutor:
 
     @property
     def grammar_counters(self) -> GrammarCounters:
-        """Of this rank; the last of several stages has its own."""
+        """Grammar counters of this rank; the last of several stages has its own."""
         return self._own.grammar_counters
 
     @property

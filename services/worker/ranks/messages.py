@@ -28,7 +28,7 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """cpu | cuda"""
     num_merged: int
     merged_bytes: int
-    """Of this rank's part of a merged block."""
+    """Bytes of this rank's part of a merged block."""
     num_rows: int
     deterministic: bool = False
     num_host_merged: int = 0
@@ -43,7 +43,7 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rank: int = 0
     """Over all stages."""
     num_ranks: int = 1
-    """Of all stages."""
+    """Ranks of all stages."""
     num_stages: int = 1
     folder: str = ""
     """Where the ranks find each other."""
@@ -148,7 +148,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Answer(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     shape: ModelShape | None = None
-    """Of a model that was added."""
+    """Shape of a model that was added."""
     error: str = ""
 
 
@@ -183,7 +183,7 @@ SEND_TIMEOUT_S = 60.0
 _length = Struct("<I")
 _timeval = Struct("ll")
 _BUFFER_BYTES = 1 << 20
-"""Of a socket: plans with new prompts do not make the sender wait."""
+"""Buffer of a socket: plans with new prompts do not make the sender wait."""
 _READ_BYTES = 1 << 18
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 HEADER_BYTES = 4096
-"""Of words; a page, so that regions are aligned."""
+"""Bytes of the header's words; a page, so that regions are aligned."""
 
 
 class RankMemory:
