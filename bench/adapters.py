@@ -32,7 +32,7 @@ WARM_UP_STEPS = 10
 
 
 def write_adapter(path: Path, base: Path, rank: int, seed: int) -> Adapter:
-    """Of all linear layers of the checkpoint at `base`."""
+    """Writes an adapter of all linear layers of the checkpoint at `base`."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for file in base.glob("*.safetensors"):
@@ -79,7 +79,7 @@ class Batch:
         assert not result.error, result.error
 
     def decode_s(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         began_s = time.perf_counter()
         self._run(self._rows, [self._length] * len(self._rows), 1, [])
         self._length += 1

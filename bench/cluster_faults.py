@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
     num_broken: int
     num_other_texts: int
     answers: Counter[tuple[int, str]]
-    """Of short requests, by status and code; status 0: no answer."""
+    """Answers of short requests, by status and code; status 0: no answer."""
     batch: str
     num_lines_once: int
     num_lines: int
@@ -209,7 +209,7 @@ async def probe(url: str, models: list[str], over: asyncio.Event) -> Counter[tup
 
 
 async def expected_texts(url: str, models: list[str], num_streams: int, num_tokens: int) -> set[str]:
-    """Of the streams of `Load`, in quiet."""
+    """Texts of the streams of `Load` in quiet."""
     async with httpx.AsyncClient(timeout=120.0) as client:
         streams = await asyncio.gather(
             *(

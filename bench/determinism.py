@@ -38,11 +38,11 @@ from tests.e2e.stack import Stack
 from tests.e2e.streams import Stream, stream_completion
 
 CONTEXT = 290
-"""Of decodes."""
+"""Context of decodes."""
 DECODES = (1, 8, 32)
 PROMPTS = (256, 2048)
 MEMORY_BYTES = 44 << 20
-"""Of both instances: not enough for all streams at once."""
+"""Memory of both instances: not enough for all streams at once."""
 
 
 class Steps:
@@ -163,7 +163,7 @@ class Trial:
         return streams
 
     def count(self, name: str) -> float:
-        """Of a metric, over the instances that are there now."""
+        """Count of a metric, over the instances that are there now."""
         total = 0.0
         for instance in self._system.instances():
             text = httpx.get(f"http://127.0.0.1:{instance['metrics_port']}/metrics", timeout=5).text

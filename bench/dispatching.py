@@ -141,8 +141,8 @@ def full_cluster(cluster: Cluster) -> Cluster:
 
 
 def queued_rate(cluster: Cluster, seconds: float) -> float:
-    """Likewise in a queue of constant length: a request is submitted, an instance has room for one more of a model, and is
-    full again."""
+    """Rate of dispatches in a queue of constant length: a request is submitted, an instance has room for one more of a
+    model, and is full again."""
 
     def one() -> int:
         cluster.core.apply(Submit(cluster.request()), cluster.now)

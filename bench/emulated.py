@@ -41,8 +41,8 @@ def tiny(number: int, **others: int) -> dict[str, int]:
 
 
 def environment(folder: Path, device: str, shapes: Mapping[str, str]) -> dict[str, str]:
-    """That makes steps of models take what those of `shapes` (model -> name in `placement.facts`) do on a device by its name
-    in `placement.hardware`."""
+    """Environment that makes steps of models take what those of `shapes` (model -> name in `placement.facts`) do on a
+    device by its name in `placement.hardware`."""
     costs = {name: cost_model(HARDWARE[device], SHAPES[shape]) for name, shape in shapes.items()}
     path = folder / "step_times.json"
     path.write_bytes(msgspec.json.encode(costs))
@@ -95,7 +95,7 @@ def _run_instance() -> None:
             super().__init__(*arguments, **options)
             self._stream = Stream()
             self._interval_s = 0.0
-            """Of the step that is launched, between two safepoints."""
+            """Time of the launched step between two safepoints."""
             self._done_s: deque[float] = deque()
             """When each step in flight is."""
             self._safepoints = Safepoints(lambda: Mark(self._launched_interval))

@@ -92,7 +92,7 @@ class Client(asyncio.Protocol):
         self.done = asyncio.get_running_loop().create_future()
         self.num_chunks = 0
         self.arrivals_s: list[float] = []
-        """Of each token, of a watched one."""
+        """Arrival of each token, for a watched stream."""
         self._rest = b""
         self._num_characters = 0
         self._is_accepted = False

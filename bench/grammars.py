@@ -245,7 +245,7 @@ def measure(name: str, folder: Path, num_schemas: int) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Of `pieces`, byte-level, which is all that masks depend on."""
+    """Writes a tokenizer of `pieces`, byte-level, which is all that masks depend on."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

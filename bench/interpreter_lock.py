@@ -77,7 +77,7 @@ def beside(kind: str, load: float, num_loops: int) -> Iterator[None]:
 
 
 def step_s(device_s: float, in_flight: int, num_steps: int, num_loops: int) -> float:
-    """Of runs of `RUN_STEPS` the lower quartile: whatever else the machine does only ever makes one longer."""
+    """Lower quartile of runs of `RUN_STEPS`: whatever else the machine does only ever makes one longer."""
     ends: deque[float] = deque()
     launched: list[float] = []
     last_s = 0.0

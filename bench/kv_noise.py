@@ -35,7 +35,7 @@ from services.worker.kv_transport import KvTransport, TransportLimits, UcxNetwor
 MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 """With which UCX begins on tcp."""
 CONNECT_ID = 32
-"""Of UCX's own messages about a connection; below it are those of its layers, which believe what they are told."""
+"""Id of UCX's own messages about a connection; below it are those of its layers, which believe what they are told."""
 OTHER_HOST = "127.0.0.2"
 OTHER_SHARE = 0.05
 MAX_OPEN = 500

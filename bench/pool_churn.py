@@ -42,7 +42,7 @@ RATES_PER_S = {"7b": 0.2, "13b": 0.15, "70b": 0.2}
 PERIODS_S = {"7b": 240.0, "13b": 420.0, "70b": 660.0}
 """In which the rate goes from nothing to twice its mean and back."""
 NUM_OFFLINE = 6
-"""Of each model at any time."""
+"""Offline requests of each model at any time."""
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_TOKENS = 300, 250, 4000
 """Medians of log-normal lengths; the tail is heavy."""
 

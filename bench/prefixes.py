@@ -24,7 +24,7 @@ from shared.costs.model import CostModel
 from shared.simulation.gateway import Job
 
 LEAST_SHARE = 0.9
-"""Of the cached share that one instance reaches."""
+"""Least share of what one instance reaches."""
 MOST_TTFT = 1.02
 """P99 of first tokens, times that of the system which knows no prefix when it dispatches."""
 DURATION_S = 60.0
@@ -92,7 +92,7 @@ SHAPES: dict[str, Callable[[float, np.random.Generator], list[Job]]] = {
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     cached_share: float
-    """Of the tokens of prompts."""
+    """Cached share of the tokens of prompts."""
     mean_ttft_s: float
     p99_ttft_s: float
     num_migrations: int

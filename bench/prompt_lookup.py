@@ -48,7 +48,7 @@ PROMPT_TOKENS = 1024
 
 
 def texts(num_tokens: int) -> dict[str, tuple[list[int], list[int]]]:
-    """Of each kind a prompt of at most `PROMPT_TOKENS`, and what comes after it."""
+    """A text of each kind: a prompt of at most `PROMPT_TOKENS`, and what comes after it."""
     tokenizer = Tokenizer.from_file(str(ROOT / "models/tideway-demo-llama/tokenizer.json"))
 
     def encoded(text: str, most: int) -> list[int]:
@@ -69,11 +69,11 @@ def texts(num_tokens: int) -> dict[str, tuple[list[int], list[int]]]:
 
 class Run(NamedTuple):
     decodes_s: float
-    """Of the steps without prompts."""
+    """Seconds of the steps without prompts."""
     kept_share: float
-    """Of the guesses."""
+    """Kept share of the guesses."""
     step_tokens: float
-    """That a step brings each stream."""
+    """Tokens that a step brings each stream."""
 
 
 class Bench:

@@ -54,7 +54,7 @@ class Change(msgspec.Struct, kw_only=True):
 
     name: str
     number: int = 0
-    """Of the replacement; 0: it was none."""
+    """Number of the replacement; 0: it was none."""
     begun_s: float
     ended_s: float
     stage: str
@@ -72,10 +72,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_s: float
     tpot_p99_s: float
     itl_p50_s: float
-    """Of each piece of all streams after the first."""
+    """Median gap before each piece of all streams after the first."""
     itl_p99_s: float
     silence_p99_s: float
-    """Of the longest silence of each stream."""
+    """P99 of the longest silence of each stream."""
     silence_max_s: float
 
 

@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """That this process was started with, but for where results go."""
+    """The command that this process was started with, but for where results go."""
     spec = sys.modules["__main__"].__spec__
     words = ["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *sys.argv[1:]]
     return re.sub(r" --output[ =]\S+", "", " ".join(words))
@@ -119,19 +119,19 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
 
 
 def processor_s(pid: int) -> float:
-    """Of all threads of a process."""
+    """Processor time of all threads of a process."""
     return _processor_s(_stat(pid))
 
 
 def tree_processor_s(pid: int) -> float:
-    """Of all threads of a process and of its descendants that are alive."""
+    """Processor time of all threads of a process and of its living descendants."""
     stats = _stats()
     return sum(_processor_s(stats[each]) for each in stats if _descends(each, stats, pid))
 
 
 def take_precedence(pid: int, niceness: int) -> None:
-    """Of a process and its descendants over other sessions' on a machine that is in use: where the kernel groups threads by
-    sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""
+    """Gives a process and its descendants precedence over other sessions' on a machine that is in use: where the kernel
+    groups threads by sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""
     stats = _stats()
     for each in stats:
         if _descends(each, stats, pid):
@@ -140,8 +140,8 @@ def take_precedence(pid: int, niceness: int) -> None:
 
 
 def others_processor_s() -> float:
-    """Of all processes of the machine but this one and its descendants, since it was started; those that have ended beneath
-    this one count as others', so that of a difference only what ended meanwhile does."""
+    """Processor time of all processes of the machine but this one and its descendants, since it was started; those that
+    have ended beneath this one count as others', so that of a difference only what ended meanwhile does."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     all_s = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting for disks
     stats = _stats()

@@ -41,7 +41,7 @@ WARM_UP_ROUNDS = 3
 
 
 def num_blocks(kind: str, block_size: int) -> int:
-    """That the sequences of a model have."""
+    """Blocks that the sequences of a model have."""
     num_sequences, context = DECODES[kind]
     return sum(-(-length // block_size) for length in [context + 1] * num_sequences + [PREFILL[kind]])
 
@@ -102,7 +102,7 @@ class Place:
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one kind of step, alone and otherwise."""
+    """Times of one kind of step, alone and otherwise."""
 
     what: str
     step: str
@@ -111,7 +111,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     overhead: float
     """Relative; the ratio of medians of paired rounds."""
     spread: float
-    """Of the ratios: half the range between their quartiles."""
+    """Spread of the ratios: half the range between their quartiles."""
 
 
 def compare(what: str, step: str, alone: Callable[[], float], other: Callable[[], float], rounds: int) -> Measured:

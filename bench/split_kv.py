@@ -96,7 +96,7 @@ class Cache:
         self.taken = np.arange(self.rows)
         self.heads = Heads(model.query_heads // model.kv_heads * heads, heads, model.head_dim)
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        """Of the last step that was timed in parts."""
+        """Seconds of the last step that was timed in parts."""
 
     def layout(self, tables: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> BatchLayout:
         return BatchLayout(
@@ -159,7 +159,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     kind: str
     entries: int
-    """Of the step's tables."""
+    """Entries of the step's tables."""
     total_ms: float
     ratio: float
     """To merged, of medians of rounds."""

@@ -47,8 +47,9 @@ POOL_BYTES = 1 << 30
 
 
 def add_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> None:
-    """Of the vocabulary's size: the gateway wants one, though prompts are token ids. Without bytes that are no character:
-    random answers have so many of them one after the other that streams would look silent to their clients."""
+    """Adds a tokenizer of the vocabulary's size: the gateway wants one, though prompts are token ids. Without bytes
+    that are no character: random answers have so many of them one after the other that streams would look silent to
+    their clients."""
     alphabet = sorted(char for char in pre_tokenizers.ByteLevel.alphabet() if char.isascii() or char == "Ġ")
     words = [f"Ġw{index}" for index in range(num_tokens - len(alphabet) - 3)]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet, *words])}

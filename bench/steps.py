@@ -61,7 +61,7 @@ MANY_ROWS = 256
 WARM_UP_STEPS = 60
 """Before the first that is measured: an engine fits its cost model most often at its first steps."""
 LEAST_SHARE = 0.6
-"""Of the floor's rate, that a step is to reach."""
+"""Share of the floor's rate that a step is to reach."""
 BEFORE = ("plan", "rows", "attention metadata", "embedding, rotations' angles")
 AFTER = ("logits", "sampling", "launch", "results", "frames")
 LAYERS = "layers"
@@ -156,7 +156,7 @@ class Session:
         self._num_requests = 0
         self.num_open = 0
         self.batch: ForwardBatch | None = None
-        """Of the last step."""
+        """Batch of the last step."""
         parts = self.parts = Parts()
         parts.watch(executor, "_update_rows", "rows")
         for name in ("layout", "token_places"):
@@ -280,7 +280,7 @@ class Floors:
         return self._memory.nbytes / (least_us(self._memory.sum) / 1e6)
 
     def products_us(self, num_tokens: int) -> float:
-        """Of all layers' linears, and of the last token with the head."""
+        """Time of all layers' linears, and of the last token with the head."""
         return min(self._products_us(num_tokens, dtype) for dtype in (torch.bfloat16, torch.float32))
 
     def _products_us(self, num_tokens: int, dtype: torch.dtype) -> float:
@@ -325,7 +325,7 @@ class Step(msgspec.Struct, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Of the floor in the step without the gateway."""
+        """Share of the floor in the step without the gateway."""
         return self.floor_us / (self.plain_us - self.parts_us[GATEWAY])
 
 

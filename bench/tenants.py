@@ -85,10 +85,10 @@ def flood(kind: str, device: Device, num_instances: int, duration_s: float, seed
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the other tenant, seconds."""
+    """Latencies of the other tenant, in seconds."""
 
     first_s: float
-    """Of its first request, which the others leave out."""
+    """Time of its first request, which the other fields leave out."""
     p50_s: float
     p99_s: float
     num_requests: int

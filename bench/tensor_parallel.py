@@ -90,8 +90,8 @@ class Switch(RankGroup):
 
 
 def take_precedence() -> None:
-    """Of this process over all others; its threads that carry messages go before the one that computes. Raises
-    `PermissionError`."""
+    """Gives this process precedence over all others; its threads that carry messages go before the one that computes.
+    Raises `PermissionError`."""
     for task in map(int, os.listdir("/proc/self/task")):
         priority = 10 if task == threading.get_native_id() else 20
         os.sched_setscheduler(task, os.SCHED_RR, os.sched_param(priority))

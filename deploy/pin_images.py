@@ -39,7 +39,7 @@ def read(text: str) -> dict[str, tuple[str, str]]:
 
 
 def digest_of(tagged: str) -> str:
-    """That the registry has for the tag now. Raises `PinError`."""
+    """The digest that the registry has for the tag now. Raises `PinError`."""
     command = ["docker", "buildx", "imagetools", "inspect", "--format", "{{.Manifest.Digest}}", tagged]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -43,7 +43,7 @@ class NotFastError(Exception):
 
 
 def needs(item: pytest.Item) -> frozenset[str]:
-    """Of MODELS and OUTSIDE, what the test's module and its fixtures import, themselves or through others."""
+    """What of MODELS and OUTSIDE the test's module and its fixtures import, themselves or through others."""
     modules = {item.path}
     definitions = item._fixtureinfo.name2fixturedefs if hasattr(item, "_fixtureinfo") else {}
     for name in definitions:
@@ -55,7 +55,7 @@ def needs(item: pytest.Item) -> frozenset[str]:
 
 @functools.cache
 def imported(path: Path) -> frozenset[str]:
-    """Of MODELS and OUTSIDE, what comes with an import of this file."""
+    """What of MODELS and OUTSIDE comes with an import of this file."""
     seen, to_read, found = {path}, [path], set[str]()
     while to_read:
         for name in _imports(to_read.pop()):

@@ -54,9 +54,9 @@ _TICK_S = 1e-6
 @dataclass
 class Faults:
     delay_s: tuple[float, float] = (0.0001, 0.0005)
-    """Of one message, uniformly drawn."""
+    """Delay of one message, uniformly drawn."""
     drop_rate: float = 0.0
-    """Of published messages, requests and replies; JetStream's calls are never dropped."""
+    """Share of dropped published messages, requests and replies; JetStream's calls are never dropped."""
     duplicate_rate: float = 0.0
 
 

@@ -31,7 +31,7 @@ class SmallDisk:
             self.close()
             raise SmallDiskError(f"no file system can be mounted here: {said.decode()}")
         self.prefix = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials"]
-        """Of a command that is to see it."""
+        """Prefix of a command that is to see it."""
         self.seen_path = Path(f"/proc/{self._holder.pid}/root{self.path}")
         """As seen from here."""
         self._ballast = self.seen_path / "ballast"

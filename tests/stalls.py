@@ -80,7 +80,7 @@ class StallWatch:
         self._failed_s = self._failed_s or time.monotonic()
 
     def away_s(self, since_s: float, until_s: float) -> float:
-        """Of these seconds of the monotonic clock, those in which the machine was away, whatever short."""
+        """How many of these seconds of the monotonic clock the machine was away, however briefly."""
         self._read_after_the_last()
         per_core: dict[int, float] = {}
         for core, end_s, seconds in self._stalls:

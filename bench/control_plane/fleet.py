@@ -53,7 +53,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 NUM_FIELDS = len(LoadReport.__struct_fields__)
 HEADER = b"\xdc" + NUM_FIELDS.to_bytes(2, "big")
-"""Of an array."""
+"""Header of an array."""
 UINT32 = b"\xce"
 FIRST_SEQUENCE = 1 << 16
 """So that each number takes four bytes."""

@@ -112,7 +112,7 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     num_instances: int
     seconds: float
     cpu_share: float
-    """Of one core."""
+    """Share of one core."""
     reports_per_s: float
     most_reports_per_s: float = 0.0
     num_requests: int
@@ -121,7 +121,7 @@ class Paced(msgspec.Struct, frozen=True, kw_only=True):
     wait_max_ms: float
     """From the arrival of a request to its dispatch."""
     late_p99_ms: float
-    """Of reports: from when it came to when it was taken in."""
+    """Lateness of reports: from when it came to when it was taken in."""
     num_pairings: int
     num_rebalance_messages: int
 

@@ -61,7 +61,7 @@ class OverNats(msgspec.Struct, frozen=True, kw_only=True):
     stall_max_ms: float
     """How long a process that only sleeps waited for the scheduler's core meanwhile (`witness`)."""
     load_average: float
-    """Of the machine at the end: what else ran."""
+    """Load of the machine at the end: what else ran."""
 
 
 class Gateway:

@@ -12,7 +12,7 @@ from tideway.bench.workload import PlannedRequest
 
 
 class StepParts(msgspec.Struct, frozen=True, array_like=True):
-    """Of a step's time, in seconds."""
+    """Parts of a step's time, in seconds."""
 
     begin_s: float = 0.0
     """What it takes however little it computes; all that no token alone is the reason for."""

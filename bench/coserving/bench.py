@@ -25,12 +25,12 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     capacity_s: float = 20.0
     trace_s: float = 75.0
     num_samples: int = 2
-    """Of the trace; their requests count together."""
+    """Samples of the trace; their requests count together."""
     on_s: float = 8.0
     off_s: float = 7.0
     num_cycles: int = 2
     point_s: float = 12.0
-    """Of one run of a sweep."""
+    """Duration of one run of a sweep."""
     ablation_s: float = 20.0
     warm_up_s: float = 4.0
     """At the start of every run, in which requests come and do not count."""
@@ -41,7 +41,7 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the capacity."""
     objectives_cvs: tuple[float, ...] = (1.0, 4.0)
     num_seeds: int = 3
-    """Of the arrivals at each load of `objectives`; their requests count together."""
+    """Seeds of the arrivals at each load of `objectives`; their requests count together."""
     num_step_pairs: int = 160
     num_reactions: int = 40
     is_mirrored: bool = True
@@ -70,9 +70,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """0: the P99 of Online-Only, measured first (ConServe 6.2)."""
     tpot_ms: float = 0.0
     ablation_pool_share: float = 0.4
-    """Of the pool that the others have."""
+    """Share of the pool that the others have."""
     pairs: tuple[Objectives, ...] = (Objectives(0.75, 0.055), Objectives(1.5, 0.11), Objectives(3.0, 0.22))
-    """Of `objectives`, beside those that Online-Only's latencies say."""
+    """Pairs of `objectives`, beside those that Online-Only's latencies say."""
 
 
 class Bench:

@@ -26,7 +26,7 @@ from tideway.bench.workload import PlannedRequest
 SWITCH_WINDOW_S = 5.0
 """After a switch to ON."""
 SWITCH_OBJECTIVE_SCALE = 1.25
-"""Of Online-Only's P99: ConServe's bound on what co-serving may add."""
+"""Multiple of Online-Only's P99: ConServe's bound on what co-serving may add."""
 ALL_LOADS = "all"
 
 
@@ -62,7 +62,7 @@ def _compare(
     pool_tokens: int = 0,
     **parameters: Any,
 ) -> tuple[ExperimentResult, dict[str, list[RunResult]]]:
-    """Of systems under one load, `kind` of the capacity that `rate` is a share of."""
+    """Compares systems under one load, `kind` of the capacity that `rate` is a share of."""
     by_system, figures = _run_all(bench, name, order, duration_s, warm_up_s, objectives, pool_tokens)
     result = bench.result(
         name,

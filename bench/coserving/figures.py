@@ -153,4 +153,4 @@ PLOTS: dict[str, dict[str, Callable[[ExperimentResult], Figure]]] = {
     "ablation": {"steps": _steps},
     "objectives": {"curve": _curve},
 }
-"""Of each experiment, by the name of the file."""
+"""Plots of each experiment, by the name of the file."""

@@ -19,11 +19,11 @@ from tideway.bench.workload import PlannedRequest
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 """Tokens of a step of the chunk-limited vLLM++."""
 SCALES = (1.0, 1.5, 2.0, 3.0)
-"""Of the tightest objectives that Online-Only keeps for `ALONE_SHARE`."""
+"""Multiples of the tightest objectives that Online-Only keeps for `ALONE_SHARE`."""
 ALONE_SHARE = 0.99
 TIDEWAY_SHARE = 0.98
 TOKENS_SHARE = 0.85
-"""Of vLLM++'s tokens per second, at the tightest objectives."""
+"""Share of vLLM++'s tokens per second, at the tightest objectives."""
 DEFAULT = Objectives(1.5, 0.11)
 
 
@@ -39,7 +39,7 @@ class Account(msgspec.Struct, frozen=True):
     """What steps take beside their tokens: the smaller the steps, the more."""
     online: float
     prompts: float
-    """Of offline requests, computed for the first time."""
+    """Prompts of offline requests, computed for the first time."""
     decodes: float
     recomputed: float
     """At what the offline prompts' tokens took on average."""
@@ -259,7 +259,7 @@ def _targets(point: Point, accounts: dict[str, Account]) -> list[Target]:
 
 
 def _lost(point: Point, accounts: dict[str, Account]) -> dict[str, float]:
-    """Of vLLM++'s offline tokens per second, those that Tideway has not, by what it spent more of the device's time on;
+    """How much of vLLM++'s offline tokens per second Tideway lacks, by what it spent more of the device's time on;
     negative: less."""
     full, own = accounts[VLLM_PP.name], accounts[TIDEWAY.name]
     rate = ratio(point.offline_tokens_per_s[VLLM_PP.name], full.useful)

@@ -16,7 +16,7 @@ from tideway.bench.summary import ALL, Attainment, Distribution, summarize
 
 
 class SystemFigures(msgspec.Struct, kw_only=True):
-    """Of all runs of one system under one load. Online latencies are over the runs' requests together."""
+    """Figures of all runs of one system under one load. Online latencies are over the runs' requests together."""
 
     system: str
     num_online: int
@@ -32,10 +32,10 @@ class SystemFigures(msgspec.Struct, kw_only=True):
     output_tokens_per_s: float
     offline_tokens_per_s: float
     busy_share: float
-    """Of the time, that a step ran."""
+    """Share of the time in which a step ran."""
     counts: list[Counts]
     late_p99_s: float
-    """Of the feeder."""
+    """Lateness of the feeder."""
     ratios: dict[str, float] = {}
 
     @property
@@ -60,12 +60,12 @@ class ExperimentResult(msgspec.Struct, kw_only=True):
     command: str
     took_s: float = 0.0
     virtual_noise: float | None = None
-    """Of step times, where they come from the cost model; None: in real time."""
+    """Noise of step times, where they come from the cost model; None: in real time."""
     machine: dict[str, Any]
     setup: dict[str, Any]
     cost_model: dict[str, Any]
     parameters: dict[str, Any]
-    """Of the experiment: rates, objectives, durations, the order of runs."""
+    """Parameters of the experiment: rates, objectives, durations, the order of runs."""
     figures: dict[str, list[SystemFigures]] = {}
     """By load; one without variants is called `all`."""
     measured: dict[str, Any] = {}

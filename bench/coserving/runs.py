@@ -89,9 +89,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512
     steps_in_flight: int = 1
     ordering: str = "fcfs"
-    """Of one class, alike in all systems."""
+    """Order of one class, alike in all systems."""
     niceness: int = 5
-    """Of the compute threads, as in an instance on CPU."""
+    """Niceness of the compute threads, as in an instance on CPU."""
     profile_s: float = 12.0
     seed: int = 1
 
@@ -141,9 +141,10 @@ class Step(msgspec.Struct, array_like=True):
     num_tokens: tuple[int, int] = (0, 0)
     """Computed for online and offline requests; all at the last launch of the step."""
     recomputed_tokens: int = 0
-    """Of these, computed once more after a preemption, or by a later step: counted where a sequence comes back."""
+    """Tokens among these that were computed once more after a preemption, or by a later step: counted where a sequence
+    comes back."""
     parts: StepParts | None = None
-    """Of all its launches together, at the last; in virtual time."""
+    """Parts of all its launches together, at the last; in virtual time."""
 
     @classmethod
     def of(cls, plan: StepPlan, start_s: float, end_s: float, is_suspended: bool) -> Step:
@@ -160,7 +161,7 @@ class Sample(msgspec.Struct, array_like=True):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """Of the engine's counters, over the whole run."""
+    """The engine's counters over the whole run."""
 
     preemptions: dict[str, int]
     steps_suspended: int
@@ -182,9 +183,9 @@ class RunResult(msgspec.Struct, kw_only=True):
     samples: list[Sample]
     counts: Counts
     reactions_s: list[float]
-    """Of online requests: arrival at the engine to the plan of the first step that computes them."""
+    """Reactions to online requests: arrival at the engine to the plan of the first step that computes them."""
     late_p99_s: float
-    """Of the feeder: submissions after their planned time."""
+    """Lateness of the feeder: submissions after their planned time."""
 
 
 class RunFailed(Exception):
@@ -192,7 +193,8 @@ class RunFailed(Exception):
 
 
 class Clients:
-    """Of one run: they submit its requests, and write down what came of them. Times are seconds since the run's start.
+    """Clients of one run: they submit its requests, and write down what came of them. Times are seconds since the run's
+    start.
 
     `take_effects` and `count_step` are called in the thread that drives the engine, `sample` by whoever may touch it."""
 

@@ -16,7 +16,7 @@ from tideway.bench.workload import PlannedRequest, StreamSpec, Workload, plan_re
 ONLINE_TRACE = "azure_llm_2023_conv.csv"
 OFFLINE_TRACE = "arxiv_summarization_lengths.csv"
 ONLINE_PROMPT_TOKENS = 1024
-"""Of the synthetic workloads before scaling: ConServe section 6.3."""
+"""Prompts of the synthetic workloads before scaling: ConServe section 6.3."""
 ONLINE_OUTPUT_TOKENS = 128
 TRACE_PROMPT_TOKENS = 1155
 """Means of the online trace; its lengths vary by about their means."""
@@ -27,7 +27,7 @@ NUM_OFFLINE = 256
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
     length_divisor: float = 4.0
-    """Of prompts and outputs."""
+    """Divisor of the lengths of prompts and outputs."""
     max_total_tokens: int = 1536
     """Longer requests are scaled down to it."""
 
@@ -113,6 +113,6 @@ class Workloads:
         return TraceSource(path=self._paths[name], prompt_scale=factor, output_scale=factor)
 
     def _fixed(self, *tokens: int) -> dict[str, Fixed]:
-        """Of prompt and output."""
+        """Fixed lengths of prompt and output."""
         scaled = (Fixed(tokens=max(1, round(count / self.scale.length_divisor))) for count in tokens)
         return dict(zip(("prompt_tokens", "output_tokens"), scaled, strict=True))

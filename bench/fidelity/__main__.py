@@ -48,13 +48,13 @@ SETTINGS = {"TIDEWAY_MIGRATION": "off"}
 
 class _Run(msgspec.Struct):
     load: float
-    """Of the instances' capacity."""
+    """Load as a share of the instances' capacity."""
     requests: list[PlannedRequest]
     served: list[Served]
     start_s: float
     end_s: float
     others_share: float
-    """Of the machine's processor time then, that processes beside the stack and this one took."""
+    """Share of the machine's processor time then that processes beside the stack and this one took."""
     client_late_s: float
     """At most, of this process's event loop."""
 
@@ -169,7 +169,7 @@ class Bench:
 
 
 def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> list[tuple[float, float]]:
-    """Of each request, from the client to the engine and back."""
+    """Delay of each request, from the client to the engine and back."""
     submitted = {prompt: at_s for one in observed for prompt, at_s in one.submitted_s.items()}
     first = {prompt: at_s for one in observed for prompt, at_s in one.first_s.items()}
     found = []

@@ -94,7 +94,7 @@ class LiveStack:
         return sorted(self._recordings.parent.glob(f"{self._recordings.name}.worker-*"))
 
     def observed(self) -> list[Observed]:
-        """Of each instance, so far."""
+        """What each instance did so far."""
         return [observe(path.read_bytes()) for path in self._paths()]
 
     def send(self, requests: Sequence[PlannedRequest], *, seed: int = 0) -> tuple[list[Served], float, float]:

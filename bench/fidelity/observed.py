@@ -32,14 +32,14 @@ class Observed(NamedTuple):
     configuration: Configuration
     models: dict[str, ModelShape]
     cost_models: dict[str, CostModel]
-    """That the engine was told."""
+    """Cost models that the engine was given."""
     steps: list[Step]
     submitted_s: dict[bytes, float]
     """When each request reached the engine, by its prompt (the API gives requests other names)."""
     first_s: dict[bytes, float]
     """When its first token was known there."""
     statistics: list[tuple[float, ExecutionStatistics]]
-    """Of the models' requests, when the engine was told."""
+    """Statistics of the models' requests, when the engine was given them."""
 
     def statistics_at(self, at_s: float) -> list[ExecutionStatistics]:
         """What it had been told by then."""

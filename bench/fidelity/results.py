@@ -28,13 +28,13 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
 
     live: Figures
     simulated: list[Figures]
-    """Of different noise; the steps' speed is that of the trace before and after the run."""
+    """Simulated runs of different noise; the steps' speed is that of the trace before and after the run."""
     hindsight: list[Figures]
     """The speed is that of the run's own steps: what is left is not the machine's drift."""
     speed: float
     own_speed: float
     others_share: float
-    """Of the machine's processor time during the run, that others took."""
+    """Share of the machine's processor time during the run that others took."""
     client_late_s: float
     """At most, of the client's event loop during the run: answers look so much later than they came."""
 
@@ -68,7 +68,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return float(np.std(ratios))
 
     def error(self, metric: str, *, hindsight: bool = False) -> float:
-        """Of the simulation, relative, with its sign."""
+        """Relative error of the simulation, with its sign."""
         return self.simulated(metric, hindsight=hindsight) / self.live(metric) - 1
 
 
@@ -97,7 +97,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of a short table, a cell each."""
+        """Rows of a short table, a cell each."""
         return [
             {"workload": cell.workload, "load": cell.load, "requests": cell.repeats[0].live.num_requests}
             | {

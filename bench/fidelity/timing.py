@@ -26,7 +26,7 @@ MOST_NOISE = 1.0
 BESIDE = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.5, 1.6, 1.8, 2.0)
 """Factors that are tried."""
 SEARCH_STEPS, SEARCH_KNEES = 300, 2
-"""Of a model, for that."""
+"""Steps of a model, for that."""
 KNEES = 12
 """At which sizes of steps a cost model may have its knee."""
 
@@ -44,10 +44,10 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Of two instances on one machine."""
+    """Step times of two instances on one machine."""
 
     cost_models: dict[str, CostModel]
-    """Of a step while the other instance does nothing; its mean, noise included."""
+    """Costs of a step while the other instance does nothing; its mean, noise included."""
     beside: float
     """Factor of a step while the other computes."""
     noise: float
@@ -59,7 +59,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def samples(observed: Sequence[Observed]) -> list[Sample]:
-    """Of one instance or several."""
+    """Samples of one instance or several."""
     result = []
     for one in observed:
         others = _busy([step for other in observed if other is not one for step in other.steps])

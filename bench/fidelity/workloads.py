@@ -42,7 +42,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Lengths
     output_tokens: Lengths
     cv: float
-    """Of the intervals between arrivals."""
+    """Coefficient of variation of the intervals between arrivals."""
     phases: tuple[tuple[float, float], ...] = ()
     """(seconds, rate over the mean rate), in a circle; empty: one rate throughout."""
 
@@ -101,7 +101,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run."""
+    """Figures of one run."""
 
     normalised_latency: float
     """Mean over the requests of latency / mean execution time of the model (SeaLLM, equation 1)."""

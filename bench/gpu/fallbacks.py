@@ -66,6 +66,6 @@ def verdict(document: Document) -> str:
 
 
 def unfinished(document: Document) -> list[str]:
-    """Of the parts that the last call was asked for: those neither done nor left out, and why."""
+    """Parts that the last call was asked for and that are neither done nor left out, and why."""
     outcomes = [document.outcomes[name] for name in document.asked_for]
     return [f"{o.part} {o}" for o in outcomes if o.state not in ("done", "left out")]

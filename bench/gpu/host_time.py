@@ -47,9 +47,9 @@ from tests.worker import fake_flashinfer
 MODEL = "m"
 ROWS = (1, 8, 64, 256)
 MOST_MS = 1.0
-"""That a launch of `ROWS[-1]` rows is to take."""
+"""Most milliseconds that a launch of `ROWS[-1]` rows is to take."""
 HEAD_DIM = 64
-"""That FlashInfer has kernels for."""
+"""Head size for which FlashInfer has kernels."""
 WARM_UP_STEPS = 20
 REST = "launch"
 PARTS = ("rows", "layout", "padding", "values", "packing", "attention's plan", "sampling", REST)
@@ -65,7 +65,7 @@ def record(function: Callable[[], Any], /) -> tuple[Any, Recorded]:
 
 
 class Wrapper(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
-    """Of a captured size, whose first plan was that of the capture."""
+    """Wrapper of a captured size, whose first plan was that of the capture."""
 
     is_planned = False
 
@@ -83,7 +83,7 @@ class Wrapper(fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper):
 
 
 class Kernels:
-    """Of FlashInfer."""
+    """FlashInfer's kernels."""
 
     BatchDecodeWithPagedKVCacheWrapper = Wrapper
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUDGET_S = 530.0
-"""Of a call: less than ten minutes with the start of the machine's Python and what is written at the end."""
+"""Time of a call: less than ten minutes with the start of the machine's Python and what is written at the end."""
 SHAPE, QUICK_SHAPE = "llama-3.1-8b", "tiny"
 MIGRATION_LENGTHS = (256, 1024, 4096, 8192)
 
@@ -81,7 +81,8 @@ TESTS = (
 
 
 def asked_for(names: Sequence[str], calls: Sequence[str]) -> list[str]:
-    """Of the parts named and those of calls, by name or number; all where nothing is. Raises `ValueError`."""
+    """Parts that are asked for, by their names and those of calls, by name or number; all where nothing is. Raises
+    `ValueError`."""
     wanted = set(names)
     if unknown := wanted - set(BY_NAME):
         raise ValueError(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(BY_NAME)}")
@@ -122,7 +123,7 @@ class Place:
         return self.scratch / f"{part}.jsonl"
 
     def results(self, part: str) -> Path:
-        """Of a bench: its own files."""
+        """Results of a bench: its own files."""
         return self.scratch / "benches" / part
 
     @property

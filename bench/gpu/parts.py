@@ -41,7 +41,7 @@ from shared.messages.requests import SamplingParams
 from shared.models.checkpoint import describe
 
 HEADS = (Heads(32, 8, 128), Heads(32, 32, 128), Heads(32, 2, 128), Heads(4, 2, 64))
-"""Of the 8B shape, Llama 2's, GLM-4's, and a small model's."""
+"""Heads of the 8B shape, Llama 2's, GLM-4's, and a small model's."""
 
 
 def rates(setup: Setup) -> None:
@@ -278,7 +278,7 @@ class Copying:
     TIMEOUT_S = 60.0
 
     def __init__(self, runner: Runner, num_blocks: int) -> None:
-        """Of the pool's last blocks, which the first sequences do not have."""
+        """Copies the pool's last blocks, which the first sequences do not have."""
         executor = self._executor = runner.executor
         block_rows, host_rows = (executor.block_rows(MODEL, on_host=on_host) for on_host in (False, True))
         num_blocks = min(num_blocks, len(host_rows))

@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass
 class Document:
-    """Of a run, which may take several calls."""
+    """Document of a run, which may take several calls."""
 
     run: str
     """Its name: when it began."""
@@ -63,12 +63,12 @@ class Document:
     """As its driver names it; empty on a CPU."""
     driver: str
     commit: str
-    """Of the tree; empty: not known."""
+    """Commit of the tree; empty: not known."""
     is_quick: bool
     seconds: float = 0.0
-    """Of all calls."""
+    """Seconds of all calls."""
     asked_for: list[str] = field(default_factory=list)
-    """Of the last call."""
+    """Parts that the last call asked for."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By part; of all parts that any call was asked for."""
 
@@ -201,7 +201,7 @@ def collect(folder: Path, results: Path) -> list[Path]:
 
 
 def _contents(archive: Path) -> dict[str, bytes]:
-    """Of its files, by their names without folders; of no archive nothing."""
+    """Contents of its files, by their names without folders; of no archive nothing."""
     if not archive.exists():
         return {}
     with opened(archive) as tar:

@@ -27,17 +27,17 @@ DECODE_ROWS = (1, 8, 64, 256)
 PREFILL_TOKENS = (2048, 8192)
 PAGE_TOKENS = 128
 DECODE_SHARE = 0.75
-"""Of the rate of memory that decodes are to reach, counted as bench.gpu does: weights and KV once."""
+"""Share of the rate of memory that decodes are to reach, counted as bench.gpu does: weights and KV once."""
 PREFILL_SHARE = 0.6
-"""Of the rate of products that prompts are to reach."""
+"""Share of the rate of products that prompts are to reach."""
 LONG_PREFILL_TOKENS = 8192
 LONG_PREFILL_SHARE = 0.7
-"""Of prompts from so many tokens on."""
+"""Share for prompts from so many tokens on."""
 SAFEPOINT_SHARE = 0.01
 STOP_S = 2e-3
 """In which an interrupted step is to leave the device."""
 PAUSE_STEPS = 1.5
-"""Of a request that moves, at most."""
+"""Most steps of pause of a request that moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Card:
     name: str
     """Found in what CUDA calls the device."""
     memory_bytes_per_s: float
-    """Of a copy within the device, bytes read and written."""
+    """Rate of a copy within the device, bytes read and written."""
     bf16_flops: float
     """Per second, of a product of 8,192 x 8,192 matrices."""
     sheet_name: str
@@ -96,20 +96,20 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Of keys; and as much of values."""
+        """Width of keys; values have as much."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def num_read_weights(self) -> int:
-        """That a decode reads: all but the embedding, of which it looks up a row for each token. (Where it is tied to the
-        head it is read as the head.)"""
+        """Weights that a decode reads: all but the embedding, of which it looks up a row for each token. (Where it is
+        tied to the head it is read as the head.)"""
         return (
             self.num_layers * (self.num_layer_weights + 2 * self.hidden_size) + self.hidden_size + self.num_head_weights
         )
 
     @property
     def num_layer_weights(self) -> int:
-        """Of a layer's four products."""
+        """Weights of a layer's four products."""
         attention = self.query_width + 2 * self.kv_width + self.query_width
         return self.hidden_size * (attention + 3 * self.intermediate_size)
 
@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in all layers."""
+        """KV bytes of one token, in all layers."""
         return self.num_layers * 2 * self.kv_width * ITEMSIZE
 
 
@@ -143,8 +143,8 @@ class Launch(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """Of a step; all figures but `times` are of one time. What is added and multiplied outside of products and attention is
-    not counted."""
+    """An operation of a step; all figures but `times` are of one time. What is added and multiplied outside of products
+    and attention is not counted."""
 
     name: str
     launch: Launch
@@ -214,7 +214,7 @@ class Step:
         return self.whole_s(card) / self.share_to_reach
 
     def host_calls(self) -> dict[str, int]:
-        """Of one launch, that put something on the device or ask for it: copies, kernels, replays, events."""
+        """Calls of one launch that put something on the device or ask for it: copies, kernels, replays, events."""
         outside = {
             kind: sum(o.times * o.kernels for o in self.operations if o.launch == kind)
             for kind in (Launch.COPY, Launch.KERNEL)
@@ -225,7 +225,8 @@ class Step:
 
 
 def decode_step(num_rows: int, context: int = CONTEXT, shape: Shape = LLAMA_3_1_8B) -> Step:
-    """Of so many greedy sequences, each with `context` tokens in the cache, this step's included: two replays."""
+    """A decode step of so many greedy sequences, each with `context` tokens in the cache, this step's included: two
+    replays."""
     num_pages = num_rows * -(-context // PAGE_TOKENS)
     num_inputs = 2 * 8 * num_rows + 4 * (3 * num_rows + 1 + num_pages)
     hidden = num_rows * shape.hidden_size * ITEMSIZE
@@ -244,7 +245,8 @@ def decode_step(num_rows: int, context: int = CONTEXT, shape: Shape = LLAMA_3_1_
 
 
 def prefill_step(num_tokens: int, shape: Shape = LLAMA_3_1_8B) -> Step:
-    """Of one prompt without a prefix in the cache, whose next token is chosen greedily; the host launches each kernel."""
+    """A step of one prompt without a prefix in the cache, whose next token is chosen greedily; the host launches each
+    kernel."""
     num_pages = -(-num_tokens // PAGE_TOKENS)
     hidden = num_tokens * shape.hidden_size * ITEMSIZE
     pairs = num_tokens * (num_tokens + 1) // 2

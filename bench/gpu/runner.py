@@ -30,7 +30,7 @@ from services.worker.node.processes import dies_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVES = (REPOSITORY / ".tideway/gpu/site.tar.xz", REPOSITORY / ".tideway/gpu/site.tar.gz")
-"""Of `make gpu-wheels`; the first that is there."""
+"""Archives of `make gpu-wheels`; the first that is there counts."""
 PACKED = ("msgspec", "nats", "fastapi", "opentelemetry", "pytest_asyncio")
 """Where one of them is not installed, the archive's packages are used."""
 BUILT_AHEAD = "flashinfer/data/aot"
@@ -43,7 +43,7 @@ KILL_AFTER_S = 5.0
 LEAST_S = 5.0
 """What must be left for a part to begin."""
 LEFT_OUT_STATUS = 77
-"""Of a part that cannot be shown on this machine; its last row says why as `left_out`."""
+"""Status of a part that cannot be shown on this machine; its last row says why as `left_out`."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from bench.gpu.stepping import Runner, Setup, in_thread, make_executor, percenti
 from shared.messages.cluster import ModelSpec
 
 LAYERS = 4
-"""Of the 8B shape and of its relatives here: what depends on a layer's sizes shows, and weights are there in seconds."""
+"""Layers of the 8B shape and of its relatives here: what depends on a layer's sizes shows, and weights are there in
+seconds."""
 
 
 def shapes(setup: Setup) -> None:
@@ -28,7 +29,7 @@ def shapes(setup: Setup) -> None:
 
 
 def _checkpoint(setup: Setup, name: str, **changes: Any) -> Path:
-    """Of the 8B shape with few layers."""
+    """A checkpoint of the 8B shape with few layers."""
     if setup.is_quick:
         return setup.checkpoint(name, QUICK_SHAPE, **{k: v for k, v in changes.items() if k == "num_key_value_heads"})
     return setup.checkpoint(name, SHAPE, num_hidden_layers=LAYERS, **changes)
@@ -109,7 +110,7 @@ def _experts(setup: Setup) -> None:
 
 
 def _taken_bytes(setup: Setup) -> int:
-    """Of the device's memory, graphs and pools included; 0 on a CPU, whose memory is the process's."""
+    """Bytes taken of the device's memory, graphs and pools included; 0 on a CPU, whose memory is the process's."""
     if not setup.on_cuda:
         return 0
     free, total = torch.cuda.mem_get_info(setup.device)

@@ -159,7 +159,7 @@ class Runner:
         self.setup, self.executor, self.name = setup, executor, name
         self._prepared = executor.prepare_model(ModelSpec(name, str(checkpoint), quantization=quantization))
         self.weight_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-        """That a step reads: a tied embedding once, as the head."""
+        """Bytes of weights that a step reads: a tied embedding once, as the head."""
         self.shape: ModelShape = executor.add_model(self._prepared)
         self.load_s = time.perf_counter() - started_s
         self._num_blocks = len(executor.block_rows(name, on_host=False))
@@ -168,7 +168,7 @@ class Runner:
 
     @classmethod
     def of(cls, setup: Setup, pool_tokens: int, num_rows: int, *, host: bool = False, quantization: str = "") -> Runner:
-        """Of the model that the part `checkpoint` has made, on an executor of its own."""
+        """Runner of the model that the part `checkpoint` has made, on an executor of its own."""
         model = setup.scratch / "model"
         executor = make_executor(setup.device, [model], pool_tokens, num_rows, host=host)
         return cls(setup, executor, model, quantization=quantization)
@@ -244,7 +244,7 @@ class Runner:
     def decode_s(
         self, rows: list[int], context: int, num_steps: int, before_launch: Callable[[], None] = lambda: None
     ) -> float:
-        """Of one of so many steps, launched and collected as an engine does."""
+        """Seconds of one of so many steps, launched and collected as an engine does."""
         started_s = time.perf_counter()
         for _ in self.decodes(rows, context, num_steps, before_launch):
             pass

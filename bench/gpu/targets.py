@@ -35,7 +35,7 @@ class Target:
 
 
 def _rows(document: Document, part: str, **fields: object) -> Iterator[Row]:
-    """Of the part, those with such fields."""
+    """The part's rows with such fields."""
     return (r for r in document.rows(part) if all(r.get(name) == value for name, value in fields.items()))
 
 
@@ -60,7 +60,7 @@ def _share(part: str, **fields: object) -> Find:
 
 
 def _device_share(document: Document) -> float | None:
-    """Of bytes per second between processes, the ways by the device and by page-locked memory of the host."""
+    """Share of bytes per second between processes, the ways by the device and by page-locked memory of the host."""
     rates = {
         way: [row["GB/s"] for row in document.rows("migration") if row.get("way") == way] for way in ("device", "host")
     }

@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVE = REPOSITORY / ".tideway/gpu/site.tar.xz"
 MACHINE_PACKAGES = Path(__file__).with_name("machine_packages.txt")
 MAX_BYTES = 60 << 20
-"""Of the archive and the checkout together; such a machine takes 64 MiB."""
+"""Most bytes of the archive and the checkout together; such a machine takes 64 MiB."""
 MAX_TREE_BYTES = 34 << 20
 
 TEST_PACKAGES = ("pytest", "pytest-asyncio", "pytest-rerunfailures", "pytest-timeout", "pytest-xdist", "hypothesis")
@@ -50,7 +50,7 @@ LEFT_BEHIND = {
     "nvidia-cutlass-dsl": "",
 }
 VARIANTS = ("bfloat16/128", "bfloat16/64", "bfloat16/128/window", "bfloat16/64/window")
-"""Of attention modules: what the parts of `make gpu` compute, and the tests on a device."""
+"""Variants of attention modules: what the parts of `make gpu` compute, and the tests on a device."""
 PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 LEFT_OUT = (
     "*.a", "*.la", "*.h", "*.hpp", "*.cuh", "*.pyi", "*perftest*", "libucx/bin/*", "*/__pycache__/*",
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of markers in requirements."""
+        """Environment of markers in requirements."""
         return {
             "python_version": self.python, "python_full_version": f"{self.python}.0", "implementation_name": "cpython",
             "platform_python_implementation": "CPython", "sys_platform": "linux", "os_name": "posix",
@@ -211,7 +211,7 @@ def archive(folder: Path, output: Path) -> dict[str, int]:
 
 
 def tree_bytes() -> int:
-    """Of the checkout without .git and what git ignores: what is carried to a machine beside the archive."""
+    """Bytes of the checkout without .git and what git ignores: what is carried to a machine beside the archive."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True).stdout.decode().split("\0")
     paths = {REPOSITORY / name for name in names if name}

@@ -24,7 +24,7 @@ from tideway.bench.summary import Distribution
 BETWEEN_MOVES = 24
 """Tokens that a request decodes between two moves, so that its step time is known."""
 MAX_TOKENS = 4096
-"""Of an answer: far more than is waited for, because a request that is about to end is not worth its move."""
+"""Most tokens of an answer: far more than is waited for, because a request that is about to end is not worth its move."""
 NUM_ROUNDS = 3
 """Over the lengths: the machine's speed changes within minutes."""
 TRANSFER_TIMEOUT_S = 600.0

@@ -245,7 +245,7 @@ class Scheduler(Process):
             self.start()
 
     async def held(self) -> dict[str, float]:
-        """Of the leader: requests that it thinks of; {} of any other."""
+        """What the leader holds: requests that it thinks of; {} of any other."""
         found = dict.fromkeys(("is_leader", "tracked_requests", "ledger_requests"), 0.0)
         try:
             async with httpx.AsyncClient(timeout=2.0) as client:

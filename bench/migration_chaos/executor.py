@@ -71,7 +71,7 @@ class _Row:
         self.tokens = tokens
         self.blocks = blocks
         self.links = np.array(extend(root(model), tokens), np.uint64)
-        """Of `tokens`."""
+        """Links of `tokens`."""
 
     def put(self, position: int, token: int) -> None:
         """What was there and after it was never true."""

@@ -71,7 +71,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Of one migration. `then`, `then_s`: what the driver does when a step's action is `NOTE`, and for how long."""
+    """A fault of one migration. `then`, `then_s`: what the driver does when a step's action is `NOTE`, and for how long."""
 
     name: str
     steps: list[Step]

@@ -31,7 +31,7 @@ NATS_PAUSE_S = 6.0
 GROWTH = {"fds": 24, "threads": 8, "tasks": 24}
 """More than this since an instance's first rest is a leak."""
 MAX_TRIES = 6
-"""Of a trial, until a migration lives long enough to meet its fault: those around it fail too."""
+"""Tries of a trial, until a migration lives long enough to meet its fault: those around it fail too."""
 UNFAULTED = "(met no fault of their own)"
 
 
@@ -69,7 +69,7 @@ class Result:
     streams: dict[str, int] = field(default_factory=dict)
     gateway: dict[str, int] = field(default_factory=dict)
     num_starts: int = 0
-    """Of instances."""
+    """Starts of instances."""
     num_rests: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     """The largest growth of an instance between rests."""
@@ -102,7 +102,7 @@ class Trials:
         """By trial."""
         self._checks: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._sizes: dict[str, dict[str, int]] = {}
-        """Of incarnations at their first rest."""
+        """Sizes of incarnations at their first rest."""
         self._num_reactions = 0
         self._nats = asyncio.Lock()
         self._schedulers = asyncio.Lock()

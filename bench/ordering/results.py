@@ -35,7 +35,7 @@ COLD = OURS + " (cold)"
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 FEW_LOADS = (0.5, 0.9)
 PROFILE_SEED = 1_000_003
-"""Of the requests by which capacity and times alone are measured: others than those that are compared."""
+"""Seed of the requests by which capacity and times alone are measured: others than those that are compared."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one order at one load: all seeds' requests together. Latencies are over the model's mean time alone."""
+    """Figures of one order at one load: all seeds' requests together. Latencies are over the model's mean time alone."""
 
     order: str
     load: float
@@ -65,7 +65,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     token_p99_s: float
     by_model: dict[str, float]
     max_itl_s: float = 0.0
-    """Of all requests."""
+    """Longest gap of all requests."""
     itl_s: Itl = Itl()
     ratio: float = 1.0
     """Mean over that of the doubling budget."""

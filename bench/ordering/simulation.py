@@ -20,7 +20,7 @@ from shared.simulation.gateway import Job
 from shared.simulation.itl import ItlHistogram
 
 WARM_SHARE, COOL_SHARE = 0.2, 0.1
-"""Of a run's requests, the first and the last ones that do not count."""
+"""Shares of a run's first and last requests, which do not count."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +92,8 @@ def mean_times_alone_s(setting: Setting, jobs: list[Job]) -> dict[str, float]:
 
 
 def normalised(run: Run, jobs: list[Job], alone_s: dict[str, float]) -> dict[str, np.ndarray]:
-    """Of the requests that count: `alone` is latency over the model's mean time alone (SeaLLM's equation 1), `token`
-    latency per output token, seconds."""
+    """Normalised latencies of the requests that count: `alone` is latency over the model's mean time alone (SeaLLM's
+    equation 1), `token` latency per output token, seconds."""
     first, end = int(len(jobs) * WARM_SHARE), int(len(jobs) * (1 - COOL_SHARE))
     counted = list(zip(run.latencies_s, jobs, strict=True))[first:end]
     return {

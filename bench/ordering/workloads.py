@@ -32,7 +32,7 @@ Lengths = tuple[np.ndarray, np.ndarray]
 class Service(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     share: float
-    """Of the requests."""
+    """Share of the requests."""
     prompt: LogNormal
     output: LogNormal
 
@@ -43,7 +43,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     device: str
     cost_model: CostModel
-    """Of both models."""
+    """Cost model of both models."""
     max_step_tokens: int
     num_rows: int
     pool_tokens: int

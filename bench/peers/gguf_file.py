@@ -54,7 +54,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Of queries or keys: llama.cpp rotates neighbours, Hugging Face's Llama the halves of a head."""
+    """Interleaves queries or keys: llama.cpp rotates neighbours, Hugging Face's Llama the halves of a head."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

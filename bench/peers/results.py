@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 PREFILL = "prefill"
 """What names of cases begin with that are about prompts: their rate is that of the first token."""
 LEAST_THROUGHPUT_RATIO = 1.2
-"""Of the best peer's rate."""
+"""Least share of the best peer's rate."""
 MOST_LATENCY_RATIO = 1.0
-"""Of the same peer's P99."""
+"""Largest multiple of the same peer's P99."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one turn."""
+    """Figures of one turn."""
 
     server: str
     case: str
@@ -44,7 +44,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     mean_tpot_ms: float
     p99_tpot_ms: float
     p50_itl_ms: float
-    """Of the gaps between chunks of a stream; TPOT is a stream's mean, which does not see that it stands still."""
+    """Median of the gaps between chunks of a stream; TPOT is a stream's mean, which does not see that it stands still."""
     p99_itl_ms: float
     max_itl_ms: float
     others_cores: float

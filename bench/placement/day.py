@@ -54,9 +54,9 @@ MODELS = {
     "deepseek-r1": ("llama-2-13b", "sharegpt_8k_lengths.csv"),
     "mm-image": ("opt-6.7b", "arxiv_summarization_lengths.csv"),
 }
-"""Of the table of rates: the shape that stands for it, and whose lengths its requests have."""
+"""Models of the table of rates: the shape that stands for it, and whose lengths its requests have."""
 SEARCH_S = 10.0
-"""That a search takes."""
+"""Seconds that a search takes."""
 DAY_S = 86400.0
 WINDOW_S = 600.0
 NUM_DEVICES = 8
@@ -65,7 +65,7 @@ LOAD = 4.0
 LEAD_S = 3600.0
 """Where a plan is a little too slow, requests gather over so long a time."""
 MOST_S = 3600.0
-"""Of a stretch that is estimated at once."""
+"""Most seconds of a stretch that is estimated at once."""
 BIN_S = 2.5
 INTERVALS_S = {"adaptive": 3600.0, "10 minutes": 600.0, "1 hour": 3600.0, "6 hours": 6 * 3600.0, "none": math.inf}
 """Adaptive: the first."""
@@ -127,10 +127,10 @@ def draw_day(folder: Path, seed: int, load: float, number_of_day: int = 0) -> tu
 
 
 class _Stretch(NamedTuple):
-    """Of requests that were followed, parallel over n."""
+    """A stretch of requests that were followed, parallel over n."""
 
     at_s: np.ndarray
-    """Of the day."""
+    """Seconds of the day."""
     model: np.ndarray
     weight: np.ndarray
     is_late: np.ndarray
@@ -168,7 +168,7 @@ def timeline(first: Plan, ways: Sequence[Way], *, is_free: bool = False) -> list
 
 
 class Day:
-    """Of one system."""
+    """The day of one system."""
 
     def __init__(self, problem: Problem, plan: Plan, predicted: Prediction, settings: ReplacementSettings) -> None:
         """`problem.traffic`: of the day. `plan`: that serves first, of which that is predicted."""
@@ -177,7 +177,7 @@ class Day:
         self.num_searches, self.num_changes = 0, 0
         self.causes: dict[str, int] = {}
         self.changing_s, self.lost_device_s = 0.0, 0.0
-        """Of all changes."""
+        """Sums over all changes."""
         self.plans = [(0.0, plan)]
         """From when on each served."""
         self._problem, self._plan = problem, plan
@@ -300,13 +300,13 @@ class Asked(NamedTuple):
     seed: int = 1
     load: float = LOAD
     number_of_day: int = 0
-    """Of the table of rates."""
+    """Number of the day in the table of rates."""
     folder: Path = TRACES
 
 
 class Hours(NamedTuple):
     attainment: list[float]
-    """Of each hour."""
+    """Attainment of each hour."""
     changes: list[float]
     """Hours at which another plan began to serve."""
 

@@ -31,7 +31,7 @@ DEVICE_RATE = 2.0
 SEARCH_INTERVAL_S = 120.0
 ESTIMATED_REQUESTS_S = 20_000.0
 WITHIN = 0.02
-"""Of the best plan's normalised latency."""
+"""Multiple of the best plan's normalised latency."""
 NAMES = ("llama-2-7b", "llama-2-13b", "opt-6.7b", "llama-3.1-8b")
 CLUSTERS = (
     (2, 2, 3), (2, 2, 4), (3, 3, 2), (3, 3, 3), (4, 4, 2), (4, 4, 3), (3, 1, 3), (4, 2, 2),

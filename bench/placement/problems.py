@@ -14,9 +14,9 @@ from shared.placement.problem import ModelFacts, NodeFacts, Problem, traffic
 SHAPE_NAMES = ("llama-2-7b", "llama-2-13b", "opt-6.7b", "llama-3.1-8b", "llama-2-70b")
 SHAPE_SHARES = (0.3, 0.25, 0.2, 0.2, 0.05)
 KINDS = {"chat": (5.0, 1.0, 5.2, 0.7), "summaries": (7.6, 0.4, 4.2, 0.7), "code": (6.3, 0.8, 3.2, 0.8)}
-"""Of requests: means and standard deviations of the logarithms of prompt and output tokens."""
+"""Kinds of requests: means and standard deviations of the logarithms of prompt and output tokens."""
 BURST_SHARE = 0.3
-"""Of models, whose requests come in three bursts."""
+"""Share of models whose requests come in three bursts."""
 
 
 def draw_models(num: int, rng: np.random.Generator, *, names: Sequence[str] = SHAPE_NAMES) -> list[ModelFacts]:
@@ -30,7 +30,7 @@ def draw_models(num: int, rng: np.random.Generator, *, names: Sequence[str] = SH
 
 
 def nodes(num_devices: int, per_node: int = 8) -> tuple[NodeFacts, ...]:
-    """Of A800s; the last may have fewer."""
+    """Nodes of A800s; the last may have fewer."""
     counts = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
     return tuple(node_facts(f"node-{number:03}", A800_80G, count) for number, count in enumerate(counts))
 

@@ -29,7 +29,7 @@ from shared.simulation.fleet import Fleet
 from shared.simulation.replacement import FleetReplacement
 
 SHOWN_S = 600.0
-"""Of the series in the JSON."""
+"""Seconds of the series in the JSON."""
 
 
 class Window(NamedTuple):

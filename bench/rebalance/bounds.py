@@ -54,7 +54,7 @@ def mean_size(jobs: Sequence[Job]) -> float:
 
 
 def alone_s(device: Device, job: Job, beside_tokens: float = 0.0, beside_sequences: float = 0.0) -> float:
-    """Of the job, nothing but decodes of that many sequences beside it."""
+    """Time of the job with nothing but decodes of that many sequences beside it."""
     cost, prompt, steps = device.cost_model, job.prompt_tokens, job.output_tokens - 1
     context = prompt + job.output_tokens / 2 + beside_tokens
     step_s = cost.fixed_s + cost.decode_s * (1 + beside_sequences) + cost.decode_context_s * context
@@ -62,7 +62,7 @@ def alone_s(device: Device, job: Job, beside_tokens: float = 0.0, beside_sequenc
 
 
 def curve(device: Device, num_instances: int, runs: Sequence[Sequence[Job]]) -> Curve:
-    """Of the means over all requests of the runs."""
+    """Curve of the means over all requests of the runs."""
 
     def mean(weight: float) -> Latencies:
         found = [ideal(device, num_instances, jobs, weight) for jobs in runs]

@@ -251,7 +251,7 @@ class Cluster:
 
     @property
     def records(self) -> list[Record]:
-        """Of the jobs that it was given, in their order."""
+        """Records of the jobs that it was given, in their order."""
         return self.gateway.records[: len(self.jobs)]
 
     @property

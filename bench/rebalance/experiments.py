@@ -45,15 +45,15 @@ from shared.simulation.gateway import Job
 from shared.simulation.itl import ItlHistogram
 
 PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000
-"""Of the requests by which the capacity is reckoned: others than those that are compared."""
+"""Seed and number of the requests by which the capacity is reckoned: others than those that are compared."""
 PROFILE_RPS = 5.0
 NUM_INSTANCES = 4
 NUM_MODELS = 3
-"""Of the experiment with several."""
+"""Models of the experiment with several."""
 DURATION_S = 600.0
-"""Of arrivals, in virtual time."""
+"""Seconds of arrivals, in virtual time."""
 START_S = 15.0
-"""Of an instance: weights from local storage."""
+"""Start of an instance: weights from local storage."""
 FILLED_S = 8.0
 """When the long prompt comes."""
 DRAIN_S = 5.0
@@ -73,10 +73,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     seeds: tuple[int, ...]
     num_requests: int = 0
-    """Of one run; 0: as many as come in `duration_s`."""
+    """Requests of one run; 0: as many as come in `duration_s`."""
     duration_s: float = DURATION_S
     loads: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Of the capacity, for each mix."""
+    """Loads as shares of the capacity, for each mix."""
     mixes: tuple[str, ...] = MIXES
     traces: tuple[Path, ...] = ()
     num_models: int = 1

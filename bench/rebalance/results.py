@@ -40,7 +40,7 @@ BASELINES = ("round_robin", "infaas++")
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one system in one case: the requests of all seeds together. Seconds."""
+    """Figures of one system in one case: the requests of all seeds together. Seconds."""
 
     case: str
     """Workload and load."""
@@ -55,7 +55,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Between two tokens of a request."""
     latency: Distribution
     high_latency: Distribution
-    """Of the tenth that is of high priority, whether or not the system knows."""
+    """Latency of the tenth that is of high priority, whether or not the system knows."""
     normal_latency: Distribution
     high_ttft: Distribution
     num_preemptions: int
@@ -121,7 +121,7 @@ class Experiment(msgspec.Struct, kw_only=True):
     about: str
     figures: list[Figures] = []
     rows: list[dict[str, Any]] = []
-    """Of experiments that measure something else."""
+    """Rows of experiments that measure something else."""
     verdicts: list[str] = []
 
     def add(self, row: dict[str, Any], show: Callable[[str], None]) -> None:

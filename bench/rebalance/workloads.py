@@ -31,7 +31,7 @@ PREFILL_MIX = "P-T"
 
 LONG_EVERY_S = 10.0
 LONG_SHARE = 0.37
-"""Of a pool."""
+"""Share of a pool."""
 
 LONGEST_PERCENTILE = 95
 """Prompts of a trace are scaled so that this one of them is no longer than the device allows."""
@@ -45,7 +45,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     rate_rps: float
     num_requests: int
     cv: float = 1.0
-    """Of the intervals between arrivals, gamma distributed: 1 is Poisson."""
+    """Coefficient of variation of the intervals between arrivals, gamma distributed: 1 is Poisson."""
     high_share: float = 0.0
 
 

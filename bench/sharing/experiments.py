@@ -67,12 +67,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the paper."""
+    """A figure of the paper."""
 
     about: str
     x_name: str
     points: Callable[[float], list[Point]]
-    """Of a length of the runs, seconds."""
+    """Points for a length of the runs, in seconds."""
     run_s: float
     """By default."""
 
@@ -192,7 +192,7 @@ def run_points(points: list[Point], num_processes: int, show: Callable[[Outcome]
 
 
 def targets(outcomes: list[Outcome]) -> list[Target]:
-    """Of figure 6."""
+    """Targets of figure 6."""
     ours = [one for one in outcomes if one.system == TIDEWAY.name]
     last = max(ours, key=lambda one: one.x)
     found = [

@@ -26,7 +26,7 @@ SPLIT_BLOCK = SplitKv().block_size
 """Tokens."""
 ENTRY_BYTES = 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 800, 200
-"""Of a request."""
+"""Tokens of a request."""
 BATCH = 32
 NAMES = ("llama-2-7b", "llama-2-13b", "opt-6.7b")
 
@@ -40,11 +40,11 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     entries: dict[str, int]
     """Way -> of `BATCH` requests of this model."""
     iteration_s: float
-    """Of a decode of them, by the cost model."""
+    """Seconds of a decode of them, by the cost model."""
     sent_share: dict[str, float]
     """Way -> time to send the tables whole, over the iteration's."""
     appended_share: dict[str, float]
-    """Likewise, of new entries alone."""
+    """Shares of new entries alone."""
     held_alone: dict[str, int]
     held_both: dict[str, int]
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCALES = (1.0, 2.0, 3.0, 5.0, 7.0, 10.0)
-"""Of SLOs that are multiples of a service's mean execution time."""
+"""Scales of SLOs that are multiples of a service's mean execution time."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one system at one x. Seconds. All zero where the system has no placement."""
+    """Outcome of one system at one x, in seconds. All zero where the system has no placement."""
 
     x: float
     system: str
@@ -36,21 +36,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     mean_attainments: list[float] = []
     """Share within `SCALES` times the mean execution time of its service."""
     services: dict[str, tuple[int, float, float]] = {}
-    """Of each: requests, normalised latency, attainment as above."""
+    """By service: requests, normalised latency, attainment as above."""
     mean_ttft_s: float = 0.0
     p99_ttft_s: float = 0.0
     mean_tpot_s: float = 0.0
     p99_tpot_s: float = 0.0
     itl_s: Itl = Itl()
     p99_silence_s: float = 0.0
-    """Of each request the longest time between two of its tokens."""
+    """P99 over requests of the longest time between two tokens."""
     max_silence_s: float = 0.0
     num_preemptions: int = 0
     num_migrations: int = 0
     num_changes: int = 0
-    """Of the placement, while it ran."""
+    """Changes of the placement while it ran."""
     took_s: float = 0.0
-    """Of this machine's time."""
+    """Seconds of this machine's time."""
     placement: list[str] = []
     error: str = ""
     """Why there is no placement."""
@@ -102,7 +102,7 @@ def capacity(outcomes: Sequence[Outcome], system: str, level: float) -> str:
 
 
 def capacity_table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Of each system, the rates that it serves."""
+    """Rates that each system serves."""
     names = dict.fromkeys(one.system for one in outcomes)
     rows = [[name, *(capacity(outcomes, name, level) for level in LEVELS)] for name in names]
     return table(["system", *(f"req/s to {level:.0%} attainment" for level in LEVELS)], rows)

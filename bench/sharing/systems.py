@@ -33,7 +33,7 @@ A800 = HARDWARE["A800-80G"]
 NODE_DEVICES = 8
 SEED = 101
 SEARCH_S = 5.0
-"""That a search takes, in virtual time."""
+"""Seconds that a search takes, in virtual time."""
 WHOLE_TOKENS = 8192
 
 
@@ -47,7 +47,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """Requests wait in the scheduler until an instance has room; else they are sent to one at once."""
     migrates: bool = False
     least_share: float = 0.25
-    """Of the KV pool, that is divided evenly over the models; 1: fixed partitions."""
+    """Share of the KV pool that is divided evenly over the models; 1: fixed partitions."""
     replacement: ReplacementSettings | None = None
     """None: the first placement stays."""
     mix_phases: bool = True
@@ -55,7 +55,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 256
     """Sequences of an instance at once."""
     overlaps: bool = True
-    """Of MuxServe's jobs: each on units of its own; else those under way together take turns."""
+    """Whether MuxServe's jobs run each on units of its own; else those under way together take turns."""
 
 
 ADAPTIVE = ReplacementSettings(initial_s=40.0, least_s=20.0, most_s=600.0)
@@ -82,7 +82,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(NamedTuple):
-    """Of one system. Parallel over requests."""
+    """Run of one system, parallel over requests."""
 
     records: list[Record]
     services: tuple[str, ...]

@@ -35,7 +35,7 @@ SHAPES = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "opt-6.7b")
 NUM_SAMPLED = 2000
 """Requests of each data set that are clustered."""
 NUM_ROUNDS = 50
-"""Of k-means at most."""
+"""Most rounds of k-means."""
 
 Lengths = np.ndarray
 """[n, 2]: prompt and output tokens."""
@@ -46,13 +46,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Over all services."""
     num_services: int = 8
     length_scale: float = 0.5
-    """Of prompts and outputs of the data sets. With 1, 50 req/s of all shapes would be more than 32 A800 can compute."""
+    """Scale of prompts and outputs of the data sets. With 1, 50 req/s of all shapes would be more than 32 A800 can
+    compute."""
     max_tokens: int = 4096
-    """Of prompt and output: Llama-2's context. Longer requests are left out."""
+    """Most tokens of prompt and output: Llama-2's context. Longer requests are left out."""
     popularity: float = 0.7
     """Exponent of Zipf's law, over services in random order."""
     cv: float = 3.0
-    """Of a service's intervals between arrivals."""
+    """Coefficient of variation of a service's intervals between arrivals."""
     window_s: float = 20.0
     """For which a service's rate stays as it is: one window of the trace of rates."""
     num_consecutive: int = 1
@@ -62,10 +63,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of a Gaussian that is added to each output length, in output lengths (the paper's accuracy of
     profiles); the history has none."""
     turn_s: float = math.inf
-    """Of the run: from then on the most popular service has the share of the least popular one, the second that of the last
-    but one, and so on."""
+    """Time of a turn: from then on the most popular service has the share of the least popular one, the second that of
+    the last but one, and so on."""
     services_seed: int = 1
-    """Of lengths, models and popularity."""
+    """Seed of lengths, models and popularity."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +74,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     """The model's."""
     share: float
-    """Of the requests."""
+    """Share of the requests."""
     lengths: Lengths
-    """Of which requests are drawn."""
+    """Lengths from which requests are drawn."""
 
 
 def data_set(name: str, num: int, rng: np.random.Generator, folder: Path = TRACES) -> Lengths:

@@ -71,7 +71,7 @@ class Held:
     descriptors: int
     threads: int
     tasks: float | None
-    """Of its event loop; None: it has none, or does not say."""
+    """Tasks of its event loop; None: it has none, or does not say."""
 
 
 @dataclass(slots=True)
@@ -82,10 +82,10 @@ class Sample:
     under_way: dict[str, float] = field(default_factory=dict)
     """Counts that end at 0, by name."""
     num_files: int = 0
-    """That the Files API lists."""
+    """Files that the Files API lists."""
 
     def most(self, role: str, name: str) -> float:
-        """Of the role's processes, the one that holds most."""
+        """The role's process that holds most."""
         return max((getattr(each, name) or 0.0 for each in self.held.get(role, ())), default=0.0)
 
 

@@ -59,8 +59,8 @@ CHANGES = "placement", 'tideway_placement_replacements_total{end="carried_out"'
 
 
 class Checkpoints:
-    """Of the three models; removed at the end. `emulated`: a kind of device whose step times they have (bench/emulated.py);
-    "": this machine's."""
+    """Checkpoints of the three models; removed at the end. `emulated`: a kind of device whose step times they have
+    (bench/emulated.py); "": this machine's."""
 
     def __init__(self, emulated: str = "") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-unified-")
@@ -126,7 +126,7 @@ def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
 
 
 def problem(checkpoints: Checkpoints, rate_rps: float, seed: int) -> Problem:
-    """That a baseline's placement is chosen by: the stack's one node under traffic of the kind that comes."""
+    """The problem by which a baseline's placement is chosen: the stack's one node under traffic of the kind that comes."""
     hardware = HARDWARE[checkpoints.emulated or "cpu"]
     models = [
         model_facts(

@@ -27,7 +27,7 @@ from shared.simulation.gateway import Gateway, Job
 from shared.simulation.replacement import FleetReplacement
 
 LINES_S = 7.0
-"""Of each service, for each second of arrivals; more than any variant gets done."""
+"""Lines of each service, for each second of arrivals; more than any variant gets done."""
 LINE_TOKENS = (1024, 128)
 ADAPTIVE = ReplacementSettings(initial_s=30.0, least_s=20.0, most_s=600.0)
 """The trace of rates runs thirty times faster than it was recorded, and so do the intervals."""

@@ -40,7 +40,8 @@ STEP_TIMES = {
         over_knee_s=542e-6, knee_tokens=6, num_layers=20,
     ),
 }  # fmt: skip
-"""Of the models of bench/fidelity, as an instance of one thread measured them (EPYC, compiled kernels); contexts guessed."""
+"""Step times of the models of bench/fidelity, as an instance of one thread measured them (EPYC, compiled kernels);
+contexts guessed."""
 PATIENCE_S = 60.0
 
 
@@ -50,7 +51,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     rate_rps: float = 4.0
     run_s: float = 40.0
     slowness: float = 1.0
-    """Of all step times, and of the objectives where it is more than 1; rates and times are divided by it."""
+    """Factor on all step times, and on the objectives where it is more than 1; rates and times are divided by it."""
     line_tokens: tuple[int, int] = (256, 48)
     num_lines: int = 12
     """Under way at once."""

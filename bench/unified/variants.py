@@ -28,7 +28,7 @@ from shared.simulation.itl import Itl
 POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
 """Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
 MIX = msgspec.structs.replace(MIXES[1], models=POPULARITY)
-"""Of three models on three instances."""
+"""Mix of three models on three instances."""
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +46,9 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     is_adaptive: bool = True
     """The placement follows the traffic."""
     is_interval_fixed: bool = False
-    """Of that; else it becomes shorter and longer."""
+    """Whether the interval stays; else it becomes shorter and longer."""
     least_share: float = 0.25
-    """Of the KV pool, that is divided evenly over an instance's models; 1: fixed partitions."""
+    """Share of the KV pool that is divided evenly over an instance's models; 1: fixed partitions."""
 
 
 WHOLE = Variant(name="all parts")
@@ -113,7 +113,7 @@ class Online(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a variant, over its runs."""
+    """Row of a variant, over its runs."""
 
     variant: str
     num_requests: int
@@ -122,7 +122,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_s: float
     tpot_p99_s: float
     itl_p50_s: float
-    """Of each token of online streams after the first."""
+    """Median gap before each token of online streams after the first."""
     itl_p99_s: float
     itl_max_s: float
     normalised_latency: float
@@ -136,7 +136,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the devices' time in which they compute."""
     migrations: int
     changes: int
-    """Of the placement."""
+    """Changes of the placement."""
 
 
 def row(
@@ -172,7 +172,7 @@ def row(
 
 
 def of_seeds(rows: Sequence[Row]) -> Row:
-    """Of one variant: counts added up, the longest of the longest silences, means of the rest."""
+    """Row of one variant: counts added up, the longest of the longest silences, means of the rest."""
     values = {name: [getattr(one, name) for one in rows] for name in Row.__struct_fields__}
     counts = {name: sum(values[name]) for name in ("num_requests", "num_failed", "migrations", "changes")}
     longest = {name: max(values[name]) for name in ("silence_max_s", "itl_max_s")}

@@ -49,7 +49,7 @@ CPU = Machine("cpu")
 
 
 def document(device: str = "cpu", **rows: list[dict[str, Any]]) -> Document:
-    """Of parts that are done, with such rows."""
+    """A document of parts that are done, with such rows."""
     outcomes = {part: Outcome(part, part, "done", rows=found) for part, found in rows.items()}
     card = "NVIDIA H100 80GB HBM3" if device == "cuda" else ""
     return Document("then", "2026-12-01", device, card, "580.1", "abc", False, asked_for=list(rows), outcomes=outcomes)

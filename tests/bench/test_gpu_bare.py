@@ -25,8 +25,8 @@ WANTED = (
     "pytest-xdist", "hypothesis", "httpx", "prometheus-client", "protobuf", "pyyaml", "uvloop", "tokenizers", "jinja2",
     "typer<0.25", "rich", "matplotlib", "packaging", "setuptools", "nvidia-ml-py", "einops", "tabulate", "ninja", "requests",
 )  # fmt: skip
-"""Of the machine's packages, those that parts need; torch of a version that has a small build for CPUs. Bounds are where
-newer ones need what is not there."""
+"""The machine's packages that parts need; torch of a version that has a small build for CPUs. Bounds are where newer
+ones need what is not there."""
 ALLOWED_STATES = (results.DONE, results.LEFT_OUT)
 BUDGET_S = 2400.0
 

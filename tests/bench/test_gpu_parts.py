@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def setup_of(tmp_path: Path) -> Callable[..., Setup]:
-    """Of a part, with rows that an earlier try, or another part, has left."""
+    """Setup of a part, with rows that an earlier try or another part has left."""
 
     def make(part: str, **rows: list[dict[str, Any]]) -> Setup:
         for name, found in rows.items():
@@ -79,7 +79,7 @@ def test_a_row_tells_what_was_said_since_the_last_one_that_told_why(setup_of: Ca
 
 @pytest.mark.parametrize("kind", ["_float32", "_deterministic"])
 def test_a_wrong_token_is_a_failure(kind: str, setup_of: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that are emitted all the same."""
+    """The rows are emitted all the same."""
     setup = setup_of("equality")
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     for name in ("_float32", "_deterministic"):

@@ -67,7 +67,7 @@ class Browser:
         return _value(self._http.post(self._session + path, json=body))
 
     def cdp(self, command: str, parameters: dict[str, Any]) -> Any:
-        """Of Chrome's own protocol."""
+        """Sends a command of Chrome's own protocol."""
         return self._post("/goog/cdp/execute", cmd=command, params=parameters)
 
     def open(self, url: str) -> None:

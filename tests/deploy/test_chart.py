@@ -354,7 +354,7 @@ def test_pods_run_without_privileges_and_within_limits(here: Cluster) -> None:
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
-    """Of a pod's spec against the Pod Security Standard `restricted`, with all of `baseline`
+    """Violations of a pod's spec against the Pod Security Standard `restricted`, with all of `baseline`
     (https://kubernetes.io/docs/concepts/security/pod-security-standards/, Linux pods)."""
     found = [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
     allowed = {

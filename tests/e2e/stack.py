@@ -31,7 +31,7 @@ TEST_USER = "operator-test"
 
 
 def users_by_role(workers: dict[str, str]) -> str:
-    """Of a NATS server's configuration: a user per role, each with its name as password, and TEST_USER.
+    """Users in a NATS server's configuration: a user per role, each with its name as password, and TEST_USER.
     `workers`: the nodes of workers, by user."""
     names = ["gateway", "scheduler", "placement", "operator", *workers]
     users = [*nats_users({name: name for name in names}, workers), {"user": TEST_USER, "password": TEST_USER}]

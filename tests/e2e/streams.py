@@ -18,7 +18,7 @@ class Stream:
     prompt: list[int]
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
-    """Of the tokens, where they were asked for."""
+    """Log-probabilities of the tokens, where they were asked for."""
     num_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     error: dict | None = None

@@ -21,7 +21,7 @@ NUM_LINES = int(os.environ.get("TIDEWAY_TEST_BATCH_LINES", "60"))
 MAX_TOKENS = 24
 CHAOS_TOKENS = 40
 STEP_S = 0.01
-"""Of the lines that are disturbed; likewise the next: for all of them."""
+"""Step time of the lines that are disturbed."""
 TIMEOUT_S = 120 + NUM_LINES
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 

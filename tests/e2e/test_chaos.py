@@ -77,7 +77,7 @@ async def test_an_instance_dies(system, undisturbed):
 
 
 def rescued_timelines(system: Stack) -> list[dict]:
-    """Of the requests that lost their instance."""
+    """Timelines of the requests that lost their instance."""
     with httpx.Client(base_url=system.url, timeout=5) as client:
         listed = client.get("/admin/requests?limit=200").json()["requests"]
         ids = [one["id"] for one in listed if one["num_losses"]]

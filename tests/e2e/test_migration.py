@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[OtlpCollector]:
-    """Of these systems alone: others have moves too, of requests that nobody here knows."""
+    """Collector of these systems alone: others have moves too, of requests that nobody here knows."""
     collector = OtlpCollector()
     yield collector
     collector.close()
@@ -144,7 +144,7 @@ async def test_drained_streams_are_the_same_and_their_traces_show_the_move(machi
 
 
 def timeline(system: Stack, request_id: str) -> dict:
-    """Of one that has ended: phases without gaps, and parts that make up what was measured."""
+    """Timeline of a request that has ended: phases without gaps, and parts that make up what was measured."""
     found: list[dict] = []
 
     def is_told() -> bool:

@@ -30,7 +30,7 @@ def other_ranks(pid: int) -> list[int]:
 
 
 def steps_by_depth(metrics_port: int) -> dict[str, float]:
-    """Of an instance: those that ended while at most so many were in flight."""
+    """Steps of an instance that ended while at most so many were in flight."""
     text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=5).text
     counts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

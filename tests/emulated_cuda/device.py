@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.emulated_cuda.clocks import Agent, Clock
 
 NUM_POOL_STREAMS = 32
-"""Of each priority: torch hands the same ones out again and again."""
+"""Streams of each priority: torch hands the same ones out again and again."""
 TOTAL_BYTES = 80 << 30
 POOL_BYTES = 64 << 20
-"""Of a graphs' pool."""
+"""Bytes of a graphs' pool."""
 ROUNDING_BYTES = 512
 MAX_WATCHED_BYTES = 1 << 20
 MAX_ACCESSES = 4000
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
 
 Spans = Callable[..., tuple[Sequence[Span], Sequence[Span]]]
-"""Of a kernel's tensors: what it reads, what it writes."""
+"""Spans of a kernel's tensors: what it reads, what it writes."""
 
 
 class Access(NamedTuple):
@@ -210,7 +210,7 @@ class Watched:
 
     held: Held
     sum: int
-    """Of its bytes, when the copy was launched."""
+    """Sum of its bytes when the copy was launched."""
     stream: Agent
     time: int
     what: str
@@ -218,7 +218,7 @@ class Watched:
 
 @dataclass
 class Capture:
-    """Of one graph, under way."""
+    """Capture of one graph, under way."""
 
     pool: Pool
     thread: int
@@ -243,7 +243,7 @@ class Device:
         self.owners: dict[int, Agent] = {}
         """By storage: the stream on which a device's memory was taken."""
         self.places: dict[int, tuple[Pool, int]] = {}
-        """Of storages in graphs' pools."""
+        """Places of storages in graphs' pools."""
         self.page_locked: set[int] = set()
         self.registered: dict[int, int] = {}
         """By address: bytes of host memory that were page-locked later."""
@@ -693,7 +693,7 @@ class Device:
 
 
 def sum_of(tensor: torch.Tensor) -> int:
-    """Of its bytes, which lie in one run."""
+    """Sum of its bytes, which lie in one run."""
     with plain():
         return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
 

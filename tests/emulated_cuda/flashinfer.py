@@ -16,13 +16,13 @@ from tests.emulated_cuda.tensors import DeviceTensor, device, inner_of, kernel, 
 from tests.worker import fake_flashinfer as fake
 
 PLAN_BYTES = 64
-"""Of the page-locked memory, standing for all of it."""
+"""Bytes of the page-locked memory, standing for all of it."""
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 
 
 def pages_of(cache: torch.Tensor, pages: Sequence[int]) -> list[Span]:
-    """Of K or V, `[pages, kv_heads, page_size, head_dim]`: one run each."""
+    """Pages of K or V, `[pages, kv_heads, page_size, head_dim]`: one run each."""
     first, step = device.span(cache[:1]), cache.stride(0) * cache.itemsize
     return [Span(first.key, first.begin + page * step, first.end + page * step) for page in sorted(set(pages))]
 
@@ -88,7 +88,7 @@ def wrapper_of(kind: Any) -> Any:
 
 
 def fast_decode_plan(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a captured decode, whose fields have their values."""
+    """Plans a captured decode, whose fields have their values."""
     wrapper.planned_by(functools.partial(fake.fast_decode_plan, wrapper._fake), *args, **kwargs)
 
 

@@ -54,7 +54,7 @@ def _no_reports() -> Iterator[None]:
 
 @pytest.fixture(params=["2.11", "2.12", "2.14"])
 def torch_version(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of whose behaviour after a failed capture the device is."""
+    """Version of torch whose behaviour after a failed capture the device has."""
     device.torch_version = request.param
     yield request.param
     device.torch_version = "2.13"

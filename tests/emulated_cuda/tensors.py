@@ -73,7 +73,7 @@ def inner_of(x: Any) -> Any:
 
 
 def on_device(inner: torch.Tensor, index: int | None = None) -> DeviceTensor:
-    """Of memory that is the device's from now on."""
+    """A tensor of memory that is the device's from now on."""
     device.own(inner)
     return DeviceTensor(inner, device.index if index is None else index)
 
@@ -126,7 +126,7 @@ def copy_into(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def transfer(source: torch.Tensor, target: torch.Tensor, goes_to_device: bool, non_blocking: bool) -> None:
-    """Of what has been copied to `target`."""
+    """Transfers what has been copied to `target`."""
     comes_from_device, of = isinstance(source, DeviceTensor), inner_of(source)
 
     def run(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ def transfer(source: torch.Tensor, target: torch.Tensor, goes_to_device: bool, n
 
 
 def rows_of(tensor: torch.Tensor, indices: torch.Tensor) -> list[Span]:
-    """Of the first axis."""
+    """Rows of the first axis."""
     if not tensor.numel():
         return []
     first, step = device.span(tensor[:1]), tensor.stride(0) * tensor.itemsize
@@ -299,7 +299,7 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_view(func: Any) -> bool:
-    """Of its argument: it reads nothing."""
+    """Whether the operation is a view of its argument, which reads nothing."""
     aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
@@ -321,7 +321,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 POISON = 0xFF
 """Bytes of memory to which nothing was written: NaN in every floating type."""
 MAX_POISONED_BYTES = 1 << 20
-"""Of a tensor: large ones would take more time than they show."""
+"""Most bytes of a tensor that is poisoned: large ones would take more time than they show."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -424,7 +424,7 @@ FUSED = {F.scaled_dot_product_attention, F.rms_norm, F.linear, F.grouped_mm, tor
 
 INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 MADE_ON_HOST = {torch.tensor, torch.as_tensor}
-"""Of the host's values, which are then copied."""
+"""Operations on the host's values, which are then copied."""
 
 
 def _index_on_device(index: Any) -> Any:

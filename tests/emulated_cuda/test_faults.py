@@ -131,7 +131,7 @@ def test_a_profile_leaves_captures_alone(small: Path) -> None:
 
 
 def shares_of_pools() -> int:
-    """That graphs have, those that have ended without giving theirs back included."""
+    """Shares that graphs have, those that have ended without giving theirs back included."""
     gc.collect()
     torch.cuda.empty_cache()
     return sum(pool.num_graphs for pool in device._pools.values())

@@ -91,7 +91,7 @@ async def until(condition: Callable[[], object], what: str = "condition") -> Non
 
 
 def prompt_logprobs(prompt: list[int], num_top: int) -> bytes:
-    """Of each token its id with a minus, rank 7, and the ids 1, 2, .. as the most likely."""
+    """Log-probability of each token: its id with a minus, rank 7, and the ids 1, 2, .. as the most likely."""
     ids, values = range(1, num_top + 1), [-0.25] * num_top
     return b"".join(pack(f"=fi{num_top}i{num_top}f", -token, 7, *ids, *values) for token in prompt[1:])
 
@@ -125,7 +125,7 @@ class ScriptedPeer:
         self.cancelled: list[str] = []
         self.instance_cancelled: list[tuple[str, str]] = []
         self.cancelled_epochs: list[int | None] = []
-        """Of those."""
+        """Epochs of those."""
         self.replay_queries: list[tuple[str, ReplayQuery]] = []
         self.plan = PlacementPlan(1, [])
         self.replacement = ReplacementState(mode="advise", interval_s=600.0, since_s=1.0)

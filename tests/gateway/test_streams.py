@@ -261,7 +261,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.output: list[int] = []
-        """Of the owner that counts."""
+        """Output of the owner that counts."""
         self.epoch, self.owner = 0, A
         self.sent: list[tuple[str, TokenEntry]] = []
         self._num_made = 0

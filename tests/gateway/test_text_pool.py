@@ -106,7 +106,7 @@ async def test_long_texts_are_tokenised_alike_in_a_process_of_their_own(stack: S
 
 
 def resident_bytes() -> int:
-    """Of this process now: client and gateway together."""
+    """Resident bytes of this process now: client and gateway together."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

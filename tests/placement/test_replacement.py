@@ -271,7 +271,7 @@ async def test_a_plan_that_leaves_models_out_is_not_carried_out(
 
 
 async def set_plan(cluster: Cluster, *groups: tuple[tuple[int, ...], str]) -> ReplacementState:
-    """Of (devices, models)."""
+    """Sets a plan of (devices, models)."""
     change = ChangePlan("set", tuple(Group("n", devices, tuple(models)) for devices, models in groups))
     return await cluster.bus.request(PLACEMENT_CHANGE_PLAN, change, timeout_s=5.0)
 

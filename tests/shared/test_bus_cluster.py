@@ -24,7 +24,7 @@ from tests.shared.conftest import ConnectTo
 
 NUM_READS = 60
 WRITE_INTERVAL_S = 0.3
-"""Of an entry that is to live; the TTL is 2 s."""
+"""Interval between writes of an entry that is to live; the TTL is 2 s."""
 
 ConnectNode = Callable[[int], Awaitable[NatsBus]]
 

@@ -40,7 +40,7 @@ print(len(names))
 
 
 def names_of(requirements: Iterable[str]) -> set[str]:
-    """Of the distributions, without those of the project itself."""
+    """Names of the distributions, without those of the project itself."""
     found = {re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
     return found - {"tideway"}
 

@@ -17,7 +17,7 @@ from tideway.plan import lines_of, show_plan
 
 
 def predicted(attainment: float, p99_s: float) -> Prediction:
-    """Of 40 requests of chat, and none of code."""
+    """Prediction for 40 requests of chat, and none of code."""
     chat = ModelPrediction(
         num_requests=40, attainment=attainment, normalised_latency=1.5, mean_latency_s=p99_s / 3, p99_latency_s=p99_s,
         mean_ttft_s=p99_s / 100, p99_ttft_s=p99_s / 10, mean_tpot_s=p99_s / 1000,

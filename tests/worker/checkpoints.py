@@ -152,7 +152,7 @@ BY_TRANSFORMERS: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Cohere2Config(**_COMMON | {"pad_token_id": 0}, num_key_value_heads=2, intermediate_size=80, sliding_window=24),
     ),
 }
-"""Of architectures that have no module of their own here."""
+"""Architectures that have no module of their own here."""
 
 
 def write_checkpoint(

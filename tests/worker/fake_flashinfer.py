@@ -15,7 +15,7 @@ import torch.nn.functional as F
 NUM_PROCESSORS = 132
 """An H100's."""
 BLOCKS_PER_PROCESSOR = 2
-"""Of the decode kernels without tensor cores, at the same time: what CUDA says of a compiled kernel."""
+"""Blocks of the decode kernels without tensor cores that run at the same time: what CUDA says of a compiled kernel."""
 
 _plan_ids = itertools.count(1)
 
@@ -234,7 +234,7 @@ def fast_decode_plan(
     logits_soft_cap: float | None = None, q_data_type: torch.dtype = torch.float16,
     kv_data_type: torch.dtype | None = None, global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Of a wrapper that has been planned once, whose buffers have their values."""
+    """Plans a wrapper that has been planned once, whose buffers have their values."""
     assert self.is_fixed and hasattr(self, "plan_id") and global_override_indptr_cpu is not None
     shape = num_qo_heads, num_kv_heads, head_dim, page_size
     needs = self.workspace_size(global_override_indptr_cpu, indices, last_page_len, *shape, window_left=window_left)

@@ -81,7 +81,7 @@ def contexts_of(num_rows: int) -> Iterator[np.ndarray]:
 
 
 class Check:
-    """Of one shape of heads."""
+    """A check of one shape of heads."""
 
     def __init__(self, kernels: Any, heads: Heads) -> None:
         self._kernels, self._heads = kernels, heads

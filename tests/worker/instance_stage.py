@@ -157,7 +157,7 @@ class Stage:
             self.news.set()
 
     def output(self, request_id: str, offset: int = 0) -> list[int]:
-        """Of the entries that this instance sent, which begin at `offset`."""
+        """Output of the entries that this instance sent, which begin at `offset`."""
         tokens: list[int] = []
         for entry in self.entries:
             if entry.request_id == request_id:

@@ -51,7 +51,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def write_long_checkpoint(folder: Path, **changes: Any) -> Path:
-    """Of a small model that takes long requests."""
+    """Writes a checkpoint of a small model that takes long requests."""
     path = write_checkpoint(folder, "llama", **changes)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_LENGTH}))

@@ -67,7 +67,7 @@ def assert_same(mine: Row, theirs: Row) -> None:
 def test_a_batch_of_several_adapters_equals_merged_weights(
     tmp_path: Path, variant: str, modules: tuple[str, ...], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ranks 1, 4 and 11, beside a request of the base model, in one batch with prompts in chunks."""
+    """Adapters of ranks 1, 4 and 11 run beside a request of the base model, in one batch with prompts in chunks."""
     if kernels == "torch":
         if variant not in ("llama", "opt"):
             pytest.skip("the same code")
@@ -163,7 +163,7 @@ def test_beside_layers_that_are_computed_in_one_call(
 
 
 def change(path: Path, **tensors: torch.Tensor | None) -> None:
-    """Of the first module of the first layer: `lora_A`, say; None takes it out."""
+    """Changes a tensor of the first module of the first layer: `lora_A`, say; None takes it out."""
     file = path / "adapter_model.safetensors"
     held = load_file(file)
     for side, tensor in tensors.items():

@@ -471,7 +471,7 @@ def test_flashinfer_replays_other_batches_from_the_same_memory() -> None:
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 2), (64, 4), (128, 8), (20, 1), (48, 1), (4, 4), (6, 2)])
 def test_flashinfers_workspace_is_as_large_as_its_plans_need(heads: tuple[int, int]) -> None:
-    """Of any step, captured or not; log-sum-exp included."""
+    """The plans are those of any step, captured or not; log-sum-exp included."""
     backend, device = flashinfer_without_gpu(), torch.device("cpu")
     shape = Heads(*heads, 128)
 

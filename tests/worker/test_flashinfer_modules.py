@@ -141,7 +141,7 @@ def test_a_module_that_is_missing_is_named(caplog: pytest.LogCaptureFixture, mon
 
 
 def test_flashinfers_own_refusal_names_its_module(tmp_path: Path) -> None:
-    """That its error has what `explain` reads."""
+    """FlashInfer's error has what `explain` reads."""
     pytest.importorskip("flashinfer", exc_type=ImportError)
     script = (
         "from services.worker.attention.flashinfer_modules import Variant, explain, specs\n"

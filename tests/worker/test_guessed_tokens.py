@@ -20,7 +20,7 @@ from shared.policies.token_budget import FixedTokenBudget
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 
 FEW = tuple((token, 100.0) for token in (5, 6, 7))
-"""Of which all outputs are, so that guesses often come true."""
+"""Tokens of which all outputs consist, so that guesses often come true."""
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2},

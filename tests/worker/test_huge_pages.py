@@ -1,4 +1,4 @@
-"""That the memory of weights is asked for in huge pages, by glibc itself in a process of its own."""
+"""The memory of weights is asked for in huge pages, by glibc itself in a process of its own."""
 
 from __future__ import annotations
 

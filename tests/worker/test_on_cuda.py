@@ -26,7 +26,7 @@ BF16 = {"dtype": torch.bfloat16}
 MERGED_BYTES = 1 << 20
 LENGTHS = (5, 40, 60)
 SIZES = 5
-"""Of graphs for 12 rows: 1, 2, 4, 8, 16."""
+"""Sizes of graphs for 12 rows: 1, 2, 4, 8, 16."""
 
 
 def executor_of(**options: Any) -> Executor:

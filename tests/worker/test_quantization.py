@@ -130,7 +130,7 @@ STORED: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], tuple[Tensor
     "fp8": (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8),
 }
 QUICK = ("awq", "gptq-act-order", "packed-zeros", "fp8")
-"""Of them those that are run each time."""
+"""Those of them that are run each time."""
 
 
 def store(folder: Path, name: str) -> tuple[Path, Path]:

@@ -137,7 +137,7 @@ def interrupt_after(executor: Executor, shape: ModelShape, num_layers: int, step
 
 
 def kv_bytes(executor: Executor, shape: ModelShape) -> torch.Tensor:
-    """Of all blocks of the sequences' rows."""
+    """Bytes of all blocks of the sequences' rows."""
     rows = executor._store.block_rows(executor._models[shape.name].views)
     return rows[: 3 * NUM_ROWS].clone()
 

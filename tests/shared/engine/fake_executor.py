@@ -25,7 +25,7 @@ def next_token(prefix: list[int]) -> int:
 
 
 def repeating_token(prefix: list[int]) -> int:
-    """Of a model that mostly goes on as it did three tokens ago, or round among few tokens."""
+    """A token of a model that mostly goes on as it did three tokens ago, or round among few tokens."""
     drawn = next_token(prefix)
     return prefix[-3] if drawn % 8 and len(prefix) > 3 else drawn % 5
 
@@ -84,7 +84,7 @@ class FakeExecutor:
         self._suspended: dict[int, StepPlan] = {}
         self._host: dict[tuple[str, int], list[int | None]] = {}
         self._launched: list[StepPlan] = []
-        """That may still be executed when they return."""
+        """Plans that may still be executed when they return."""
         self._results: dict[int, StepResult] = {}
 
     def launch(self, plan: StepPlan) -> None:

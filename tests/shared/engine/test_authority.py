@@ -75,7 +75,7 @@ class World:
             self.engine.apply(SetStatistics(ExecutionStatistics(model, 1.0, 1.0, 100)), 0.0)
         self.sent: dict[str, float] = {}
         self.times: dict[str, list[float]] = {}
-        """Of each request's tokens."""
+        """Times of each request's tokens."""
         self.ended: dict[str, Ended] = {}
         self.steps: list[VirtualStep] = []
         self.instance = VirtualInstance(

@@ -45,9 +45,9 @@ CHANCES = {
     "hurry": 15,
     "give_up": 1,
 }
-"""Of the events, in a random run."""
+"""Chances of the events in a random run."""
 WEIGHTS = {"x": 1.0, "y": 2.0, "z": 0.5}
-"""Of tenants."""
+"""Weights of tenants."""
 STEPS = ("send_filled", "deliver", "announce_last", "detach", "send_rest", "deliver", "freeze", "commit", "forget")
 
 

@@ -154,7 +154,7 @@ def test_prompts_of_thousands_of_tokens_make_no_stream_stand_still(seed: int) ->
 
 
 def test_normal_streams_go_on_beside_high_priority() -> None:
-    """Of another model, and of their own one, whose prompts fill whole steps."""
+    """High-priority prompts of another model, and of their own, fill whole steps."""
     high = {"priority": Priority.HIGH}
     for model in ("m0", "m1"):
         instance = Instance("doubling_budget", 2, 1.0, 1)

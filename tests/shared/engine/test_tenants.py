@@ -64,7 +64,7 @@ class World:
         self.engine.check()
 
     def service_s(self) -> Counter[str]:
-        """That each tenant had."""
+        """Service that each tenant had."""
         found: Counter[str] = Counter()
         for sequence in self.engine.all_held():
             found[sequence.tenant] += sequence.service_s

@@ -14,7 +14,7 @@ RANKS = (1, 2, 4)
 
 
 def cost(size: float, num_ranks: int = 1) -> CostModel:
-    """Of a model `size` times Llama-2-7B on `num_ranks` A100-like devices."""
+    """Cost of a model `size` times Llama-2-7B on `num_ranks` A100-like devices."""
     share, reduce_s = size / num_ranks, 0.0 if num_ranks == 1 else 0.003
     return CostModel(
         fixed_s=0.003 + 0.010 * share + reduce_s, prefill_token_s=6.5e-5 * share, prefill_attention_s=2.6e-9 * share,

@@ -186,7 +186,7 @@ class World:
 
     fates: random.Random
     failures: float = 0.0
-    """Of an action of an instance."""
+    """Failures of an action of an instance."""
     held: dict[str, Held] = field(default_factory=dict)
     published: list[InstancePlan] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)

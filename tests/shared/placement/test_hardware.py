@@ -76,7 +76,7 @@ L4_LAYERS_MS = {
 }
 """Helix's times of a layer on an L4, of so many decodes and of prompts of so many tokens."""
 L4_CONTEXT = 700
-"""Of those decodes; it is not told, and with so many tokens both models fit."""
+"""Context of those decodes; it is not told, and with so many tokens both models fit."""
 
 
 @pytest.mark.parametrize(("name", "shape"), [("70b", SHAPES["llama-2-70b"]), ("30b", LLAMA_30B)])

@@ -262,7 +262,7 @@ def test_no_load_whatever_leaves_the_bounds(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.floats(-2000.0, 5000.0) | st.just(math.inf), st.integers(0, 40)), min_size=2, max_size=9))
 def test_one_less_is_never_freer_than_all_were(instances: list[tuple[float, int]]) -> None:
-    """Of equally loaded ones, where the mean is what a pool of all would have."""
+    """With equally loaded instances, where the mean is what a pool of all would have."""
     freeness, num_running = instances[0]
     members = [member(f"i{k}", freeness, num_running=max(1, num_running)) for k in range(len(instances))]
     assert mean_without(members, members[0], 1000.0) <= mean_freeness(members, 1000.0) + 1e-9

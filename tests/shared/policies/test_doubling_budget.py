@@ -107,7 +107,8 @@ def turns(policy: DoublingBudget, models: list[ModelView], num: int) -> Counter[
 
 
 def share_of(one: tuple[float, int, float], other: tuple[float, int, float]) -> float:
-    """Of the turns that go to the first model; of each its gain, number of requests, and mean execution time in seconds."""
+    """Share of the turns that go to the first model; each model has its gain, number of requests, and mean execution
+    time in seconds."""
     mean_s = (one[1] * one[2] + other[1] * other[2]) / (one[1] + other[1])
     weights = [gain + num * num / (BATCH * mean_s * service_s) for gain, num, service_s in (one, other)]
     return weights[0] / sum(weights)

@@ -50,7 +50,7 @@ class Instance:
     num_high: int = 0
     step_s: tuple[float, float] = STEP_S
     others: tuple[Resident, ...] = ()
-    """Of other models than "m", which is what runs."""
+    """Residents of other models than "m", which is what runs."""
 
     def usage(self) -> float:
         return sum(self.running) + (self.waiting[0] if self.waiting else 0)

@@ -55,7 +55,7 @@ from tests.shared.scheduling.samples import make_info, make_report, make_request
 MODELS = ("m", "n")
 MAX_WAITING = 2
 TOKENS = 30
-"""Of every request at its longest."""
+"""Tokens of every request at its longest."""
 ROOM = 50
 """Offline tokens of a model that an instance without any would take."""
 NAMES = ("i0", "i1", "i2")

@@ -23,7 +23,7 @@ from tests.shared.scheduling.driver import Driver
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 TOKENS = 30
-"""Of `make_request`: 10 of prompt, 20 of output."""
+"""Tokens of `make_request`: 10 of prompt, 20 of output."""
 
 
 def demand(

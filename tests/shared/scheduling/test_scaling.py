@@ -210,7 +210,7 @@ def test_an_instance_that_has_not_reported_yet_is_waited_for() -> None:
 
 
 async def test_a_demand_drains_nothing_that_placement_counts_and_the_scheduler_does_not_see() -> None:
-    """Of four instances two have crashed, or are without a model."""
+    """Two of four instances have crashed, or are without a model."""
     site, scaler = Site([(2, 2), (2, 2)]), Scaler(SETTINGS)
     cluster = Cluster().serving(**{"n0-0": 20.0, "n0-1": 30.0})
     [(_, action)] = run(scaler, cluster, 0, 6)

@@ -31,16 +31,16 @@ LAYOUTS = ["fused", "runs", "lone"]
 LIMITS = TransportLimits(
     chunk_bytes=5 * BLOCK_BYTES, checked_bytes=4096, drain_s=20.0, first_ticket_s=20.0, rate_fraction=None
 )
-"""Of peers that play along: both ends share a process, and each answer of theirs takes the threads of UCX and the event loop
-their turns on a core, so that on a busy machine it may come a second late."""
+"""Limits of peers that play along: both ends share a process, and each answer of theirs takes the threads of UCX and
+the event loop their turns on a core, so that on a busy machine it may come a second late."""
 IMPATIENT = replace(LIMITS, drain_s=0.3, first_ticket_s=0.3)
-"""Of peers that do not."""
+"""Limits of peers that do not."""
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 Make = Callable[..., Awaitable[KvTransport]]
 _device = "cpu"
-"""Of the pools that a test makes; `new_network` sets it."""
+"""Device of the pools that a test makes; `new_network` sets it."""
 
 
 def pool(seed: int, stride_bytes: int = STRIDE_BYTES, device: str = "") -> torch.Tensor:

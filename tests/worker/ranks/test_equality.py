@@ -167,7 +167,7 @@ def test_all_ranks_stop_at_the_same_safepoint_and_go_on(folder: Path, pair: Foll
 
 
 def check_interrupt(path: Path, one: One, many: GroupOfExecutors, interrupted_after: int) -> None:
-    """Of a model of five layers."""
+    """Checks interruptions of a model of five layers."""
     shape = one.load(path)
     assert many.load(path) == shape
     expected = [one.execute(plan(shape)).tokens for plan in (first_step, mixed_step, following_step)]

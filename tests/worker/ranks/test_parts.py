@@ -133,7 +133,7 @@ def test_blocks_of_groups_of_any_shape_are_the_same_on_the_way(
 
 
 def test_blocks_pass_through_a_window_that_is_smaller_than_what_is_moved() -> None:
-    """Of two ranks, each with the half of every block."""
+    """Two ranks have half of every block each."""
     num_blocks, part_bytes = 9, 96
     blocks = [torch.randint(0, 256, (num_blocks, part_bytes), dtype=torch.uint8) for _ in range(2)]
     window = [torch.zeros(2, part_bytes, dtype=torch.uint8) for _ in range(2)]

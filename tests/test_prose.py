@@ -1,0 +1,26 @@
+"""Docstrings name their subject."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+IN_MID_AIR = re.compile(r"(Of|That|Likewise)\b")
+"""First words of a docstring that leaves its subject to whoever reads the code."""
+
+
+def test_no_docstring_begins_in_mid_air() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    files = [REPOSITORY / name for name in listed.stdout.splitlines()] or sorted(REPOSITORY.glob("[!.]*/**/*.py"))
+    found = [
+        f"{file.relative_to(REPOSITORY)}:{node.lineno}: {node.value.value[:60]}"
+        for file in files
+        if file.exists()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if IN_MID_AIR.match(node.value.value.strip())
+    ]
+    assert len(files) > 100 and not found, "\n".join(found)
