@@ -19,7 +19,9 @@ KEPT = ("nats", "credentials.json", "models.json", "cost_models")
 Archive = Annotated[
     Path, typer.Argument(help="A tar archive; it holds credentials, so it is its owner's alone (mode 600).")
 ]
-DataDir = Annotated[Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Of a Tideway that is stopped.")]
+DataDir = Annotated[
+    Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Data folder of a stopped Tideway.")
+]
 
 
 def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:

@@ -87,7 +87,7 @@ def up(
         str,
         typer.Option(
             envvar="TIDEWAY_QUANTIZATION",
-            help="Round the weights of the models' layers to so few bits: int8, int4 or fp8.",
+            help="Quantise the weights of the models' layers: int8, int4 or fp8.",
         ),
     ] = "",
     tool_format: Annotated[
@@ -99,13 +99,15 @@ def up(
     ] = None,
     host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TIDEWAY_PORT", min=1, max=65535, help="Port of the gateway.")] = 8000,
-    instances: Annotated[int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Engines on this machine.")] = 2,
+    instances: Annotated[
+        int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Number of instances on this machine.")
+    ] = 2,
     max_instances: Annotated[
         int,
         typer.Option(
             envvar="TIDEWAY_MAX_NODE_INSTANCES",
             min=0,
-            help="Up to how many it may grow (`tideway scale`); 0: not at all.",
+            help="Maximum number of instances that `tideway scale` may reach; 0: no growth.",
         ),
     ] = 0,
     tensor_parallel: Annotated[
@@ -113,7 +115,7 @@ def up(
         typer.Option(
             envvar="TIDEWAY_TENSOR_PARALLEL",
             min=1,
-            help="Devices (GPUs; on CPU shares of the cores) that compute each instance together: a power of two.",
+            help="Devices per instance (GPUs, or shares of the CPU's cores); a power of two.",
         ),
     ] = 1,
     pipeline_parallel: Annotated[
@@ -121,7 +123,7 @@ def up(
         typer.Option(
             envvar="TIDEWAY_PIPELINE_PARALLEL",
             min=1,
-            help="Stages of each instance, each with a run of the layers and its own devices.",
+            help="Pipeline stages per instance, each with part of the layers and its own devices.",
         ),
     ] = 1,
     deterministic: Annotated[
@@ -129,22 +131,31 @@ def up(
         typer.Option(
             "--deterministic",
             envvar="TIDEWAY_DETERMINISTIC",
-            help="A request's tokens depend on it alone, to the last bit. Slower.",
+            help="Make each request's tokens depend on the request alone, to the last bit. Slower.",
         ),
     ] = False,
-    schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
-    gateways: Annotated[int, typer.Option(min=1, max=16, help="On --port and the ports after it.")] = 1,
+    schedulers: Annotated[
+        int, typer.Option(min=1, help="Number of schedulers: one is active, the others stand by.")
+    ] = 1,
+    gateways: Annotated[
+        int, typer.Option(min=1, max=16, help="Number of gateways, on --port and the ports after it.")
+    ] = 1,
     nats_url: Annotated[
         str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
     ] = "",
-    nats_port: Annotated[int, typer.Option(min=0, max=65535, help="Of the NATS that is started; 0: any free.")] = 0,
+    nats_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the bundled NATS server; 0 picks a free one.")
+    ] = 0,
     otlp: Annotated[
-        str, typer.Option(envvar="TIDEWAY_OTLP_ENDPOINT", help="Send traces here, say http://127.0.0.1:4318.")
+        str,
+        typer.Option(
+            envvar="TIDEWAY_OTLP_ENDPOINT", help="Send traces to this OTLP endpoint, such as http://127.0.0.1:4318."
+        ),
     ] = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until all must be ready.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait until everything is ready.")] = 600.0,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when all is ready; `tideway down` stops it.")
+        bool, typer.Option("--detach", help="Return when everything is ready; `tideway down` stops it.")
     ] = False,
 ) -> None:
     """Start everything on this machine, and keep it running until Ctrl-C."""
@@ -239,24 +250,29 @@ def status(as_json: AsJson = False, data_dir: DataDir = DEFAULT_DATA_DIR) -> Non
     asyncio.run(show_status(DataFolder(data_dir), TableConsole(), as_json=as_json))
 
 
-Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait at most.")]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Maximum seconds to wait.")]
 
 
 @app.command()
 def drain(
     instance: Annotated[
         str,
-        typer.Argument(help="As `tideway status` and `tideway top` name it.", autocompletion=completion.instances),
+        typer.Argument(
+            help="Instance to drain, as `tideway status` and `tideway top` name it.",
+            autocompletion=completion.instances,
+        ),
     ],
-    undo: Annotated[bool, typer.Option("--undo", help="Put it back into the plan.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is gone; with --undo, until it is ready.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Take the instance back.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until it is gone; with --undo, until it is ready.")
+    ] = False,
     timeout: Timeout = 600.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Empty an instance: its requests move away or finish, then it exits. What is left after TIDEWAY_DRAIN_GRACE_S (of the
-    worker; 15 s) is placed again elsewhere."""
+    """Empty an instance: its requests move away or finish, then it exits. Requests left after the worker's
+    TIDEWAY_DRAIN_GRACE_S (15 s) are placed again elsewhere."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
         operations.drain(client, instance, is_undone=undo, wait_s=timeout if wait else None, say=print)
@@ -267,18 +283,20 @@ def scale(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="[MODEL]", help="A model, with N.", show_default=False, autocompletion=completion.models
+            metavar="[MODEL]", help="Model to scale, with N.", show_default=False, autocompletion=completion.models
         ),
     ] = "",
     number: Annotated[
-        str, typer.Argument(metavar="[N]", help="On how many instances it is to be, or all.", show_default=False)
+        str, typer.Argument(metavar="[N]", help="Number of instances for the model, or `all`.", show_default=False)
     ] = "",
     instances: Annotated[
-        int | None, typer.Option(min=1, help="Instead: how many instances there are to be, over all nodes.")
+        int | None, typer.Option(min=1, help="Number of instances over all nodes, in place of MODEL and N.")
     ] = None,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Until all that is planned is ready, and the rest has given its requests away."),
+        typer.Option(
+            "--wait", help="Wait until everything planned is ready and removed instances have moved their requests."
+        ),
     ] = False,
     timeout: Timeout = 600.0,
     url: GatewayUrl = "",
@@ -292,7 +310,7 @@ def scale(
         raise OperatorError("Say MODEL and N (1 or more, or all), or --instances N.")
     if number and number != "all" and not (number.isdecimal() and int(number) > 0):
         raise OperatorError(
-            f"{number!r} is no number of instances: say 1 or more, or all (or, for those of all models, --instances N)."
+            f"{number!r} is not a valid instance count: use 1 or more, or all (or --instances N for all models)."
         )
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
@@ -308,24 +326,24 @@ def scale(
 def models(
     interval: Annotated[
         int,
-        typer.Option(min=int(LEAST_INTERVAL_S), max=int(MAX_INTERVAL_S), help="Seconds up to now that it is about."),
+        typer.Option(min=int(LEAST_INTERVAL_S), max=int(MAX_INTERVAL_S), help="Look-back window in seconds."),
     ] = int(DEFAULT_INTERVAL_S),
     as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show what the models' traffic was like: rates, lengths, execution times, latencies, attainment."""
+    """Show the models' recent traffic: rates, lengths, execution times, latencies, SLO attainment."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         show_models(client, TableConsole(), interval_s=interval, as_json=as_json)
 
 
 @app.command("load-adapter")
 def load_adapter(
-    name: Annotated[str, typer.Argument(help="Of the model that it is to clients.")],
+    name: Annotated[str, typer.Argument(help="Model name exposed to clients.")],
     source: Annotated[str, typer.Argument(help="Folder in PEFT's format, as the workers see it, or a hub id.")],
-    base: Annotated[str, typer.Option(help="The model whose weights it is computed with.")],
-    ttft_ms: Annotated[float, typer.Option(min=0, help="Objectives; 0: the base model's.")] = 0.0,
+    base: Annotated[str, typer.Option(help="Base model of the adapter.")],
+    ttft_ms: Annotated[float, typer.Option(min=0, help="Objective in milliseconds; 0: the base model's.")] = 0.0,
     tpot_ms: Annotated[float, typer.Option(min=0)] = 0.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
@@ -340,12 +358,12 @@ def load_adapter(
 
 @app.command("unload-adapter")
 def unload_adapter(
-    name: Annotated[str, typer.Argument(help="As `tideway models` names it.")],
+    name: Annotated[str, typer.Argument(help="Adapter to unload, as `tideway models` names it.")],
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Take no new requests for a LoRA adapter. Those that run end as usual."""
+    """Unload a LoRA adapter. Running requests finish; new ones are refused."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         client.unload_adapter(name)
         print(f"{name} is not served any more.")
@@ -355,19 +373,19 @@ def unload_adapter(
 def plan(
     search: Annotated[bool, typer.Option("--search", help="Search for a better plan first.")] = False,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Carry out the proposed plan (search first where there is none).")
+        bool, typer.Option("--apply", help="Apply the proposed plan; search first if there is none.")
     ] = False,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="Undo the replacement that is under way, or the last one.")
+        bool, typer.Option("--rollback", help="Roll back the change that is under way, or the last one.")
     ] = False,
     to_set: Annotated[
         Path | None,
         typer.Option(
             "--set",
-            help="Carry out a plan of your own: a TOML file with tables \\[\\[groups]] of node, devices, models.",
+            help="Apply your own plan: a TOML file with tables \\[\\[groups]] of node, devices, models.",
         ),
     ] = None,
-    write: Annotated[Path | None, typer.Option(help="Write the plan that runs into a file as --set reads it.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the running plan to a file that --set can read.")] = None,
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
     url: GatewayUrl = "",
@@ -399,17 +417,21 @@ def request(
         str,
         typer.Argument(
             metavar="[ID]",
-            help="Of an answer (`chatcmpl-...`), of one of its sequences, or the `x-request-id` of its HTTP answer.",
+            help="Id of an answer (`chatcmpl-...`), of one of its sequences, or an `x-request-id`.",
             show_default=False,
             autocompletion=completion.requests,
         ),
     ] = "",
     limit: Annotated[
-        int, typer.Option(min=1, max=MAX_REQUESTS_LISTED, help="Without ID: so many, the newest first.")
+        int, typer.Option(min=1, max=MAX_REQUESTS_LISTED, help="Without ID: number of requests to list, newest first.")
     ] = 20,
-    model: Annotated[str, typer.Option(help="Without ID: of this model alone.", autocompletion=completion.models)] = "",
-    missed: Annotated[bool, typer.Option("--missed", help="Without ID: that missed an objective.")] = False,
-    running: Annotated[bool, typer.Option("--running", help="Without ID: that run now.")] = False,
+    model: Annotated[
+        str, typer.Option(help="Without ID: only requests of this model.", autocompletion=completion.models)
+    ] = "",
+    missed: Annotated[
+        bool, typer.Option("--missed", help="Without ID: only requests that missed an objective.")
+    ] = False,
+    running: Annotated[bool, typer.Option("--running", help="Without ID: only running requests.")] = False,
     as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
@@ -429,18 +451,18 @@ def request(
 @app.command()
 def explain(
     slo: Annotated[
-        bool, typer.Option("--slo", help="Objectives that requests missed: the one thing explained.")
+        bool, typer.Option("--slo", help="Explain missed objectives (the only explanation there is).")
     ] = True,
     interval: Annotated[
         int,
-        typer.Option(min=LEAST_SLO_INTERVAL_S, max=MAX_SLO_INTERVAL_S, help="Seconds up to now that it is about."),
+        typer.Option(min=LEAST_SLO_INTERVAL_S, max=MAX_SLO_INTERVAL_S, help="Look-back window in seconds."),
     ] = 300,
     as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Explain where the time of those requests went that missed their objectives."""
+    """Explain where the time went of requests that missed their objectives."""
     del slo
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         requests.explain_slo(client, TableConsole(), interval_s=interval, as_json=as_json)
@@ -449,7 +471,7 @@ def explain(
 @app.command()
 def top(
     context: typer.Context,
-    once: Annotated[bool, typer.Option("--once", help="One view, then end; so it is without a terminal, too.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default without a terminal.")] = False,
     as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
@@ -486,7 +508,7 @@ def tenants(
 
 @app.command()
 def replay(
-    file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE made a scheduler or an instance write.")],
+    file: Annotated[Path, typer.Argument(help="Recording that a scheduler or instance wrote to TIDEWAY_RECORD_FILE.")],
 ) -> None:
     """Run a recorded scheduler, engine or host of migrations again and check that it decides the same."""
     try:

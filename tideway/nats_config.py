@@ -72,7 +72,10 @@ def nats_config(
     ] = None,
     chart: Annotated[
         bool,
-        typer.Option("--chart", help="What each role may do as the Helm chart reads it, in place of a configuration."),
+        typer.Option(
+            "--chart",
+            help="Print the roles' permissions in the form that the Helm chart reads, instead of a configuration.",
+        ),
     ] = False,
 ) -> None:
     """Print the users of a NATS server, one a role, for its configuration."""

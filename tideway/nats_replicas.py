@@ -29,7 +29,9 @@ POLL_S = 0.25
 
 
 def nats_replicas(
-    number: Annotated[int, typer.Argument(metavar="1|3|5", help="Copies of each stream, on as many servers.")],
+    number: Annotated[
+        int, typer.Argument(metavar="1|3|5", help="Number of copies of each stream, each on its own server.")
+    ],
 ) -> None:
     """Move the streams on a NATS cluster (TIDEWAY_NATS_URL) to so many copies each, while all runs."""
     if number not in (1, 3, 5):

@@ -10,15 +10,19 @@ import typer
 DEFAULT_DATA_DIR = Path(".tideway")
 DataDir = Annotated[
     Path,
-    typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Where credentials, logs and JetStream's files lie."),
+    typer.Option(
+        "--data-dir", envvar="TIDEWAY_DATA_DIR", help="Data folder with credentials, logs and JetStream's files."
+    ),
 ]
 GatewayUrl = Annotated[
     str,
     typer.Option(
-        "--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder, with its key."
+        "--url",
+        envvar="TIDEWAY_URL",
+        help="URL of a gateway. Default: the one that runs on the data folder, with its key.",
     ),
 ]
 AdminKey = Annotated[
-    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
+    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="Key for /admin. Default: the data folder's.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

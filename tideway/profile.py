@@ -54,23 +54,32 @@ def profile(
         list[str] | None,
         typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="Seconds instead of minutes, as an instance does it.")] = False,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Take seconds instead of minutes, as an instance does at its start.")
+    ] = False,
     instances: Annotated[
-        int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="That will share this machine's cores.")
+        int,
+        typer.Option(
+            envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Number of instances that will share this machine's cores."
+        ),
     ] = 2,
     tensor_parallel: Annotated[
         int,
         typer.Option(envvar="TIDEWAY_TENSOR_PARALLEL", min=1, help="Devices of each instance, as with `tideway up`."),
     ] = 1,
     data_dir: Annotated[
-        Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Cost models go to its folder cost_models.")
+        Path,
+        typer.Option(
+            "--data-dir", envvar="TIDEWAY_DATA_DIR", help="Data folder; cost models go to its folder cost_models."
+        ),
     ] = DEFAULT_DATA_DIR,
     hardware: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what the models say of this device, for `tideway simulate`."),
+        typer.Option(metavar="FILE", help="Write a description of this device for `tideway simulate`."),
     ] = None,
     base: Annotated[
-        str, typer.Option(help="Ready kind of device that has what is not measured. Default: by the device's name.")
+        str,
+        typer.Option(help="Known kind of device that supplies what is not measured. Default: by the device's name."),
     ] = "",
 ) -> None:
     """Measure how long steps take, and store the cost models that instances plan with."""

@@ -56,16 +56,23 @@ def _table(routes: list[RouteState]) -> Table:
 
 @app.command("set")
 def set_route(
-    name: Annotated[str, typer.Argument(help="What clients call it; a model's name too: it is routed then.")],
-    models: Annotated[list[str], typer.Argument(metavar="MODEL[=WEIGHT]...", help="Weights are 1 unless said.")],
+    name: Annotated[str, typer.Argument(help="Name that clients use. A model's own name is routed, too.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL[=WEIGHT]...", help="MODEL or MODEL=WEIGHT; the default weight is 1.")
+    ],
     sticky: Annotated[
-        str, typer.Option(help="What stays with one model: none, key (of the API) or user (of the request).")
+        str, typer.Option(help="Who stays with one model: none, key (per API key) or user (per `user` of the request).")
     ] = "none",
     mirror: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL=SHARE", help="Also sent there, unseen; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL=SHARE",
+            help="Mirror: MODEL=SHARE of requests that are also sent there, without an answer; repeatable.",
+        ),
     ] = None,
     fallback: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="While none of the models is up; repeatable, in order.")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Fallback while none of the models is up; repeatable, in order."),
     ] = None,
     url: GatewayUrl = "",
     api_key: AdminKey = "",

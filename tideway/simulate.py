@@ -69,10 +69,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="What is asked; see docs/simulation.md.")],
-    seed: Annotated[int | None, typer.Option(min=0, help="Of traffic and noise. Default: the file's.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="Scenario file; see docs/simulation.md.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of traffic and noise. Default: the file's.")] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds of traffic. Default: the file's.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all that is known.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the whole result as JSON.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write plots, as PNG files (needs matplotlib).")
     ] = None,

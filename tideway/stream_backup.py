@@ -51,12 +51,12 @@ PERMISSIONS: dict[str, Any] = {
 """Permissions of a user for backups in NATS' configuration. It sees all that is stored, and can make no stream but by a
 restore."""
 
-Backups = Annotated[Path, typer.Argument(help="The folder in which each backup is a folder of its own.")]
+Backups = Annotated[Path, typer.Argument(help="Folder in which each backup gets a folder of its own.")]
 
 
 def backup_streams(
     folder: Backups,
-    keep: Annotated[int, typer.Option(min=1, help="So many backups, the newest, stay.")] = 7,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest backups to keep.")] = 7,
 ) -> None:
     """Copy what JetStream keeps on disk from a NATS that runs (TIDEWAY_NATS_URL, user `backup`)."""
     made = make_backup(load(BusSettings), folder)
@@ -67,7 +67,7 @@ def backup_streams(
 
 
 def restore_streams(
-    backup: Annotated[Path, typer.Argument(help="One backup: a folder that is named after its time.")],
+    backup: Annotated[Path, typer.Argument(help="Backup to restore: a folder named after its time.")],
 ) -> None:
     """Make JetStream's streams from a backup, in a NATS that has none of them yet."""
     names = restore_backup(load(BusSettings), backup)

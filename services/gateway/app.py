@@ -315,9 +315,9 @@ def _on_bus_error(request: Request, error: BusError) -> Response:
 
 def _on_http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
-        error_answer = ApiError(404, f"There is no {request.url.path[:200]} here.", code="not_found")
+        error_answer = ApiError(404, f"Not found: {request.url.path[:200]}", code="not_found")
     elif error.status_code == 405:
-        error_answer = ApiError(405, f"{request.url.path[:200]} does not take {request.method}.", code="bad_method")
+        error_answer = ApiError(405, f"{request.method} is not allowed on {request.url.path[:200]}.", code="bad_method")
     else:
         error_answer = ApiError(error.status_code, str(error.detail))
     answer = _response(error_answer)

@@ -397,7 +397,7 @@ class ActivePlacement:
         async with self._change():
             if (known := self._models.get(spec.name)) is not None:
                 if known != spec:
-                    raise refuse(f"model {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
+                    raise refuse(f"model {spec.name!r} exists with a different definition", "name", ErrorCode.CONFLICT)
                 return self._plans.current
             await self._check_fits(spec)
             await self._model_bucket.put(bucket_key(spec.name), spec)
@@ -435,7 +435,9 @@ class ActivePlacement:
             known = self._adapters.get(spec.name)
             if known is not None and not query.replaces:
                 if not is_same(known, spec):
-                    raise refuse(f"adapter {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
+                    raise refuse(
+                        f"adapter {spec.name!r} exists with a different definition", "name", ErrorCode.CONFLICT
+                    )
                 return known
             if spec.name in self._models:
                 raise refuse(f"{spec.name!r} is a model's name", "name", ErrorCode.CONFLICT)

@@ -55,23 +55,26 @@ class PlacementMetrics:
         self._replicas = gauge("model_replicas", "Instances of the current plan that hold the model", ("model",))
         self.searches = Counter(
             "tideway_placement_searches",
-            "Searches for a placement: better, kept (none was worth its change), failed",
+            "Placement searches by outcome: better, kept (no plan was worth the change), failed",
             ["outcome"],
             registry=registry,
         )
         self.verdicts = Counter(
-            "tideway_placement_verdicts", "Searches by why their plan was worth a change, or was not", ["cause"],
+            "tideway_placement_verdicts", "Placement searches by the reason of their verdict", ["cause"],
             registry=registry,
         )  # fmt: skip
         self.search_seconds = Histogram(
-            "tideway_placement_search_seconds", "Of a search", registry=registry, buckets=(0.3, 1, 3, 10, 30, 100, 300)
+            "tideway_placement_search_seconds",
+            "Placement search duration in seconds",
+            registry=registry,
+            buckets=(0.3, 1, 3, 10, 30, 100, 300),
         )
         self.replacements = Counter(
-            "tideway_placement_replacements", "Replacements that are over", ["end"], registry=registry
+            "tideway_placement_replacements", "Replacements that have ended", ["end"], registry=registry
         )
         self.roll_backs = Counter(
             "tideway_placement_roll_backs",
-            "Replacements that were rolled back: fetch, node_gone, instance, no_room, timeout, superseded, operator",
+            "Replacements rolled back, by reason: fetch, node_gone, instance, no_room, timeout, superseded, operator",
             ["cause"],
             registry=registry,
         )
@@ -87,7 +90,9 @@ class PlacementMetrics:
         self._log_thinned = gauge("request_log_thinned", "Requests left out of it so far, as there were too many")
         self._log_expired = gauge("request_log_expired", "Requests that became too old for it so far")
         self.num_dropped_rows = Counter(
-            "tideway_placement_dropped_rows", "Rows of requests that schedulers had no room to keep", registry=registry
+            "tideway_placement_dropped_rows",
+            "Rows of the request log that schedulers dropped for lack of room",
+            registry=registry,
         )
 
     def show(self, plan: PlacementPlan | None, nodes: Mapping[str, NodeInfo], num_queued: Mapping[str, int]) -> None:

@@ -37,20 +37,28 @@ class BusMetrics:
 
         self.requests = counter("requests", "Requests sent, by how they ended", "subject", "outcome")
         self.request_seconds = Histogram(
-            "tideway_bus_request_seconds", "Sending to reply", ["subject"], buckets=_SECONDS, registry=registry
+            "tideway_bus_request_seconds",
+            "Time from sending a request to its reply",
+            ["subject"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.served = counter("served", "Requests served, by how they ended", "subject", "outcome")
         self.served_seconds = Histogram(
-            "tideway_bus_served_seconds", "Arrival to reply", ["subject"], buckets=_SECONDS, registry=registry
+            "tideway_bus_served_seconds",
+            "Time from a request's arrival to its reply",
+            ["subject"],
+            buckets=_SECONDS,
+            registry=registry,
         )
-        self.handlers = Gauge("tideway_bus_handlers", "Handlers that run now", ["subject"], registry=registry)
+        self.handlers = Gauge("tideway_bus_handlers", "Running handlers", ["subject"], registry=registry)
         self.published = counter("published", "Messages published", "subject")
         self.dropped = counter("dropped", "Messages lost on this side", "subject", "reason")
         self.refused = counter("refused", "Subjects that NATS did not permit this process's user")
         self.reconnects = counter("reconnects", "Connections made after a loss")
         self.slow_consumer = counter("slow_consumer", "Messages or connections dropped because this side was slow")
-        self.connected = Gauge("tideway_bus_connected", "1 while connected", registry=registry)
-        self.problems = Gauge("tideway_bus_problems", "What of the bus does not work now", registry=registry)
+        self.connected = Gauge("tideway_bus_connected", "1 while connected to NATS", registry=registry)
+        self.problems = Gauge("tideway_bus_problems", "Current problems of the bus", registry=registry)
 
 
 _made: WeakKeyDictionary[CollectorRegistry, BusMetrics] = WeakKeyDictionary()

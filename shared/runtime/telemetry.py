@@ -83,9 +83,7 @@ class Telemetry:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         if (loop := _running_loop()) is not None:
-            tasks = Gauge(
-                "tideway_event_loop_tasks", "Tasks of the event loop that have not ended", registry=self.registry
-            )
+            tasks = Gauge("tideway_event_loop_tasks", "Pending tasks of the event loop", registry=self.registry)
             tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self._settings = settings
         self._server: _MetricsServer | None = None
@@ -156,10 +154,10 @@ class ExportMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._up = Gauge(
             "tideway_trace_collector_up",
-            "0 while the collector of traces does not take spans, else 1",
+            "1 while the trace collector accepts spans, else 0",
             registry=registry,
         )
-        self._spans = Counter("tideway_trace_spans", "Spans by what became of them", ["outcome"], registry=registry)
+        self._spans = Counter("tideway_trace_spans", "Spans by outcome", ["outcome"], registry=registry)
         self._up.set(1)
         for outcome in ("sent", "lost"):
             self._spans.labels(outcome)

@@ -70,7 +70,7 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
         assert again == added, "the same definition changes nothing"
         assert {place.instance_id: place.pool_bytes for place in cluster.plans[-1].instances} == pools
         cases = [
-            (AdapterSpec("poet", "m", wide.source), ErrorCode.CONFLICT, "name", "another definition"),
+            (AdapterSpec("poet", "m", wide.source), ErrorCode.CONFLICT, "name", "different definition"),
             (AdapterSpec("m", "m", adapter.source), ErrorCode.CONFLICT, "name", "a model's name"),
             (AdapterSpec("x", "nobody", adapter.source), ErrorCode.UNKNOWN_MODEL, "base", "no model 'nobody'"),
             (AdapterSpec("x", "m", str(tmp_path / "none")), ErrorCode.NOT_FOUND, "source", "does not exist"),

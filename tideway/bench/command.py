@@ -26,25 +26,26 @@ def bench(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            rich_help_panel=SERVER, help="NAME or NAME=WEIGHT; repeatable. Default: the first the server names."
+            rich_help_panel=SERVER,
+            help="Model to ask: NAME or NAME=WEIGHT; repeatable. Default: the first one the server lists.",
         ),
     ] = None,
-    endpoint: Annotated[str, typer.Option(rich_help_panel=SERVER, help="completions or chat.")] = "completions",
+    endpoint: Annotated[
+        str, typer.Option(rich_help_panel=SERVER, help="Endpoint: completions or chat.")
+    ] = "completions",
     workload: Annotated[
         Path | None,
-        typer.Option(help="TOML or JSON with streams of load, in place of the options below; see docs/benchmarks.md."),
+        typer.Option(help="Workload file (TOML or JSON) in place of the options below; see docs/benchmarks.md."),
     ] = None,
-    duration: Annotated[
-        float | None, typer.Option(help="Seconds after which nothing is sent. Default: the file's.")
-    ] = None,
-    drain: Annotated[float, typer.Option(help="Seconds that the last requests have after the last is sent.")] = 60.0,
-    warmup: Annotated[float, typer.Option(help="Requests of the first seconds are not counted.")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of load. Default: the file's.")] = None,
+    drain: Annotated[float, typer.Option(help="Seconds to wait for answers after the last request is sent.")] = 60.0,
+    warmup: Annotated[float, typer.Option(help="Seconds at the start whose requests are not counted.")] = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="The same seed and workload give the same requests. Default: the file's, or 0.")
     ] = None,
     arrivals: Annotated[str, typer.Option(rich_help_panel=ONLINE, help=ARRIVALS)] = "",
     num_requests: Annotated[
-        int | None, typer.Option(rich_help_panel=ONLINE, min=1, help="At most so many online requests.")
+        int | None, typer.Option(rich_help_panel=ONLINE, min=1, help="Maximum number of online requests.")
     ] = None,
     prompt_tokens: Annotated[
         str, typer.Option(rich_help_panel=ONLINE, help=LENGTHS + ". Default 256, or the trace's.")
@@ -56,71 +57,111 @@ def bench(
         str, typer.Option(rich_help_panel=ONLINE, help="Trace from which pairs of lengths are drawn.")
     ] = "",
     prefix_share: Annotated[
-        float, typer.Option(rich_help_panel=ONLINE, min=0, max=1, help="Share of each prompt that all have alike.")
+        float,
+        typer.Option(
+            rich_help_panel=ONLINE, min=0, max=1, help="Share of each prompt that all prompts have in common."
+        ),
     ] = 0.0,
     max_total_tokens: Annotated[
-        int | None, typer.Option(rich_help_panel=ONLINE, min=2, help="Longer requests are scaled down to it.")
+        int | None,
+        typer.Option(
+            rich_help_panel=ONLINE, min=2, help="Maximum prompt plus output tokens; longer requests are scaled down."
+        ),
     ] = None,
-    trace_start: Annotated[float, typer.Option(rich_help_panel=TRACES, help="Seconds into the trace.")] = 0.0,
-    trace_length: Annotated[float | None, typer.Option(rich_help_panel=TRACES, help="Seconds of the trace.")] = None,
-    trace_keep: Annotated[float, typer.Option(rich_help_panel=TRACES, help="Share of the trace's requests.")] = 1.0,
-    time_scale: Annotated[
-        float, typer.Option(rich_help_panel=TRACES, help="Seconds for one of the trace's; 0.5: twice as fast.")
+    trace_start: Annotated[
+        float, typer.Option(rich_help_panel=TRACES, help="Start of the part that is replayed, in seconds of the trace.")
+    ] = 0.0,
+    trace_length: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=TRACES, help="Length of the part that is replayed, in seconds of the trace."),
+    ] = None,
+    trace_keep: Annotated[
+        float, typer.Option(rich_help_panel=TRACES, help="Share of the trace's requests that are sent.")
     ] = 1.0,
-    rate_scale: Annotated[float, typer.Option(rich_help_panel=TRACES, help="For a trace of rates.")] = 1.0,
+    time_scale: Annotated[
+        float, typer.Option(rich_help_panel=TRACES, help="Time scale of the replay; 0.5 plays it twice as fast.")
+    ] = 1.0,
+    rate_scale: Annotated[
+        float, typer.Option(rich_help_panel=TRACES, help="Factor on the rates of a trace of rates.")
+    ] = 1.0,
     trace_series: Annotated[
-        str, typer.Option(rich_help_panel=TRACES, help="Whose rates, in a trace of several models.")
+        str, typer.Option(rich_help_panel=TRACES, help="Model whose rates are used, in a trace of several models.")
     ] = "",
     prompt_scale: Annotated[float, typer.Option(rich_help_panel=TRACES, help="For lengths from a trace.")] = 1.0,
     output_scale: Annotated[float, typer.Option(rich_help_panel=TRACES, help="For lengths from a trace.")] = 1.0,
     offline_arrivals: Annotated[
-        str, typer.Option(rich_help_panel=OFFLINE, help="Load that may wait beside it, as --arrivals.")
+        str, typer.Option(rich_help_panel=OFFLINE, help="Arrivals of offline requests, written as --arrivals.")
     ] = "",
-    offline_prompt_tokens: Annotated[str, typer.Option(rich_help_panel=OFFLINE, help="As --prompt-tokens.")] = "",
-    offline_output_tokens: Annotated[str, typer.Option(rich_help_panel=OFFLINE, help="As --output-tokens.")] = "",
-    offline_lengths_from: Annotated[str, typer.Option(rich_help_panel=OFFLINE, help="As --lengths-from.")] = "",
+    offline_prompt_tokens: Annotated[
+        str,
+        typer.Option(rich_help_panel=OFFLINE, help="Prompt tokens of offline requests, written as --prompt-tokens."),
+    ] = "",
+    offline_output_tokens: Annotated[
+        str,
+        typer.Option(rich_help_panel=OFFLINE, help="Output tokens of offline requests, written as --output-tokens."),
+    ] = "",
+    offline_lengths_from: Annotated[
+        str, typer.Option(rich_help_panel=OFFLINE, help="Trace of offline lengths, as --lengths-from.")
+    ] = "",
     offline_requests: Annotated[
-        int | None, typer.Option(rich_help_panel=OFFLINE, min=1, help="At most so many.")
+        int | None, typer.Option(rich_help_panel=OFFLINE, min=1, help="Maximum number of offline requests.")
     ] = None,
     ttft_ms: Annotated[
-        float | None, typer.Option(rich_help_panel=ONLINE, help="Objective: time to the first token.")
+        float | None,
+        typer.Option(rich_help_panel=ONLINE, help="Objective for the time to the first token, in milliseconds."),
     ] = None,
     tpot_ms: Annotated[
-        float | None, typer.Option(rich_help_panel=ONLINE, help="Objective: time per token after it.")
+        float | None,
+        typer.Option(
+            rich_help_panel=ONLINE, help="Objective for the time per output token after the first, in milliseconds."
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option(rich_help_panel=SERVER, help="Send ignore_eos: answers have their planned length.")
+        bool, typer.Option(rich_help_panel=SERVER, help="Send ignore_eos, so that answers have their planned length.")
     ] = False,
     flex: Annotated[
-        bool, typer.Option(rich_help_panel=SERVER, help="Send service_tier flex with offline requests.")
+        bool, typer.Option(rich_help_panel=SERVER, help="Send service_tier=flex with offline requests.")
     ] = True,
-    send_objectives: Annotated[bool, typer.Option(rich_help_panel=SERVER, help="Send ttft_ms and tpot_ms.")] = False,
+    send_objectives: Annotated[
+        bool, typer.Option(rich_help_panel=SERVER, help="Send the objectives with each request.")
+    ] = False,
     extra_body: Annotated[
-        str, typer.Option(rich_help_panel=SERVER, help="JSON object; its fields are sent with every request.")
+        str, typer.Option(rich_help_panel=SERVER, help="JSON object whose fields are sent with every request.")
     ] = "",
     vocabulary: Annotated[
-        int, typer.Option(rich_help_panel=SERVER, min=0, help="Prompts as token ids below it instead of text.")
+        int,
+        typer.Option(
+            rich_help_panel=SERVER,
+            min=0,
+            help="Vocabulary size: send prompts as random token ids below it instead of text.",
+        ),
     ] = 0,
     max_tokens_field: Annotated[
-        str, typer.Option(rich_help_panel=SERVER, help="Name of the field, where a server wants another.")
+        str,
+        typer.Option(
+            rich_help_panel=SERVER, help="Name of the field for the output limit, if the server wants another."
+        ),
     ] = "",
     temperature: Annotated[float, typer.Option(rich_help_panel=SERVER)] = 0.0,
     api_key: Annotated[str, typer.Option(rich_help_panel=SERVER, envvar="OPENAI_API_KEY", show_envvar=True)] = "",
-    timeout: Annotated[float, typer.Option(rich_help_panel=SERVER, help="Seconds for one request.")] = 600.0,
+    timeout: Annotated[float, typer.Option(rich_help_panel=SERVER, help="Timeout of one request, in seconds.")] = 600.0,
     metrics_url: Annotated[
         list[str] | None,
-        typer.Option(rich_help_panel=SERVER, help="Prometheus addresses to plot; default: the server's /metrics."),
+        typer.Option(rich_help_panel=SERVER, help="Prometheus endpoints to plot. Default: the server's /metrics."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(rich_help_panel=RESULT, help="Folder for result.json and the plots.")
     ] = None,
     rows: Annotated[
         str,
-        typer.Option(rich_help_panel=RESULT, help="Per request in result.json: none, requests or tokens (each time)."),
+        typer.Option(
+            rich_help_panel=RESULT,
+            help="Detail per request in result.json: none, requests, or tokens (the time of each).",
+        ),
     ] = "requests",
-    plots: Annotated[bool, typer.Option(rich_help_panel=RESULT, help="Needs matplotlib.")] = True,
+    plots: Annotated[bool, typer.Option(rich_help_panel=RESULT, help="Draw plots; needs matplotlib.")] = True,
 ) -> None:
-    """Put load on a server and say how it did. Ctrl-C ends it and sums up what was done."""
+    """Load-test a server and report the results. Ctrl-C stops early and reports what was measured."""
     import msgspec
     import uvloop
 

@@ -52,7 +52,7 @@ async def show_file(context: GatewayContext, request: Request) -> Response:
 
 def _answer(request: Request, name: str) -> Response:
     if name not in _files():
-        raise ApiError(404, f"There is no {request.url.path[:200]} here.", code="not_found")
+        raise ApiError(404, f"Not found: {request.url.path[:200]}", code="not_found")
     content, kind, tag = _files()[name]
     headers = {**HEADERS, "etag": tag}
     if request.headers.get("if-none-match") == tag:

@@ -121,7 +121,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         if request.continue_final_message and request.add_generation_prompt:
             raise invalid(
                 "continue_final_message",
-                "'continue_final_message' cannot be had with 'add_generation_prompt': no message of the model is begun.",
+                "'continue_final_message' cannot be combined with 'add_generation_prompt', which begins a new message.",
             )
         num_top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         echo = False
@@ -151,7 +151,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         check_options(request, grammar)
         if tools is not None and not tools.is_required and grammar.schema is None:
             raise invalid(
-                "tools", f"'tools' cannot be had with '{grammar.param}': only JSON may come instead of calls."
+                "tools", f"'tools' cannot be combined with '{grammar.param}': only JSON may come instead of calls."
             )
     return Options(
         num_choices=request.n or 1,

@@ -108,16 +108,16 @@ def grammar_of(request: GenerationFields) -> Grammar | None:
     found = [grammar for grammar in (_of_format(request), *_of_guided(request), *_of_structured(request)) if grammar]
     if len(found) > 1:
         one, other = found[0].param, found[1].param
-        raise invalid(other, f"'{other}' cannot be had with '{one}': an output follows one grammar.")
+        raise invalid(other, f"'{other}' cannot be combined with '{one}': an output follows one grammar.")
     return found[0] if found else None
 
 
 def check_options(request: GenerationFields, grammar: Grammar) -> None:
     """Refuses what contradicts a grammar, which alone says where the output ends."""
     if request.ignore_eos:
-        raise invalid("ignore_eos", f"'ignore_eos' cannot be had with '{grammar.param}', which ends the output.")
+        raise invalid("ignore_eos", f"'ignore_eos' cannot be combined with '{grammar.param}', which ends the output.")
     if request.min_tokens:
-        raise invalid("min_tokens", f"'min_tokens' cannot be had with '{grammar.param}', which ends the output.")
+        raise invalid("min_tokens", f"'min_tokens' cannot be combined with '{grammar.param}', which ends the output.")
 
 
 def _of_format(request: GenerationFields) -> Grammar | None:

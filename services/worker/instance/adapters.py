@@ -99,17 +99,17 @@ class InstanceAdapters:
             "tideway_adapters_loaded", "LoRA adapters on the instance's devices", labels, registry=registry
         ).labels(instance_id)
         self._num_bytes = prometheus_client.Gauge(
-            "tideway_adapter_bytes", "Their memory, on each device", labels, registry=registry
+            "tideway_adapter_bytes", "Memory of LoRA adapters on each device", labels, registry=registry
         ).labels(instance_id)
         self._loads = prometheus_client.Counter(
             "tideway_adapter_loads",
-            "Adapters that were loaded, or failed to be",
+            "Adapter loads by outcome",
             (*labels, "outcome"),
             registry=registry,
         )
         self._instance_id = instance_id
         self._load_seconds = prometheus_client.Histogram(
-            "tideway_adapter_load_seconds", "Making room for one and reading it, to its device", labels, registry=registry,
+            "tideway_adapter_load_seconds", "Adapter load duration: making room and reading", labels, registry=registry,
             buckets=(0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0),
         ).labels(instance_id)  # fmt: skip
 

@@ -69,7 +69,7 @@ class CoServingTelemetry:
             registry=registry,
         )  # fmt: skip
         self._cost_scale = Gauge(
-            "tideway_instance_cost_model_scale", "Real over predicted step times, lately", ("model_name", "engine"),
+            "tideway_instance_cost_model_scale", "Recent ratio of real to predicted step times", ("model_name", "engine"),
             registry=registry,
         )  # fmt: skip
         self._cost_error = Gauge(
@@ -77,11 +77,11 @@ class CoServingTelemetry:
             ("model_name", "engine", "percentile"), registry=registry,
         )  # fmt: skip
         self._cost_source = Gauge(
-            "tideway_instance_cost_model", "1 for where the model's cost model comes from, 0 for the others",
+            "tideway_instance_cost_model", "Source of the model's cost model: 1 for the current one, 0 for the others",
             ("model_name", "engine", "source"), registry=registry,
         )  # fmt: skip
         self._budget_use = Histogram(
-            "tideway_instance_budget_use", "Duration of a step over what the objectives allowed it",
+            "tideway_instance_budget_use", "Step duration as a share of what the objectives allowed",
             ("model_name", "engine"), registry=registry, buckets=BUDGET_BUCKETS,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ class TransferMetrics:
             registry=registry, buckets=SECONDS_BUCKETS,
         )  # fmt: skip
         self._bandwidth = Gauge(
-            "tideway_kv_transfer_bandwidth_bytes_per_second", "Measured to a peer, without the rate limit's waits",
+            "tideway_kv_transfer_bandwidth_bytes_per_second", "Bandwidth measured to a peer, without rate-limit waits",
             ("peer",), registry=registry,
         )  # fmt: skip
         self._refused = counter(

@@ -26,7 +26,7 @@ class MigrationTelemetry:
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self._migrations = counter(
             "tideway_migrations",
-            "Migrations ended, by direction (out | in), why they were begun, and outcome (moved, or why not)",
+            "Migrations ended, by direction (out | in), cause and outcome (moved, or why not)",
             ("direction", "reason", "outcome"),
         )
         self._pause = histogram(
@@ -41,7 +41,7 @@ class MigrationTelemetry:
             "tideway_migration_stages", "Stages of a migration that moved its request", buckets=STAGE_BUCKETS
         )
         self._in_progress = Gauge(
-            "tideway_migrations_in_progress", "Migrations under way", ("direction",), registry=registry
+            "tideway_migrations_in_progress", "Migrations in progress", ("direction",), registry=registry
         )
         # What is counted later begins at 0, so that rates are known from the first migration on.
         self._migrations.labels("in", "", MOVED)

@@ -83,13 +83,15 @@ class _Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.instances = Gauge("tideway_node_instances", "Instances by state", ["state"], registry=registry)
         self.restarts = Counter(
-            "tideway_node_restarts", "Instances that ended without being asked to", ["instance"], registry=registry
+            "tideway_node_restarts", "Instances that exited unexpectedly", ["instance"], registry=registry
         )
         self.plan_version = Gauge(
-            "tideway_node_plan_version", "The last placement plan that was carried out whole", registry=registry
+            "tideway_node_plan_version", "Version of the last placement plan that was fully applied", registry=registry
         )
-        self.ready = Gauge("tideway_node_ready", "1: the instances serve what is planned for them", registry=registry)
-        self.memory = Gauge("tideway_node_memory_bytes", "For weights and KV pools of all instances", registry=registry)
+        self.ready = Gauge("tideway_node_ready", "1 if the instances serve what is planned for them", registry=registry)
+        self.memory = Gauge(
+            "tideway_node_memory_bytes", "Memory for weights and KV pools of all instances", registry=registry
+        )
 
 
 class NodeAgent:
