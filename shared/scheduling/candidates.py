@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,14 +22,13 @@ from shared.policies.dispatch import (
     DispatchKey,
     DispatchPolicy,
     DispatchView,
-    freeness_with_ledger,
 )
-from shared.policies.token_cost import token_cost_s
 from shared.scheduling.cluster import ClusterView, InstanceState, ServedModel
 from shared.scheduling.in_flight import InFlightLedger
 from shared.scheduling.prefixes import NOT_HELD, Held, PrefixIndex
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import TrackedRequest
+from shared.scheduling.standing import Standing
 
 T = TypeVar("T")
 
@@ -36,14 +36,19 @@ MAX_HOLDERS = 32
 """Instances with the longest prefixes of a prompt, of which the freest are looked at."""
 
 
+MIN_BOUNDS = 64
+"""Bounds of an index that it keeps without looking for those that do not hold any more."""
+
+
 class CandidateIndex:
     """Candidates in order of rank. `rank_of(instance_id)` is asked again only for ids that were named since; None: the
     instance is no candidate now. A sorted list, so that the first few are looked at where they stand: a change costs two
     searches in it, and nothing until somebody asks.
 
-    Most changes of load make no instance the best one, and are not even named. An instance stands where it would at best
-    (`hint`), and is ranked when it comes first, if `version_of` it is not what it was when it was ranked. `on_ranked` says
-    that it stands where it belongs: whatever would be better than that has to be named from now on.
+    Most changes of load make no instance the best one, and are not even named. An instance is looked at where it would stand
+    at best (`hint`), and is ranked when it comes first, if `version_of` it is not what it was when it was ranked. `on_ranked`
+    says that it stands where it belongs: whatever would be better than that has to be named from now on. As few instances
+    ever come that far, a hint moves nothing until somebody looks as far as it points.
     """
 
     def __init__(
@@ -57,9 +62,15 @@ class CandidateIndex:
         self._on_ranked = on_ranked
         self._touched: set[str] = set()
         self._hinted: dict[str, float] = {}
+        """Since the last look."""
+        self._pending: dict[str, float] = {}
+        """Of those that may stand too far back: the first number of their rank at best."""
+        self._bounds: list[tuple[float, str]] = []
+        """The same as a heap, with others that do not hold any more."""
         self._versions: dict[str, object] = {}
         self._ranks: dict[str, DispatchKey] = {}
-        self._ordered: list[tuple[DispatchKey, str]] = []
+        self._ordered: list[tuple[float, DispatchKey, str]] = []
+        """Each rank with its first number before it, which decides nearly always and is compared soonest."""
 
     def touch(self, instance_id: str) -> None:
         """Something about the instance changed."""
@@ -94,38 +105,56 @@ class CandidateIndex:
         """The candidate of smallest rank among those that `is_fit`, which are asked about in order; ties go to the smaller
         id."""
         self._refresh()
-        at, ordered, version_of = 0, self._ordered, self._version_of
-        while at < len(ordered):
-            instance_id = ordered[at][1]
+        at, ordered, bounds, version_of = 0, self._ordered, self._bounds, self._version_of
+        while True:
+            while bounds and (at >= len(ordered) or bounds[0][0] <= ordered[at][0]):
+                self._follow_bound()
+            if at >= len(ordered):
+                return None
+            instance_id = ordered[at][2]
             if version_of is not None and self._versions.get(instance_id) is not version_of(instance_id):
                 self._rank(instance_id)  # which moves it further back, if at all
-                if at >= len(ordered) or ordered[at][1] != instance_id:
-                    continue
-            if is_fit(instance_id):
+            elif is_fit(instance_id):
                 return instance_id
-            at += 1
-        return None
+            else:
+                at += 1
+
+    def _follow_bound(self) -> None:
+        """Puts the instance of the least bound where it would stand at best, if it may still stand too far back."""
+        bound, instance_id = heappop(self._bounds)
+        if self._pending.get(instance_id) == bound:
+            del self._pending[instance_id]
+            self._place(instance_id, (bound,))
 
     def _refresh(self) -> None:
         if self._hinted:
-            ranks, versions = self._ranks, self._versions
+            ranks, versions, pending, bounds = self._ranks, self._versions, self._pending, self._bounds
             for instance_id, bound in self._hinted.items():
                 versions.pop(instance_id, None)
                 known = ranks.get(instance_id)
                 if known is None or not bound >= known[0]:
-                    self._place(instance_id, (bound,))
+                    pending[instance_id] = bound
+                    heappush(bounds, (bound, instance_id))
+                else:
+                    pending.pop(instance_id, None)
             self._hinted.clear()
+            if len(bounds) > 2 * len(pending) + MIN_BOUNDS:
+                bounds[:] = [(bound, instance_id) for instance_id, bound in pending.items()]
+                heapify(bounds)
         for instance_id in self._touched:
             self._rank(instance_id)
         self._touched.clear()
 
     def _is_stale(self, instance_id: str) -> bool:
-        if self._version_of is None or instance_id not in self._ranks:
+        if self._version_of is None:
             return False
+        if instance_id not in self._ranks:
+            return instance_id in self._pending
         return self._versions.get(instance_id) is not self._version_of(instance_id)
 
     def _rank(self, instance_id: str) -> None:
         rank = self._rank_of(instance_id)
+        self._pending.pop(instance_id, None)
         if self._version_of is not None:
             self._versions[instance_id] = self._version_of(instance_id)
         if self._on_ranked is not None:
@@ -141,12 +170,12 @@ class CandidateIndex:
         if before == rank:
             return
         if before is not None:
-            del self._ordered[bisect_left(self._ordered, (before, instance_id))]
+            del self._ordered[bisect_left(self._ordered, (before[0], before, instance_id))]
         if rank is None:
             del self._ranks[instance_id]
         else:
             self._ranks[instance_id] = rank
-            insort(self._ordered, (rank, instance_id))
+            insort(self._ordered, (rank[0], rank, instance_id))
 
 
 class _Indexes(NamedTuple):
@@ -178,6 +207,8 @@ class Ranking:
         """The bounds that the indexes were told since they last ranked the instance."""
         self._woken: dict[Lane, None] = {}
         """In the order in which they were woken."""
+        self._standings: dict[str, Standing] = {}
+        """Of instances about which nothing was noted since."""
 
     def wake(self, lane: Lane) -> None:
         """Something waits in the lane."""
@@ -194,6 +225,7 @@ class Ranking:
 
     def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
         """Something changed about an instance. `before`: the models that it served until now, where that changed."""
+        self._standings.pop(instance_id, None)
         self._touched.add(instance_id)
         for model in before:
             for lane, indexes in self._lanes_of_model.get(model, {}).items():
@@ -204,6 +236,7 @@ class Ranking:
     def on_report(self, report: LoadReport) -> None:
         """Notes a report after which only the instance's load differs: it is as free as its report says, at best."""
         instance_id = report.instance_id
+        self._standings.pop(instance_id, None)
         self._reported.add(instance_id)
         normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
         # Below 0 each request in flight takes a share of what is missing, so it may even look better than it says.
@@ -222,10 +255,11 @@ class Ranking:
         if state is not None and state.report is not None:
             self.on_report(state.report)
         else:
-            self._touched.add(instance_id)
+            self.touch(instance_id)
 
     def worsen(self, instance_id: str, state: InstanceState) -> None:
         """A request was sent there."""
+        self._standings.pop(instance_id, None)
         for model in state.ready:
             for indexes in self._lanes_of_model.get(model, {}).values():
                 for index in indexes:
@@ -286,7 +320,7 @@ class Ranking:
         if lane.is_online:
             # How many of such tenants come is bounded by their being behind.
             has_room = is_behind or self.has_room(lane, instance_id, state, is_high=is_high)
-            return self._policy.rank(self.view(instance_id, state, is_high)) if has_room else None
+            return self._policy.rank(self.standing(instance_id, state).view(is_high)) if has_room else None
         room = self.offline_room(lane.model, instance_id, state)
         return (-room, state.last_turn) if room > 0 else None
 
@@ -295,18 +329,19 @@ class Ranking:
         do not stand in the way of online ones, which go first on the instance too."""
         if not lane.is_online:
             return self.offline_room(lane.model, instance_id, state) > 0
-        in_flight = self._ledger.num_waiting(instance_id, lane.model)
         limit = 2 * self._max_waiting if is_high else self._max_waiting
-        return state.load.num_waiting_online.get(lane.model, 0) + in_flight < limit
+        return self.standing(instance_id, state).num_waiting(lane.model) < limit
 
     def offline_room(self, model: str, instance_id: str, state: InstanceState) -> int:
         """Offline tokens that could be sent there; at most 0: none."""
         return state.load.offline_room.get(model, 0) - self._ledger.offline_tokens(instance_id, model)
 
-    def view(self, instance_id: str, state: InstanceState, is_high: bool) -> DispatchView:
-        in_flight = self._ledger.num_online(instance_id)
-        freeness = freeness_with_ledger(state.freeness(is_high), self._ledger.demand_merged(instance_id), in_flight)
-        return DispatchView(freeness, state.load.num_requests + in_flight, state.last_turn)
+    def standing(self, instance_id: str, state: InstanceState) -> Standing:
+        """Of an instance that has reported."""
+        standing = self._standings.get(instance_id)
+        if standing is None or standing.report is not state.report:
+            standing = self._standings[instance_id] = Standing(instance_id, state, self._ledger)
+        return standing
 
 
 class _once(Generic[T]):
@@ -322,69 +357,52 @@ class _once(Generic[T]):
         return value
 
 
-class Seen:
-    """An instance as a request finds it (`Candidate`). What nobody asks for is not worked out, and nothing twice."""
+class _Way(NamedTuple):
+    """What a request would take where its model is served in one way."""
 
-    def __init__(self, instance_id: str, state: InstanceState, by: CandidatesFor) -> None:
+    served: ServedModel
+    fits: bool
+    """Whether it can grow to its end there."""
+    demand_merged: float
+
+
+class Seen:
+    """An instance as a request finds it (`Candidate`). What not every policy asks for is worked out when it is asked for, and
+    nothing twice."""
+
+    def __init__(self, instance_id: str, standing: Standing, way: _Way, by: CandidatesFor) -> None:
         self.instance_id = instance_id
-        self.state = state
+        self.state = standing.state
+        self.demand_merged = way.demand_merged
+        self.in_flight_merged = standing.in_flight_merged
+        self.left_merged = standing.left_merged
+        self.start_s = standing.start_s(by.now)
+        missing, num_others = way.demand_merged, standing.num_others
+        if num_others and (tokens_per_merged := way.served.tokens_per_merged):
+            growth = by.growth_steps * (num_others + 1) / tokens_per_merged
+            missing += min(growth, max(0.0, way.served.num_merged - missing))
+        self.missing_merged = missing + standing.in_flight_merged - standing.left_merged
+        self._standing = standing
+        self._block_size = way.served.block_size
         self._by = by
 
-    @_once
+    @property
     def view(self) -> DispatchView:
-        return self._by.ranking.view(self.instance_id, self.state, self._by.is_high)
-
-    @_once
-    def demand_merged(self) -> float:
-        return self.state.ready[self._by.model].demand_merged(self._by.num_tokens)
-
-    @_once
-    def in_flight_merged(self) -> float:
-        return self._by.ledger.demand_merged(self.instance_id)
-
-    @_once
-    def left_merged(self) -> float:
-        return self.state.left_merged
-
-    @_once
-    def missing_merged(self) -> float:
-        by, state, demand = self._by, self.state, self.demand_merged
-        served = state.ready[by.model]
-        num_others = state.load.num_running + by.ledger.num_requests(self.instance_id)
-        if num_others and (tokens_per_merged := served.tokens_per_merged):
-            growth = by.growth_steps * (num_others + 1) / tokens_per_merged
-            demand += min(growth, max(0.0, served.num_merged - demand))
-        return demand + self.in_flight_merged - self.left_merged
-
-    @_once
-    def start_s(self) -> float:
-        report = self.state.report
-        assert report is not None
-        passed_s = self._by.now - self.state.heard_s
-        return max(0.0, report.prompts_s - passed_s) + self._by.ledger.prompts_s(self.instance_id)
+        return self._standing.view(self._by.is_high)
 
     @_once
     def prompt_s(self) -> float:
-        report = self.state.report
-        assert report is not None
-        costs = (load.prompt_cost for load in report.models if load.model == self._by.model)
         cached = self.cached_tokens
-        return prompt_s(next(costs, (0.0, 0.0)), self._by.num_tokens - cached, cached)
+        return prompt_s(self._standing.prompt_cost(self._by.model), self._by.num_tokens - cached, cached)
 
     @_once
     def cached_tokens(self) -> int:
         """Tokens of the prompt that are likely in its prefix cache."""
-        return self._by.held_tokens(self.state.ready[self._by.model].block_size).get(self.instance_id, 0)
+        return self._by.held_tokens(self._block_size).get(self.instance_id, 0)
 
-    @_once
+    @property
     def token_s(self) -> float:
-        residents, by = self.state.load.residents, self._by
-        if by.ledger.num_online(self.instance_id):
-            num_sent = partial(by.ledger.num_waiting, self.instance_id)
-            residents = [(model, num + num_sent(model), cost) for model, num, cost in residents]
-        report = self.state.report
-        num_high = 0 if by.is_high or report is None else report.num_high
-        return token_cost_s(by.model, residents, num_high)
+        return self._standing.token_s(self._by.model, self._by.is_high)
 
 
 class CandidatesFor:
@@ -418,7 +436,7 @@ class CandidatesFor:
         self._prefixes = prefixes
         self._held_tokens: dict[int, Held] = {}
         """By block size."""
-        self._fits: dict[ServedModel, bool] = {}
+        self._ways: dict[ServedModel, _Way] = {}
         self._seen: dict[str, Seen | None] = {}
         self._owners: list[Seen] | None = None
 
@@ -469,11 +487,15 @@ class CandidatesFor:
 
     def _fitting(self, instance_id: str) -> Seen | None:
         """If the request can grow to its end there."""
-        if instance_id not in self._seen:
-            state = self._cluster.get(instance_id)
-            assert state is not None, f"{instance_id} is ranked but not in the registry"
-            served = state.ready[self.model]
-            if served not in self._fits:
-                self._fits[served] = served.fits(self._num_tokens_at_most)
-            self._seen[instance_id] = Seen(instance_id, state, self) if self._fits[served] else None
-        return self._seen[instance_id]
+        if instance_id in self._seen:
+            return self._seen[instance_id]
+        state = self._cluster.get(instance_id)
+        assert state is not None, f"{instance_id} is ranked but not in the registry"
+        served = state.ready[self.model]
+        way = self._ways.get(served)
+        if way is None:
+            fits = served.fits(self._num_tokens_at_most)
+            way = self._ways[served] = _Way(served, fits, served.demand_merged(self.num_tokens))
+        seen = Seen(instance_id, self.ranking.standing(instance_id, state), way, self) if way.fits else None
+        self._seen[instance_id] = seen
+        return seen
