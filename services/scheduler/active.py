@@ -109,6 +109,8 @@ R = TypeVar("R")
 DISPATCH_TIMEOUT_S = 2.0
 HELD_TIMEOUT_S = 1.0
 """Also what an instance that does not answer may add to a take-over."""
+PICKS_AT_ONCE = 1
+"""Dispatches of one turn of the event loop: each is sent before the next is decided on."""
 STATISTICS_INTERVAL_S = 1.0
 TELL_TIMEOUT_S = 2.0
 LAST_TELL_TIMEOUT_S = 0.3
@@ -276,6 +278,8 @@ class ActiveScheduler:
             # After the end of the term only outcomes of calls that were under way come in, to be counted.
             if not self._is_closed or isinstance(action, LeftQueue):
                 self._carry_out(action)
+        if self._core.has_more:
+            self._act_soon()  # when what was said is on its way
         if not self._is_closed:
             self._set_timer()
 
@@ -446,7 +450,7 @@ def _core(
     settings: SchedulerSettings, info: LeaseHolder, inherited: Mapping[str, ExecutionStatistics]
 ) -> SchedulerCore:
     """Recorded, if settings name a file. One that cannot be written keeps nobody from being served."""
-    configuration = Configuration.of(settings, info.term, inherited)
+    configuration = Configuration.of(settings, info.term, inherited, PICKS_AT_ONCE)
     if settings.record_file:
         path = f"{settings.record_file}.{info.scheduler_id}.{info.term}"
         try:

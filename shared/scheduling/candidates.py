@@ -45,10 +45,10 @@ class CandidateIndex:
     instance is no candidate now. A sorted list, so that the first few are looked at where they stand: a change costs two
     searches in it, and nothing until somebody asks.
 
-    Most changes of load make no instance the best one, and are not even named. An instance is looked at where it would stand
-    at best (`hint`), and is ranked when it comes first, if `version_of` it is not what it was when it was ranked. `on_ranked`
-    says that it stands where it belongs: whatever would be better than that has to be named from now on. As few instances
-    ever come that far, a hint moves nothing until somebody looks as far as it points.
+    Most changes of load make no instance the best one, and are not even named. An instance is looked at where it would
+    stand at best (`hint`), and is ranked when it comes first, if `version_of` it is not what it was when it was ranked.
+    `on_ranked` says that it stands where it belongs: whatever would be better than that has to be named from now on. As few
+    instances ever come that far, a hint moves nothing until somebody looks as far as it points.
     """
 
     def __init__(
@@ -265,6 +265,10 @@ class Ranking:
                 for index in indexes:
                     index.worsen(instance_id)
 
+    def wake_again(self, lanes: Iterable[Lane]) -> None:
+        """Lanes from `woken` that were not looked through."""
+        self._woken.update(dict.fromkeys(lanes))
+
     def woken(self) -> list[Lane]:
         """Lanes in which something came to wait, or about whose instances something was noted, since the last call."""
         if self._touched or self._reported:
@@ -367,8 +371,8 @@ class _Way(NamedTuple):
 
 
 class Seen:
-    """An instance as a request finds it (`Candidate`). What not every policy asks for is worked out when it is asked for, and
-    nothing twice."""
+    """An instance as a request finds it (`Candidate`). What not every policy asks for is worked out when it is asked for,
+    and nothing twice."""
 
     def __init__(self, instance_id: str, standing: Standing, way: _Way, by: CandidatesFor) -> None:
         self.instance_id = instance_id

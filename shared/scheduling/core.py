@@ -3,7 +3,8 @@
 Its host (the service, a simulation, a test) calls, always with its clock's `now`:
 
     apply(call, now)        whatever changes it (calls.py): what gateways want and instances say, answers, time
-    actions(now)            what to do now, in order (actions.py); after every call, or after all that came in together
+    actions(now)            what to do now, in order (actions.py); after every call, or after all that came in together, and
+                            again while it `has_more`
     next_wakeup()           when to apply `OnTime`
 
 The parts own their state, and meet here:
@@ -58,10 +59,12 @@ class SchedulerCore:
         term: int,
         inherited: Mapping[str, ExecutionStatistics] | None = None,
         *,
+        picks_at_once: int | None = None,
         record: Recorder | None = None,
     ) -> None:
-        """`inherited`: execution statistics as the leader before published them. `record` is given each call before it is
-        carried out, and what each call of `actions` said."""
+        """`inherited`: execution statistics as the leader before published them. `picks_at_once`: dispatches that one call
+        of `actions` decides on, for a host that sends them before it asks for more (`has_more`); None: all. `record` is
+        given each call before it is carried out, and what each call of `actions` said."""
         self._actions: list[Action] = []
         self.cluster = ClusterView(settings.lost_after_s)
         self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
@@ -87,6 +90,7 @@ class SchedulerCore:
         self.requests = life.requests
         self.statistics = life.statistics
         self.grants = self.intake.grants
+        self._picks_at_once = picks_at_once
         self._record = record
 
     def say(self, action: Action) -> None:
@@ -101,14 +105,20 @@ class SchedulerCore:
 
     def actions(self, now: float) -> list[Action]:
         """Dispatches what can be dispatched, and returns everything there is to do since the last call."""
-        for tracked, instance_id in self.dispatcher.picks(now):
+        for tracked, instance_id in self.dispatcher.picks(now, self._picks_at_once):
             self.life.dispatch(tracked, instance_id, now)
-        self.life.tell_who_waits(now)
+        if not self.has_more:
+            self.life.tell_who_waits(now)
         actions = self._actions + self.rescheduler.due(now)
         self._actions.clear()
         if self._record is not None:
             self._record(actions, now)
         return actions
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `actions` is to be called again at once: there were more dispatches than it decides on in one call."""
+        return self.dispatcher.has_more
 
     def next_wakeup(self) -> float | None:
         """When `OnTime` must be applied next, if nothing else happens before."""

@@ -64,6 +64,8 @@ class Dispatcher:
         """Instances where a request waits for memory."""
         self._held_back: dict[Lane, tuple[int, int]] = {}
         """Since `picks` began: of the lane's last request that is to wait, its tokens, now and at most."""
+        self.has_more = False
+        """Whether `picks` ended at its limit, and is to be asked again."""
         self._num_picked = 0
         self._prompts_s: dict[str, Outflow] = {}
         """Predicted, of each model's online requests that were dispatched; likewise how many these were."""
@@ -125,25 +127,31 @@ class Dispatcher:
             work[model] = per_s + lengths.get(Lane(model, True), 0) * mean_s / BACKLOG_S
         return work
 
-    def picks(self, now: float) -> Iterator[tuple[TrackedRequest, str]]:
-        """Decides on every dispatch that is possible now, best place in the queue first over all woken lanes. A request
-        leaves the queue and enters the ledger before it is yielded. One whose time is over is left in the queue."""
+    def picks(self, now: float, limit: int | None = None) -> Iterator[tuple[TrackedRequest, str]]:
+        """Decides on every dispatch that is possible now, or the first `limit` (`has_more`), best place in the queue first
+        over all woken lanes. A request leaves the queue and enters the ledger before it is yielded. One whose time is over
+        is left in the queue."""
+        self.has_more = False
         if not len(self.queue):
             return
         lanes = [lane for lane in self.ranking.woken() if lane in self.queue and self._has_candidates(lane, now)]
         self._held_back.clear()
-        while lanes:
+        num_picked = 0
+        while lanes and num_picked != limit:
             head = None
             if len(lanes) > 1:
                 head = cast(Head, self.queue.order.pick_model(self._heads(lanes, now), now))
             lane = lanes[0] if head is None else head.lane
             pick = self._pick(lane, now)
             if pick is not None:
+                num_picked += 1
                 if head is not None:
                     self.queue.order.on_turn(head)
                 yield pick
             if pick is None or lane not in self.queue:
                 lanes.remove(lane)
+        self.ranking.wake_again(lanes)
+        self.has_more = bool(lanes)
 
     # ------------------------------------------------------------------------------------------------ one pick
 

@@ -27,14 +27,21 @@ class Configuration(msgspec.Struct, frozen=True, tag="scheduler"):
     settings: dict[str, Any]
     term: int
     inherited: dict[str, ExecutionStatistics]
+    picks_at_once: int | None = None
 
     @classmethod
-    def of(cls, settings: SchedulerSettings, term: int, inherited: Mapping[str, ExecutionStatistics]) -> Configuration:
-        return cls({name: getattr(settings, name) for name in _DECIDING}, term, dict(inherited))
+    def of(
+        cls,
+        settings: SchedulerSettings,
+        term: int,
+        inherited: Mapping[str, ExecutionStatistics],
+        picks_at_once: int | None = None,
+    ) -> Configuration:
+        return cls({name: getattr(settings, name) for name in _DECIDING}, term, dict(inherited), picks_at_once)
 
     def build(self, record: Recorder | None = None) -> SchedulerCore:
         settings = msgspec.convert(self.settings, SchedulerSettings)
-        return SchedulerCore(settings, self.term, self.inherited, record=record)
+        return SchedulerCore(settings, self.term, self.inherited, picks_at_once=self.picks_at_once, record=record)
 
 
 def recorded(configuration: Configuration, write: Callable[[bytes], object]) -> SchedulerCore:

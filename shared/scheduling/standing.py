@@ -67,8 +67,8 @@ class Standing:
         return self._prompt_costs.get(model, (0.0, 0.0))
 
     def token_s(self, model: str, is_high: bool) -> float:
-        """`token_cost_s` of one more request among the online ones; for one of high priority, what others of that take is not
-        counted."""
+        """`token_cost_s` of one more request among the online ones; for one of high priority, what others of that take is
+        not counted."""
         token_s = self._tokens_s.get((model, is_high))
         if token_s is None:
             residents = self.state.load.residents

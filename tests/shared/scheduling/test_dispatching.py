@@ -10,7 +10,7 @@ from shared.messages.requests import Priority
 from shared.policies.dispatch import ReportedFreeness, freeness_with_ledger
 from shared.policies.ordering import FirstComeFirstServed
 from shared.runtime.settings import SchedulerSettings
-from shared.scheduling.actions import Dispatch
+from shared.scheduling.actions import Dispatch, Waits
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.dispatching import OVERDUE_S
@@ -102,11 +102,17 @@ DEMAND = 0.25
 GROWTH_STEPS = 8.0
 
 
-def make_core(freeness: list[float], num_running: list[int], max_waiting: int, share: float = 1.0) -> SchedulerCore:
+def make_core(
+    freeness: list[float],
+    num_running: list[int],
+    max_waiting: int,
+    share: float = 1.0,
+    picks_at_once: int | None = None,
+) -> SchedulerCore:
     settings = SchedulerSettings(
         max_waiting_per_model=max_waiting, dispatch_growth_steps=GROWTH_STEPS, max_defragmenting_share=share
     )
-    core = SchedulerCore(settings, term=1)
+    core = SchedulerCore(settings, term=1, picks_at_once=picks_at_once)
     for number, (free, running) in enumerate(zip(freeness, num_running, strict=True)):
         core.apply(OnRegistry(f"i{number}", make_info(f"i{number}")), 0.0)
         core.apply(OnReport(make_report(f"i{number}", 1, freeness=free, num_running=running)), 0.0)
@@ -183,6 +189,29 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
             ranks = {name: ranking.rank(lane, is_high, name) for name in names}
             able = [(rank, name) for name, rank in ranks.items() if rank is not None]
             assert index.best(lambda _: True) == min(able, default=(None, None))[1]
+
+
+@given(loads, st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 4))
+def test_dispatches_a_few_at_a_time_are_those_of_all_at_once(
+    load: list[tuple[float, int]], is_high: list[bool], max_waiting: int, picks_at_once: int
+) -> None:
+    def run(at_once: int | None) -> list[tuple[str, str]]:
+        core = make_core(*map(list, zip(*load, strict=True)), max_waiting, picks_at_once=at_once)  # type: ignore[arg-type]
+        for number, high in enumerate(is_high):
+            core.apply(Submit(make_request(f"r{number}", num_prompt=16, high=high)), 0.0)
+        made, waits = [], []
+        while True:
+            actions = core.actions(0.0)
+            dispatches = [action for action in actions if isinstance(action, Dispatch)]
+            made += [(dispatch.request.request_id, dispatch.instance_id) for dispatch in dispatches]
+            waits += [action.request_id for action in actions if isinstance(action, Waits)]
+            assert at_once is None or len(dispatches) <= at_once
+            if not core.has_more:
+                break
+        assert {request_id for request_id, _ in made}.isdisjoint(waits) and len(made) + len(waits) == len(is_high)
+        return made
+
+    assert run(picks_at_once) == run(None)
 
 
 @given(st.integers(1, 8), st.integers(1, 40))

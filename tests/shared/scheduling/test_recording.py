@@ -12,20 +12,21 @@ from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 
-def record_run() -> bytes:
+def record_run(picks_at_once: int | None = None) -> bytes:
     """Forty requests to three instances of two models, with prefixes that are cached somewhere."""
     written: list[bytes] = []
     settings = SchedulerSettings(nats_password="do not tell", max_waiting_per_model=2)
-    core = recording.recorded(recording.Configuration.of(settings, 3, {}), written.append)
+    core = recording.recorded(recording.Configuration.of(settings, 3, {}, picks_at_once), written.append)
     for name in "abc":
         core.apply(OnRegistry(name, make_info(name, "m", "n")), 0.0)
     for number in range(40):
         now, name = number * 0.1, "abc"[number % 3]
         core.apply(OnReport(make_report(name, number + 1, freeness=float(number % 7), num_running=3)), now)
         core.apply(Submit(make_request(f"r{number}", model="mn"[number % 2], num_prompt=64 * (number % 5))), now)
-        for action in core.actions(now):
-            if isinstance(action, Dispatch):
-                core.apply(OnDispatched.to(action, None), now)
+        while actions := core.actions(now):
+            for action in actions:
+                if isinstance(action, Dispatch):
+                    core.apply(OnDispatched.to(action, None), now)
     return b"".join(written)
 
 
@@ -35,6 +36,13 @@ def test_a_request_less_is_noticed_and_the_difference_named() -> None:
     changed = (len(frame).to_bytes(4, "little") + frame for frame in [header, *rest[:first], *rest[first + 1 :]])
     with pytest.raises(ReplayMismatch, match=r"decision 0 at 0\.000000 s differs: .*'Dispatch'.*'r0'.*and is \[\]"):
         recording.replay(b"".join(changed))
+
+
+def test_what_was_decided_a_dispatch_at_a_time_is_decided_so_again() -> None:
+    run = record_run(picks_at_once=1)
+    assert b"picks_at_once" in run
+    core, num_decisions = recording.replay(run)
+    assert num_decisions > 40 and len(core.requests) == 40
 
 
 def test_no_secret_is_recorded_and_no_prompt_twice() -> None:
