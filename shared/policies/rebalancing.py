@@ -25,21 +25,20 @@ gets together for it is nobody else's, or two sums, with it and without, are low
 while it starves. The destination refuses as well (`Reservations`), as a head may have come since its report.
 
 An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
-at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
-destination, at all instances.
+at. `touch` is constant work and is called for every report; a step looks at sources, pairs and, only if a source has no
+destination, at all instances. It comes in slices, between which the host may do what is more urgent.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from heapq import merge, nlargest
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from shared.messages.migration import AbortReason, MigrationReason
 from shared.policies.token_cost import Resident, first_cheap, own_and_turns_s
@@ -63,8 +62,14 @@ NUM_COMPARED = 8
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
 MAX_LOOKS = 1024
-"""Most looks for all sources of a step: few milliseconds, as dispatches wait for it. Those that get none come first in
-the next one."""
+"""Likewise for all sources of a step, so that steps take a small share of the scheduler's time. Those that get none come
+first in the next one."""
+LATE_SHARE = 0.25
+"""Of these looks, that is kept for late prompts."""
+MAX_SLICE = 32
+"""Instances looked at in one go, but for what one source needs: one or two milliseconds, as dispatches wait for it."""
+DESTINATIONS_OF_VIEW = 16
+"""To find the freest among so many takes as long as to look at one."""
 
 LEAST_SOONER_S = 0.25
 """A prompt moves only where it would be begun so much sooner, by predicted times."""
@@ -202,6 +207,17 @@ class Changes(NamedTuple):
     ended: list[Pair]
 
 
+Slices = Generator[Changes, None, Changes]
+
+
+def next_slice(slices: Slices) -> tuple[Changes, bool]:
+    """What the next slice changes, and whether it is the last one."""
+    try:
+        return next(slices), False
+    except StopIteration as last:
+        return cast(Changes, last.value), True
+
+
 class _Backoff(NamedTuple):
     until_s: float
     num_failures: int
@@ -223,6 +239,9 @@ class _TokenBucket:
     def take(self) -> None:
         self._level -= 1.0
 
+
+ViewOf = Callable[[str], InstanceView | None]
+DestinationsAbove = Callable[[float], Iterable[Destination]]
 
 _freeness_of: Callable[[Destination], float] = attrgetter("freeness")
 
@@ -249,9 +268,13 @@ class Rebalancer:
         self._backoffs: dict[str, _Backoff] = {}
         self._bucket = _TokenBucket(pairings_per_s)
         self._num_looks = 0
-        """In this step."""
+        """Destinations looked at in this step."""
+        self._num_views = 0
+        """Instances looked at in this slice of it."""
         self._in_vain_s: dict[str, float] = {}
         """When a destination was last looked for, of sources that found none while others wait for their turn."""
+        self._late_in_vain_s: dict[str, float] = {}
+        """Likewise, of those with late prompts."""
 
     @property
     def is_idle(self) -> bool:
@@ -292,6 +315,7 @@ class Rebalancer:
         self._sources.pop(instance_id, None)
         self._late.pop(instance_id, None)
         self._in_vain_s.pop(instance_id, None)
+        self._late_in_vain_s.pop(instance_id, None)
         self._draining.discard(instance_id)
 
     def on_move(self, source: str, destination: str, reason: str | None, now: float) -> None:
@@ -312,22 +336,56 @@ class Rebalancer:
     def step(
         self,
         now: float,
-        view_of: Callable[[str], InstanceView | None],
-        destinations_above: Callable[[float], Iterable[Destination]],
+        view_of: ViewOf,
+        destinations_above: DestinationsAbove,
     ) -> Changes:
-        """Ends pairs that are over and begins new ones. `view_of`: None for an instance that is gone or never reported;
-        `destinations_above`: those that are at least so free."""
-        view_of = cache(view_of)  # a destination is looked at for many sources
+        """Ends pairs that are over and begins new ones, as `slices` does, in one go."""
+        changes, slices = Changes([], []), self.slices(now, view_of, destinations_above)
+        while True:
+            (begun, ended), is_over = next_slice(slices)
+            changes.begun.extend(begun)
+            changes.ended.extend(ended)
+            if is_over:
+                return changes
+
+    def slices(
+        self,
+        now: float,
+        view_of: ViewOf,
+        destinations_above: DestinationsAbove,
+    ) -> Slices:
+        """Ends pairs that are over and begins new ones, in slices (`next_slice`) between which anything may be called but
+        this. `view_of`: None for an instance that is gone or never reported; `destinations_above`: those that are at least
+        so free."""
+        self._num_looks = self._num_views = 0
+
+        def view(instance_id: str) -> InstanceView | None:
+            self._num_views += 1
+            return view_of(instance_id)
+
         changes = Changes([], [])
-        draining: list[InstanceView] = []
-        for name in list(self._draining):
-            view = view_of(name)
-            if view is not None and view.can_give and view.leaving:
-                draining.append(view)
-            else:
-                self._draining.discard(name)
+        draining = self._still_draining(view)
+        parts = (
+            self._end_pairs(view, changes, now),
+            self._pair_draining(draining, destinations_above, changes, now),
+            self._pair_others(view, destinations_above, changes, now),
+        )
+        for _ in chain.from_iterable(parts):
+            if self._num_views >= MAX_SLICE:
+                yield Changes(changes.begun.copy(), changes.ended.copy())
+                changes.begun.clear()
+                changes.ended.clear()
+                self._num_views = 0
+        return changes
+
+    # ------------------------------------------------------------------------------------------------ the parts
+
+    def _end_pairs(self, view_of: ViewOf, changes: Changes, now: float) -> Iterator[None]:
+        """Those that are over."""
         num_checked = 0
         for pair in list(self.pairs.values()):
+            if self.pairs.get(pair.source) is not pair:
+                continue
             is_drain = pair.source in self._draining
             sources = self._late if pair.reason == MigrationReason.PROMPTS else self._sources
             if pair.reason == MigrationReason.DRAIN:
@@ -342,24 +400,9 @@ class Rebalancer:
                 self.pairs[pair.source] = self.pairs.pop(pair.source)  # to the end
             if not is_kept:
                 self._end(pair, changes)
-        unpaired = [
-            (self._in_vain_s.get(name, -math.inf), freeness, name)
-            for name, freeness in self._sources.items()
-            if self._may_begin(name, now)
-        ]
-        if draining:
-            destinations = sorted(destinations_above(-math.inf), key=lambda destination: -destination.freeness)
-            self._pair_draining(draining, destinations, changes, now)
-        if unpaired and self._bucket.has_one(now):
-            self._pair_sources(sorted(unpaired), destinations_above(self.low / 2), view_of, changes, now)
-        late = [(-starts_s, name) for name, starts_s in self._late.items() if self._may_begin(name, now)]
-        if late and self._bucket.has_one(now):
-            self._pair_late(sorted(late), destinations_above(self.low), view_of, changes, now)
-        return changes
+            yield
 
-    # ------------------------------------------------------------------------------------------------ the parts
-
-    def _is_kept(self, pair: Pair, view_of: Callable[[str], InstanceView | None], now: float) -> bool:
+    def _is_kept(self, pair: Pair, view_of: ViewOf, now: float) -> bool:
         source, destination = view_of(pair.source), view_of(pair.destinations[0])
         if source is None or destination is None or not source.can_give or not destination.can_take:
             return False
@@ -369,10 +412,25 @@ class Rebalancer:
             return is_sooner(source, destination, self.low)
         return not source.models.isdisjoint(destination.models) and self._is_worth_it(source, destination)
 
+    def _still_draining(self, view_of: ViewOf) -> list[InstanceView]:
+        """Who drains; others are so no more."""
+        draining = []
+        for name in list(self._draining):
+            view = view_of(name)
+            if view is not None and view.can_give and view.leaving:
+                draining.append(view)
+            else:
+                self._draining.discard(name)
+        return draining
+
     def _pair_draining(
-        self, draining: list[InstanceView], destinations: list[Destination], changes: Changes, now: float
-    ) -> None:
+        self, draining: list[InstanceView], destinations_above: DestinationsAbove, changes: Changes, now: float
+    ) -> Iterator[None]:
         """Those that back off come last: they are better than nobody."""
+        draining = [source for source in draining if source.instance_id in self._draining]
+        if not draining:
+            return
+        destinations = sorted(destinations_above(-math.inf), key=lambda destination: -destination.freeness)
         ordered = sorted(destinations, key=lambda destination: self._is_backing_off(destination.instance_id, now))
         for number, source in enumerate(sorted(draining)):
             able = [t.instance_id for t in ordered if t.instance_id != source.instance_id and source.leaving & t.models]
@@ -387,25 +445,49 @@ class Rebalancer:
                 if known is None or set(known.destinations) != set(names):
                     changes.begun.append(pair)
                 self.pairs[source.instance_id] = pair
+        yield
+
+    def _pair_others(
+        self, view_of: ViewOf, destinations_above: DestinationsAbove, changes: Changes, now: float
+    ) -> Iterator[None]:
+        unpaired = [
+            (self._in_vain_s.get(name, -math.inf), freeness, name)
+            for name, freeness in self._sources.items()
+            if self._may_begin(name, now)
+        ]
+        late = [
+            (self._late_in_vain_s.get(name, -math.inf), -starts_s, name)
+            for name, starts_s in self._late.items()
+            if self._may_begin(name, now)
+        ]
+        if not (unpaired or late) or not self._bucket.has_one(now):
+            return
+        destinations = list(destinations_above(self.low / 2 if unpaired else self.low))
+        groups = self._freest(destinations, now)
+        self._num_views += len(destinations) // DESTINATIONS_OF_VIEW
+        yield
+        yield from self._pair_sources(sorted(unpaired), bool(late), groups, view_of, changes, now)
+        yield from self._pair_late(sorted(late), groups, view_of, changes, now)
 
     def _pair_sources(
         self,
         unpaired: list[tuple[float, float, str]],
-        destinations: Iterable[Destination],
-        view_of: Callable[[str], InstanceView | None],
+        are_late: bool,
+        groups: list[list[Destination]],
+        view_of: ViewOf,
         changes: Changes,
         now: float,
-    ) -> None:
-        groups = self._freest(destinations, now)
-        self._num_looks = 0
+    ) -> Iterator[None]:
+        """`are_late`: some looks are to be left for late prompts."""
+        max_looks = MAX_LOOKS * (1.0 - LATE_SHARE if are_late else 1.0)
         for _, _, name in unpaired:
-            if self._num_looks >= MAX_LOOKS:
+            if self._num_looks >= max_looks or not groups or not self._bucket.has_one(now):
                 return
-            if not groups or not self._bucket.has_one(now):
-                return
+            if name not in self._sources or not self._may_begin(name, now):
+                continue
             source = view_of(name)
             if source is None or not source.can_give:
-                self._sources.pop(name)
+                del self._sources[name]
                 continue
             bar = least_left(source.freeness, self.low) * self.high / self.low
             destination = self._destination_for(source, groups, bar, view_of)
@@ -414,24 +496,23 @@ class Rebalancer:
                 self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
             else:
                 self._in_vain_s[name] = now
+            yield
         self._in_vain_s.clear()
 
     def _pair_late(
         self,
-        late: list[tuple[float, str]],
-        destinations: Iterable[Destination],
-        view_of: Callable[[str], InstanceView | None],
+        late: list[tuple[float, float, str]],
+        groups: list[list[Destination]],
+        view_of: ViewOf,
         changes: Changes,
         now: float,
-    ) -> None:
+    ) -> Iterator[None]:
         """Those first whose prompts wait longest."""
-        groups = self._freest(destinations, now)
-        self._num_looks = 0
-        for _, name in late:
-            source = view_of(name)
+        for _, _, name in late:
             if self._num_looks >= MAX_LOOKS or not groups or not self._bucket.has_one(now):
                 return
-            if source is None or not source.can_give or name in self._taking:
+            source = view_of(name)
+            if source is None or not source.can_give or name in self._taking or not self._may_begin(name, now):
                 continue
             able = [
                 view for view in self._looked_at(source, groups, self.low, view_of) if is_sooner(source, view, self.low)
@@ -440,6 +521,10 @@ class Rebalancer:
                 self._bucket.take()
                 soonest = min(able, key=lambda view: view.prompts_s)
                 self._begin(Pair(name, (soonest.instance_id,), MigrationReason.PROMPTS), changes)
+            else:
+                self._late_in_vain_s[name] = now
+            yield
+        self._late_in_vain_s.clear()
 
     def _freest(self, destinations: Iterable[Destination], now: float) -> list[list[Destination]]:
         """By the models served, in order: those that can be looked at in this step for one source, whichever others take."""
@@ -456,7 +541,7 @@ class Rebalancer:
         source: InstanceView,
         groups: list[list[Destination]],
         bar: float,
-        view_of: Callable[[str], InstanceView | None],
+        view_of: ViewOf,
     ) -> str | None:
         """The freest destination that serves a model of the source and to which a move is a gain."""
         if source.instance_id in self._taking:
@@ -470,7 +555,7 @@ class Rebalancer:
         source: InstanceView,
         groups: list[list[Destination]],
         bar: float,
-        view_of: Callable[[str], InstanceView | None],
+        view_of: ViewOf,
     ) -> Iterator[InstanceView]:
         """The freest at least as free as `bar` that serve a model of the source and take from nobody."""
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
@@ -478,7 +563,7 @@ class Rebalancer:
         for each in islice((each for each in freest if self._may_take(each.instance_id)), MAX_LOOKED):
             self._num_looks += 1
             view = view_of(each.instance_id)
-            if view is not None:
+            if view is not None and view.can_take:
                 yield view
 
     def _may_begin(self, name: str, now: float) -> bool:

@@ -120,6 +120,7 @@ class InstanceState:
     report: LoadReport | None = None
     _load: Load | None = None
     _left_merged: float | None = None
+    _view: InstanceView | None = None
     names: frozenset[str] = frozenset()
     """Names of the models in `ready`."""
     leaving: frozenset[str] = frozenset()
@@ -182,7 +183,7 @@ class InstanceState:
         """Its entry in the registry."""
         self.info = info
         self.is_ready = info.state == "ready"
-        self._left_merged = None
+        self._left_merged = self._view = None
         self.is_reachable = info.kv_address != ""
         self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
         self.coming = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "loading"}
@@ -196,6 +197,7 @@ class InstanceState:
     def leave(self) -> None:
         """It serves nothing any more."""
         self.ready, self.coming = {}, {}
+        self._view = None
         self.names = self.leaving = frozenset()
 
     def rebalancing_view(self) -> InstanceView | None:
@@ -203,10 +205,13 @@ class InstanceState:
         report = self.report
         if report is None or not self.is_alive:
             return None
+        can_take = self.can_take
+        if self._view is not None and self._view.can_take == can_take:
+            return self._view
         load = self.load
         num_running, has_waiting = load.num_running, load.num_requests > load.num_running
         can_give = load.num_held > 0 and (self.is_reachable or bool(self.leaving))
-        return InstanceView(
+        self._view = InstanceView(
             instance_id=self.info.instance_id,
             freeness=report.migration_freeness,
             num_running=num_running,
@@ -215,7 +220,7 @@ class InstanceState:
             models=self.names,
             leaving=self.leaving,
             can_give=can_give,
-            can_take=self.can_take,
+            can_take=can_take,
             next_tokens=report.next_migration_tokens,
             next_model=report.next_migration_model,
             num_high=report.num_high,
@@ -226,6 +231,7 @@ class InstanceState:
             late_tokens=report.late_tokens,
             late_starts_s=report.late_starts_s,
         )
+        return self._view
 
     def _pool_tokens(self, report: LoadReport) -> float:
         """Tokens that the KV pool holds, by the models of the running requests; by all served ones while none runs."""
@@ -383,7 +389,7 @@ class ClusterView:
             self._silence.set(report.instance_id, now + self._lost_after_s)
         state.heard_s = now
         state.report = report
-        state._load = state._left_merged = None
+        state._load = state._left_merged = state._view = None
         return state, last
 
     def fall_silent(self, now: float) -> list[str]:

@@ -6,11 +6,12 @@ more when it ends. A leader that vanishes leaves leases behind that run out by t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shared.messages.cluster import LoadReport
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
-from shared.policies.catalogue import REBALANCE_POLICIES
-from shared.policies.rebalancing import Destination, InstanceView, Pair
+from shared.policies.rebalancing import Destination, InstanceView, Pair, Rebalancer, Slices, next_slice
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
@@ -39,6 +40,10 @@ class Rescheduler:
         """When each instance that was ever a source was last told to be one."""
         self._next_s: float | None = None
         self._last_s = -self._interval_s
+        self._slices: Slices | None = None
+        """Of the look that is under way."""
+        self._ended: list[Pair] = []
+        """In this look. Their sources are told at its end: most have another pair by then."""
 
     def _between_s(self, least_s: float) -> float:
         """From one look to the next, in a cluster of this size."""
@@ -75,24 +80,38 @@ class Rescheduler:
             self._wake(now)
 
     def due(self, now: float) -> list[Action]:
-        """What to tell whom, if it is time to look."""
-        if self._next_s is None or now < self._next_s:
-            return []
-        changes = self.policy.step(now, self._view_of, self._destinations_above)
-        self._last_s = now
-        self._next_s = None if self.policy.is_idle else now + self._between_s(self._interval_s)
+        """What to tell whom, if it is time to look. A look at many instances comes in slices, each at the next call."""
+        if self._slices is None:
+            if self._next_s is None or now < self._next_s:
+                return []
+            self._last_s = now
+            self._slices = self.policy.slices(now, self._view_of, self._destinations_above)
+        changes, is_over = next_slice(self._slices)
         actions: list[Action] = []
-        for pair in changes.ended:
-            self._told_s.pop(pair.source, None)
-            if pair.source not in self.policy.pairs:
-                actions.append(SendRebalance(pair.source, Rebalance([], pair.reason, 0.0)))
+        self._ended += changes.ended
+        if is_over:
+            for pair in self._ended:
+                if pair.source not in self.policy.pairs:
+                    self._told_s.pop(pair.source, None)
+                    actions.append(SendRebalance(pair.source, Rebalance([], pair.reason, 0.0)))
+            self._ended.clear()
         for pair in changes.begun:
             view = self._view_of(pair.source)
             actions.append(Paired(pair.source, self._message(pair), view.freeness if view else 0.0))
             self._told_s.pop(pair.source, None)
+        if is_over:
+            self._slices = None
+            self._next_s = None if self.policy.is_idle else self._last_s + self._between_s(self._interval_s)
+            return actions + self._tell(self.policy.pairs.values(), now)
+        self._next_s = now
+        return actions + self._tell(changes.begun, now)
+
+    def _tell(self, pairs: Iterable[Pair], now: float) -> list[Action]:
+        """The sources, but for those that were told of their pair just now."""
         # A little early, so that rounding does not put it off to the look after this one.
         again_s = 0.9 * self._lease_s / LEASE_INTERVALS
-        for pair in self.policy.pairs.values():
+        actions: list[Action] = []
+        for pair in pairs:
             if now - self._told_s.get(pair.source, -again_s) >= again_s:
                 self._told_s[pair.source] = self._gave_s[pair.source] = now
                 actions.append(SendRebalance(pair.source, self._message(pair)))

@@ -18,6 +18,7 @@ from shared.policies.rebalancing import (
     MAX_CHECKED,
     MAX_LOOKED,
     MAX_LOOKS,
+    MAX_SLICE,
     MOST_PROMPTS_S,
     Destination,
     InstanceView,
@@ -26,6 +27,7 @@ from shared.policies.rebalancing import (
     is_as_cheap_there,
     is_memory_bound,
     least_left,
+    next_slice,
 )
 from shared.policies.token_cost import Resident
 
@@ -50,7 +52,9 @@ class Instance:
     num_high: int = 0
     step_s: tuple[float, float] = STEP_S
     others: tuple[Resident, ...] = ()
-    """Residents of other models than "m", which is what runs."""
+    """Of other models than "m", which is what runs."""
+    late_s: float = 0.0
+    """When its late prompt is begun."""
 
     def usage(self) -> float:
         return sum(self.running) + (self.waiting[0] if self.waiting else 0)
@@ -74,6 +78,9 @@ class Instance:
             next_model="m" if self.running else "",
             num_high=self.num_high,
             residents=[("m", len(self.running), self.step_s), *self.others],
+            late_model="m" if self.late_s else "",
+            late_tokens=16 if self.late_s else 0,
+            late_starts_s=self.late_s,
         )
 
     def running_freeness(self) -> float:
@@ -95,7 +102,7 @@ class Cluster:
         self.now += seconds
         for instance in self.instances.values():
             view = instance.view()
-            self.policy.touch(view.instance_id, view.freeness)
+            self.policy.touch(view.instance_id, view.freeness, view.late_starts_s)
             if view.leaving:
                 self.policy.drain(view.instance_id)
         changes = self.policy.step(self.now, self.view, self.destinations_above)
@@ -227,6 +234,90 @@ def test_sources_that_find_none_take_their_turns_with_others() -> None:
         assert cluster.pairs() == {}, "its turn is after those that are less free"
     cluster.step()
     assert cluster.pairs() == {"freer": ("idle",)}
+
+
+def test_looks_in_vain_are_bounded_over_all_of_a_step_and_leave_some_for_late_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 2 * MAX_LOOKS // MAX_LOOKED
+    dear = [spread(f"dear-{n}", others=(("n", 60, STEP_S),)) for n in range(MAX_LOOKED)]
+    late = spread("late", 400, late_s=4.0, prompts_s=9.0)
+    vain = [spread(f"vain-{n}", *FULL) for n in range(count)]
+    cluster = Cluster(*vain, late, *dear)
+    looks: list[str] = []
+    view = cluster.view
+
+    def look(name: str) -> InstanceView | None:
+        looks.append(name)
+        return view(name)
+
+    monkeypatch.setattr(cluster, "view", look)
+    cluster.step()
+    (pair,) = cluster.policy.pairs.values()
+    assert pair.source == "late" and pair.reason == MigrationReason.PROMPTS
+    assert sum(name.startswith("dear") for name in looks) <= MAX_LOOKS
+
+
+def test_a_step_in_slices_begins_and_ends_the_pairs_of_one_in_one_go() -> None:
+    """And no slice looks at many instances."""
+
+    def run(count: int, is_sliced: bool) -> list[tuple[set[Pair], set[Pair]]]:
+        cluster = Cluster(
+            *(spread(f"full-{n}", *FULL) for n in range(count)), *(spread(f"idle-{n}") for n in range(count)), per_s=1e4
+        )
+        looks: list[str] = []
+
+        def view_of(name: str) -> InstanceView | None:
+            looks.append(name)
+            return cluster.view(name)
+
+        steps = []
+        for _ in range(2):
+            for instance in cluster.instances.values():
+                cluster.policy.touch(instance.name, instance.view().freeness)
+            if is_sliced:
+                begun: set[Pair] = set()
+                ended: set[Pair] = set()
+                slices = cluster.policy.slices(cluster.now, view_of, cluster.destinations_above)
+                is_over, num_slices = False, 0
+                while not is_over:
+                    changes, is_over = next_slice(slices)
+                    begun, ended, num_slices = begun | {*changes.begun}, ended | {*changes.ended}, num_slices + 1
+                    assert len(looks) <= MAX_SLICE + 1 + MAX_LOOKED
+                    looks.clear()
+                assert num_slices > 1
+            else:
+                begun, ended = map(set, cluster.policy.step(cluster.now, view_of, cluster.destinations_above))
+            steps.append((begun, ended))
+            cluster.now += 0.1
+            for n in range(count // 2):
+                cluster.instances[f"idle-{n}"].can_take = False
+        return steps
+
+    assert run(40, is_sliced=True) == run(40, is_sliced=False)
+
+
+def test_what_goes_between_two_slices_is_in_no_pair() -> None:
+    cluster = Cluster(
+        *(spread(f"full-{n:02}", *FULL) for n in range(40)), *(spread(f"idle-{n}") for n in range(40)), per_s=1e4
+    )
+    for instance in cluster.instances.values():
+        cluster.policy.touch(instance.name, instance.view().freeness)
+    slices = cluster.policy.slices(0.0, cluster.view, cluster.destinations_above)
+    first, is_over = next_slice(slices)
+    assert first.begun and not is_over
+    paired = {name for pair in first.begun for name in (pair.source, *pair.destinations)}
+    gone = cluster.instances.keys() - paired - {"full-39"}
+    for name in gone:
+        if name.startswith("full"):
+            del cluster.instances[name]
+            cluster.policy.forget(name)
+        else:
+            cluster.instances[name].can_take = False
+    while not is_over:
+        changes, is_over = next_slice(slices)
+        assert not changes.begun
+    assert cluster.pairs().keys() == {pair.source for pair in first.begun}
 
 
 def test_a_pair_ends_where_others_make_turns_dear() -> None:
