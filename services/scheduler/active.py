@@ -110,7 +110,10 @@ DISPATCH_TIMEOUT_S = 2.0
 HELD_TIMEOUT_S = 1.0
 """Also what an instance that does not answer may add to a take-over."""
 PICKS_AT_ONCE = 1
-"""Dispatches of one turn of the event loop: each is sent before the next is decided on."""
+"""Dispatches that are decided on before they are sent."""
+SLICE_S = 0.001
+MAX_SLICE_S = 0.02
+"""For which dispatches are decided on and sent until the loop does what else there is."""
 STATISTICS_INTERVAL_S = 1.0
 TELL_TIMEOUT_S = 2.0
 LAST_TELL_TIMEOUT_S = 0.3
@@ -151,6 +154,8 @@ class ActiveScheduler:
         self._is_turn_due = False
         self._num_reports = 0
         """Since the turn began."""
+        self._acted_s = 0.0
+        """When the last actions were carried out."""
         self._models = models
         self._is_closed = False
         self._telling: asyncio.Task[None] | None = None
@@ -274,12 +279,21 @@ class ActiveScheduler:
         self._act()
 
     def _act(self) -> None:
-        for action in self._core.actions(self._bus.now()):
-            # After the end of the term only outcomes of calls that were under way come in, to be counted.
-            if not self._is_closed or isinstance(action, LeftQueue):
-                self._carry_out(action)
-        if self._core.has_more:
-            self._act_soon()  # when what was said is on its way
+        """Dispatches go out as they are decided on, and other work of the loop comes between many of them; but they get as
+        much of its time as that, so that reports that are late delay no dispatch for long."""
+        began_s = self._bus.now()
+        until_s = began_s + min(MAX_SLICE_S, max(SLICE_S, began_s - self._acted_s))
+        while True:
+            for action in self._core.actions(self._bus.now()):
+                # After the end of the term only outcomes of calls that were under way come in, to be counted.
+                if not self._is_closed or isinstance(action, LeftQueue):
+                    self._carry_out(action)
+            if not self._core.has_more:
+                break
+            if self._bus.now() >= until_s:
+                self._act_soon()
+                break
+        self._acted_s = self._bus.now()
         if not self._is_closed:
             self._set_timer()
 

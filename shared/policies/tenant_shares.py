@@ -19,7 +19,7 @@ others have waiting goes before each prompt of a tenant that asks one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 CREDIT_S = 1.0
 """Seconds of its own service that a tenant may be behind when a request of it comes."""
@@ -47,7 +47,9 @@ class _Counter:
 class TenantShares:
     """The counters of one class of requests in one place: an instance, or the scheduler's queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
+        """`on_change` is told of each tenant that is here whose `key` may have changed."""
+        self._on_change = on_change
         self._here: dict[str, _Counter] = {}
         """Counters of tenants with requests."""
         self._away: dict[str, _Counter] = {}
@@ -83,6 +85,7 @@ class TenantShares:
         counter.served_s = max(counter.served_s, self._reached_s - CREDIT_S / weight)
         self._weight += weight
         self._num_here += 1
+        self._tell(tenant)
 
     def leave(self, tenant: str) -> None:
         """A request is over, or went elsewhere."""
@@ -110,6 +113,7 @@ class TenantShares:
         if (counter := self._here.get(tenant)) is not None:
             counter.served_s += seconds / counter.weight
             self._reached_s += seconds / self._weight
+            self._tell(tenant)
 
     def promise(self, tenant: str, seconds: float) -> None:
         """So much was begun for it; below 0: that much was computed, or given up."""
@@ -117,6 +121,11 @@ class TenantShares:
             if seconds > 0.0:
                 self._reached_s = max(self._reached_s, counter.served_s)
             counter.promised_s = max(0.0, counter.promised_s + seconds)
+            self._tell(tenant)
+
+    def _tell(self, tenant: str) -> None:
+        if self._on_change is not None:
+            self._on_change(tenant)
 
     def key(self, tenant: str) -> float:
         """Smaller goes first. Only of those that are here."""

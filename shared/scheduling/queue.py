@@ -13,8 +13,8 @@ waiting changes (starvation, after a second or more) takes effect so much later,
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from heapq import merge
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from math import exp, inf
 from typing import NamedTuple
@@ -63,12 +63,18 @@ class Head(NamedTuple):
 
 
 Entry = tuple[tuple[float, ...], TrackedRequest]
+Place = tuple[float, ...]
+"""Of a request in its lane. No two are alike."""
+MIN_HEAP = 64
+"""Places of a lane that are kept without looking for those that do not hold any more."""
 
 
 class _Waiting:
-    """A lane's requests in order, as of `sorted_s`."""
+    """A lane's requests in order, as of `sorted_s`: each tenant's by themselves, and the tenants by their first ones. Only
+    tenants about whom something changed are put in order again, so that a dispatch costs no more with a thousand tenants
+    than with ten."""
 
-    __slots__ = ("by_tenant", "num", "num_high", "num_tokens", "num_unfit", "sorted_s")
+    __slots__ = ("_heads", "_heap", "_touched", "by_tenant", "num", "num_high", "num_tokens", "num_unfit", "sorted_s")
 
     def __init__(self, now: float) -> None:
         self.by_tenant: dict[str, list[Entry]] = {}
@@ -78,10 +84,66 @@ class _Waiting:
         self.num_tokens = 0
         self.num_unfit = 0
         self.sorted_s = now
+        self._heads: dict[str, Place] = {}
+        """The place of each tenant's first request."""
+        self._heap: list[tuple[Place, str]] = []
+        """The same, with others that do not hold any more."""
+        self._touched: set[str] = set()
 
     def __iter__(self) -> Iterator[TrackedRequest]:
         """Tenant by tenant."""
         return (tracked for _, tracked in chain.from_iterable(self.by_tenant.values()))
+
+    def touch(self, tenant: str) -> None:
+        """The tenant's first request may have another place now."""
+        self._touched.add(tenant)
+
+    def first(self, limit: int, shares: TenantShares) -> list[TrackedRequest]:
+        """The first `limit` that are not unfit."""
+        self._refresh(shares)
+        if len(self.by_tenant) == 1:
+            (entries,) = self.by_tenant.values()
+            return list(islice((tracked for _, tracked in entries if not tracked.is_unfit), limit))
+        found: list[TrackedRequest] = []
+        heads: dict[str, Place] = {}
+        """Of the tenants looked at, to be put back."""
+        later: list[tuple[Place, str, int]] = []
+        """The next request of each of these, as a heap."""
+        while len(found) < limit and (self._heap or later):
+            if self._heap and (not later or self._heap[0][0] < later[0][0]):
+                (place, tenant), index = heappop(self._heap), 0
+                if tenant in heads or self._heads.get(tenant) != place:
+                    continue
+                heads[tenant] = place
+            else:
+                _, tenant, index = heappop(later)
+            entries = self.by_tenant[tenant]
+            if not (tracked := entries[index][1]).is_unfit:
+                found.append(tracked)
+            if index + 1 < len(entries):
+                heappush(later, (_place(entries[index + 1], shares), tenant, index + 1))
+        for tenant, place in heads.items():
+            heappush(self._heap, (place, tenant))
+        return found
+
+    def _refresh(self, shares: TenantShares) -> None:
+        for tenant in self._touched:
+            entries = self.by_tenant.get(tenant)
+            if entries is None:
+                self._heads.pop(tenant, None)
+            elif (place := _place(entries[0], shares)) != self._heads.get(tenant):
+                self._heads[tenant] = place
+                heappush(self._heap, (place, tenant))
+        self._touched.clear()
+        if len(self._heap) > 2 * len(self._heads) + MIN_HEAP:
+            self._heap = [(place, tenant) for tenant, place in self._heads.items()]
+            heapify(self._heap)
+
+
+def _place(entry: Entry, shares: TenantShares) -> Place:
+    """High priority first, then the tenant that had least, then the policy's order."""
+    (priority, *rest), tracked = entry
+    return (priority, shares.key(tracked.tenant), *rest)
 
 
 class GlobalQueue:
@@ -90,7 +152,7 @@ class GlobalQueue:
 
     def __init__(self, order: OrderingPolicy, max_queued: int) -> None:
         self.order = order
-        self.tenants = QueueTenants()
+        self.tenants = QueueTenants(self._on_share)
         self._starts_anew = type(order).set_statistics is not OrderingPolicy.set_statistics
         """Whether what the policy gives a request at its arrival depends on statistics. A request that waits has used
         none of it, so new statistics count for it as for those that arrive after it."""
@@ -144,6 +206,7 @@ class GlobalQueue:
         if waiting is None:
             waiting = self._lanes[lane] = _Waiting(now)
         insort(waiting.by_tenant.setdefault(tracked.tenant, []), (tracked.key, tracked), key=_key_of)
+        waiting.touch(tracked.tenant)
         waiting.num += 1
         waiting.num_tokens += tracked.num_tokens_at_most
         waiting.num_high += tracked.is_high
@@ -158,6 +221,7 @@ class GlobalQueue:
         index = bisect_left(entries, tracked.key, key=_key_of)
         assert entries[index][1] is tracked
         del entries[index]
+        waiting.touch(tracked.tenant)
         waiting.num -= 1
         if not entries:
             del waiting.by_tenant[tracked.tenant]
@@ -181,18 +245,12 @@ class GlobalQueue:
             return []
         if not self.order.is_static and now - waiting.sorted_s >= REFRESH_S:
             self._sort(waiting, now)
-        in_order = (tracked for _, tracked in self._in_order(waiting, self.tenants.of_class(lane.is_online)))
-        return list(islice((tracked for tracked in in_order if not tracked.is_unfit), limit))
+        return waiting.first(limit, self.tenants.of_class(lane.is_online))
 
-    @staticmethod
-    def _in_order(waiting: _Waiting, shares: TenantShares) -> Iterable[Entry]:
-        """Only one tenant's is sorted as it is; those of several are put together as far as they are asked for."""
-        if len(waiting.by_tenant) == 1:
-            return next(iter(waiting.by_tenant.values()))
-        served_s = {tenant: shares.key(tenant) for tenant in waiting.by_tenant}
-        return merge(
-            *waiting.by_tenant.values(), key=lambda entry: (entry[0][0], served_s[entry[1].tenant], *entry[0][1:])
-        )
+    def _on_share(self, is_online: bool, tenant: str) -> None:
+        for lane, waiting in self._lanes.items():
+            if lane.is_online == is_online and tenant in waiting.by_tenant:
+                waiting.touch(tenant)
 
     def of_model(self, model: str) -> list[TrackedRequest]:
         """All that wait for a model."""
@@ -219,6 +277,7 @@ class GlobalQueue:
             for _, tracked in entries:
                 tracked.key = self._key(tracked, now)
             waiting.by_tenant[tenant] = sorted(((tracked.key, tracked) for _, tracked in entries), key=_key_of)
+            waiting.touch(tenant)
         waiting.sorted_s = now
 
     def _key(self, tracked: TrackedRequest, now: float) -> tuple[float, ...]:

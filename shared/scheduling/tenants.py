@@ -8,7 +8,8 @@ its end.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from shared.messages.cluster import TenantStatistics
 from shared.policies.tenant_labels import OTHER
@@ -28,9 +29,11 @@ MAX_TOLD = 256
 class QueueTenants:
     """Tenants of online and of offline requests in the queue."""
 
-    def __init__(self) -> None:
-        self._shares = (TenantShares(), TenantShares())
-        """Shares of tenants among offline and among online requests."""
+    def __init__(self, on_change: Callable[[bool, str], None] | None = None) -> None:
+        """`on_change` is told of each tenant whose place among those of a class (True: online) may have changed."""
+        told = (None, None) if on_change is None else (partial(on_change, False), partial(on_change, True))
+        self._shares = (TenantShares(told[0]), TenantShares(told[1]))
+        """Of offline and online requests."""
         self._mean_s: dict[str, float] = {}
         """Service of each model's requests."""
         self._num_placed = (Counter[str](), Counter[str]())

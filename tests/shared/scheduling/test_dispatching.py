@@ -196,7 +196,8 @@ def test_dispatches_a_few_at_a_time_are_those_of_all_at_once(
     load: list[tuple[float, int]], is_high: list[bool], max_waiting: int, picks_at_once: int
 ) -> None:
     def run(at_once: int | None) -> list[tuple[str, str]]:
-        core = make_core(*map(list, zip(*load, strict=True)), max_waiting, picks_at_once=at_once)  # type: ignore[arg-type]
+        freeness, num_running = [free for free, _ in load], [running for _, running in load]
+        core = make_core(freeness, num_running, max_waiting, picks_at_once=at_once)
         for number, high in enumerate(is_high):
             core.apply(Submit(make_request(f"r{number}", num_prompt=16, high=high)), 0.0)
         made, waits = [], []

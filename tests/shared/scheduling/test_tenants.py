@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.messages.requests import GenerationRequest, Priority
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
+from shared.policies.tenant_shares import TenantShares
 from shared.scheduling.actions import AskHeld
 from shared.scheduling.calls import OnHeld, OnRegistry
 from shared.scheduling.queue import GlobalQueue, Lane
@@ -42,6 +43,73 @@ def test_statistics_say_who_waits_who_runs_and_what_each_had_in_the_last_minute(
         tenants.leave(one)
     assert {one.tenant: one.service_s for one in tenants.statistics(10.5 + WINDOW_S)} == {"b": 3.0}
     assert tenants.statistics(31.0 + WINDOW_S) == []
+
+
+changes = st.one_of(
+    st.tuples(st.just("push"), st.sampled_from("abcd"), st.booleans(), st.sampled_from([1.0, 2.0])),
+    st.tuples(st.just("take"), st.booleans(), st.floats(0.0, 2.0)),
+    st.tuples(st.just("end"), st.floats(0.0, 3.0)),
+    st.tuples(st.just("unfit"), st.integers(0, 20), st.booleans()),
+    st.tuples(st.just("time"), st.sampled_from([0.1, 0.4])),
+)
+
+
+@given(st.sampled_from(sorted(ORDERING_POLICIES)), st.lists(changes, max_size=60))
+def test_the_first_of_several_tenants_are_as_if_all_were_sorted_now(
+    policy: str, events: list[tuple[object, ...]]
+) -> None:
+    queue, lane, now = GlobalQueue(ordering_policy(policy), 10**6), Lane("m", True), 1.0
+    waiting: list[TrackedRequest] = []
+    placed: list[TrackedRequest] = []
+    for number, (kind, *values) in enumerate(events):
+        if kind == "push":
+            tenant, high, weight = values
+            request = named(make_request(str(number), high=bool(high)), str(tenant), float(weight))  # type: ignore[arg-type]
+            waiting.append(TrackedRequest.submitted(request, number, len(queue), now))
+            queue.push(waiting[-1], now)
+        elif kind == "take" and (first := queue.first(lane, now)):
+            queue.remove(first[0])
+            waiting.remove(first[0])
+            if values[0]:
+                queue.tenants.place(first[0], float(values[1]))  # type: ignore[arg-type]
+                placed.append(first[0])
+            else:
+                queue.tenants.leave(first[0])
+        elif kind == "end" and placed:
+            queue.tenants.charge(placed[0], float(values[0]), now)  # type: ignore[arg-type]
+            queue.tenants.leave(placed.pop(0))
+        elif kind == "unfit" and waiting:
+            queue.set_unfit(waiting[int(values[0]) % len(waiting)], bool(values[1]))  # type: ignore[call-overload]
+        elif kind == "time":
+            now += float(values[0])  # type: ignore[arg-type]
+        shares = queue.tenants.of_class(True)
+        for limit in (1, 3, 100):
+            found = queue.first(lane, now, limit)
+            able = [one for one in waiting if not one.is_unfit]
+            expected = sorted(able, key=lambda one: (one.key[0], shares.key(one.tenant), *one.key[1:]))
+            assert found == expected[:limit]
+
+
+@pytest.mark.parametrize("num_tenants", [10, 1000])
+def test_a_dispatch_looks_at_few_tenants_however_many_wait(num_tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, lane = GlobalQueue(ordering_policy("fcfs"), 10**6), Lane("m", True)
+    for number in range(2 * num_tenants):
+        queue.push(tracked(f"t{number % num_tenants}", number), 0.0)
+    queue.first(lane, 0.0)
+    asked: list[str] = []
+    key = TenantShares.key
+
+    def counted(shares: TenantShares, tenant: str) -> float:
+        asked.append(tenant)
+        return key(shares, tenant)
+
+    monkeypatch.setattr(TenantShares, "key", counted)
+    for _ in range(num_tenants):
+        (first,) = queue.first(lane, 0.0)
+        queue.remove(first)
+        queue.tenants.place(first, 0.1)
+    assert len(asked) <= 4 * num_tenants
+    assert {one.tenant for one in queue.first(lane, 0.0, num_tenants)} == {f"t{n}" for n in range(num_tenants)}
 
 
 def test_the_tenants_with_fewest_requests_are_told_together() -> None:
