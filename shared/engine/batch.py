@@ -42,6 +42,7 @@ class PlannedStep:
     """A step in flight or suspended: the plan and the sequences behind its columns."""
 
     __slots__ = (
+        "charged",
         "done_share",
         "generations",
         "interrupted_s",
@@ -62,6 +63,8 @@ class PlannedStep:
         self.plan = plan
         self.sequences = sequences
         self.generations = [sequence.generation for sequence in sequences]
+        self.charged: set[int] = set()
+        """The columns whose service was charged before its end."""
         self.planned_s = now
         """When it was planned, or its resumption."""
         self.predicted_s = predicted_s

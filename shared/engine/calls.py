@@ -219,7 +219,7 @@ class Release(Call[bool], frozen=True):
     request_id: str
 
     def on(self, engine: Engine, now: float) -> bool:
-        return engine.outgoing.release(self.request_id)
+        return engine.outgoing.release(self.request_id, now)
 
 
 class EndMigration(Call[None], frozen=True):

@@ -11,6 +11,7 @@ from shared.costs.model import CostModel, CostSource, KnownCosts, LiveScale, pro
 from shared.engine.batch import PlannedStep
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
+from shared.engine.sequence import Sequence
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
 from shared.policies.predicted_statistics import predicted_statistics
@@ -108,26 +109,39 @@ class Charging:
         self.offline_rate.add(offline, step.ran_s)
         self._learn(queue, step)
 
+    def charge_leaving(self, sequence: Sequence, step: PlannedStep, ran_s: float) -> None:
+        """Its part of a step in flight that it does not live to see the end of, to its tenant: that is computed all the
+        same. `ran_s`: how long the step has run."""
+        queue = self._memory.queues[step.plan.model]
+        index = step.sequences.index(sequence)
+        if index not in step.charged:
+            step.charged.add(index)
+            self._serve(step, index, queue.cost_model if queue.is_cost_known else None, ran_s)
+
     def _charge_tenants(self, step: PlannedStep, cost: CostModel | None) -> None:
         """To each tenant what its sequences add to the step, and a part of what any step takes: together its time."""
-        plan = step.plan
-        each_s = step.ran_s / plan.num_tokens if cost is None else cost.fixed_s / len(plan.counts)
-        for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
-            if cost is None:
-                service_s = each_s * count
-            elif count == 1:
-                service_s = each_s + cost.decode_cost_s(start)
-            else:
-                service_s = each_s + prompt_s(cost.prompt_cost, count, start)
-            sequence.service_s += service_s
-            tenants = self._memory.tenants(sequence)
-            tenants.charge(sequence.tenant, service_s)
-            is_prefill = start < sequence.num_prompt
-            self._memory.counters.serve(sequence.tenant, service_s, count, is_prefill=is_prefill)
-            if sequence.promised_s:
-                kept_s = 0.0 if sequence.is_in_decode else max(0.0, sequence.promised_s - service_s)
-                tenants.promise(sequence.tenant, kept_s - sequence.promised_s)
-                sequence.promised_s = kept_s
+        for index in range(len(step.sequences)):
+            if index not in step.charged:
+                self._serve(step, index, cost, step.ran_s)
+
+    def _serve(self, step: PlannedStep, index: int, cost: CostModel | None, ran_s: float) -> None:
+        plan, sequence = step.plan, step.sequences[index]
+        start, count = plan.starts[index], plan.counts[index]
+        if cost is None:
+            service_s = ran_s / plan.num_tokens * count
+        elif count == 1:
+            service_s = cost.fixed_s / len(plan.counts) + cost.decode_cost_s(start)
+        else:
+            service_s = cost.fixed_s / len(plan.counts) + prompt_s(cost.prompt_cost, count, start)
+        sequence.service_s += service_s
+        tenants = self._memory.tenants(sequence)
+        tenants.charge(sequence.tenant, service_s)
+        is_prefill = start < sequence.num_prompt
+        self._memory.counters.serve(sequence.tenant, service_s, count, is_prefill=is_prefill)
+        if sequence.promised_s:
+            kept_s = 0.0 if sequence.is_in_decode else max(0.0, sequence.promised_s - service_s)
+            tenants.promise(sequence.tenant, kept_s - sequence.promised_s)
+            sequence.promised_s = kept_s
 
     def _learn(self, queue: ModelQueue, step: PlannedStep) -> None:
         """What the step says of the model's step times."""

@@ -113,6 +113,7 @@ class Engine:
         self.requests = RequestTable(self.memory, max_waiting, give_up_s)
         self.charging = Charging(self.memory)
         self.steps = Steps(self.memory, self.planner, self.requests, self.charging, steps_in_flight)
+        self.requests.charge_leaving = self.steps.charge_leaving
         self.outgoing = Outgoing(self.requests, self.memory, migration_cooldown_s)
         self.reservations = Reservations(self.memory)
         self.incoming = Incoming(self.requests, self.memory, self.reservations, self.steps.online_wait_s)

@@ -63,7 +63,7 @@ class Incoming:
                 return refused
             self._reservations.take(commit.migration_id)
         if held is not None:
-            self._requests.drop(held)
+            self._requests.drop(held, now)
         self._continue(sequence, commit.progress, queue, now)
         numbers = (float(commit.progress.num_computed),)
         self._memory.events.add(sequence, EventKind.MOVED, now, numbers=numbers, place=commit.source_id)

@@ -294,12 +294,12 @@ class Outgoing:
         elif sequence.deadline_s <= now:
             self._requests.end_late(sequence, now)
 
-    def release(self, request_id: str) -> bool:
+    def release(self, request_id: str, now: float) -> bool:
         """Another instance's now: forgets it without an entry or an effect. True: a cancel came while it was frozen."""
         sequence = self._left(request_id)
         if sequence is None:
             return False
-        self._requests.drop(sequence)
+        self._requests.drop(sequence, now)
         return sequence.is_cancelled
 
     def end_migration(self, request_id: str, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
 
 import msgspec
@@ -138,6 +138,8 @@ class RequestTable:
         self._ended: list[Ended] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._num_submitted = 0
+        self.charge_leaving: Callable[[Sequence, float], None] | None = None
+        """Of a sequence that leaves while a step computes it: charges what that takes to its tenant."""
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -154,7 +156,7 @@ class RequestTable:
         if refused:
             return refused
         if held is not None:
-            self.drop(held)
+            self.drop(held, now)
         sequence = self.new_sequence(request, queue, now)
         self.hold(sequence, now)
         num_before = sum(len(of_class) for of_class in queue.waiting)
@@ -267,6 +269,7 @@ class RequestTable:
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
         """`tokens`: the last token, already in `sequence.tokens`, that goes out with the end."""
+        self._charge_leaving(sequence, now)
         request = sequence.request
         planned, first = sequence.first_planned_s, sequence.first_token_s
         timing = RequestTiming(
@@ -315,9 +318,14 @@ class RequestTable:
                 is_given_up=error is not None and error.code in PLACE_AGAIN_CODES,
             )
         )
-        self.drop(sequence)
+        self.drop(sequence, now)
 
-    def drop(self, sequence: Sequence) -> None:
+    def _charge_leaving(self, sequence: Sequence, now: float) -> None:
+        if sequence.in_flight and self.charge_leaving is not None:
+            self.charge_leaving(sequence, now)
+
+    def drop(self, sequence: Sequence, now: float) -> None:
+        self._charge_leaving(sequence, now)
         del self._sequences[sequence.request.request_id]
         self._memory.remove(sequence)
         tenants = self._memory.tenants(sequence)

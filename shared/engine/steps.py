@@ -200,6 +200,13 @@ class Steps:
         self._memory.settle(step, now)
         return True
 
+    def charge_leaving(self, sequence: Sequence, now: float) -> None:
+        """Before a sequence with a step in flight is held here no more."""
+        for step in self._in_flight.values():
+            if sequence in step.sequences:
+                ran_s = step.ran_s + max(0.0, now - max(step.planned_s, self._last_end_s))
+                self._charging.charge_leaving(sequence, step, ran_s)
+
     def discard_if_empty(self, now: float, always: bool = False) -> None:
         """Gives the suspended step up if nobody waits for it any more."""
         step = self._memory.suspended

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from shared.costs.model import CostModel
-from shared.engine.calls import AddModel, SetCostModel, Submit
+from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.requests import Ended, Output
@@ -280,3 +280,35 @@ def test_what_a_request_had_moves_with_it() -> None:
     assert (ended.request.tenant, ended.request.tenant_weight, ended.request.prefix_salt) == ("x", 2.0, "salt")
     had_s = [node.engine.counters.tenant_service_s["x"] for node in (source, destination)]
     assert ended.service_s == pytest.approx(sum(had_s)) and min(had_s) > 0
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["alone", "with another"])
+def test_what_was_being_computed_of_a_cancelled_request_is_charged_to_its_tenant(stays: bool) -> None:
+    """Once, whether or not the tenant has other requests here: who cancels in time gets nothing for nothing."""
+    world = World()
+    if stays:
+        world.submit("a-other", 20, 2000, 0.0)
+    world.submit("a-long", 1500, 10, 0.1)
+    world.submit("b", 20, 2000, 0.0)
+    world.events.at(0.2, lambda: world.instance.apply(Cancel("a-long")))
+    world.run(0.21)
+    charged_s = world.engine.counters.tenant_service_s["a"] - service_of_others_s(world)
+    assert charged_s > 1500 * COST.prefill_token_s, "before the step ends"
+    world.run(1.0)
+    assert world.engine.counters.tenant_service_s["a"] - service_of_others_s(world) == pytest.approx(charged_s)
+    ended = world.ended["a-long"]
+    assert ended.num_output_tokens == 0 and ended.service_s == pytest.approx(charged_s)
+
+
+def service_of_others_s(world: World) -> float:
+    return sum(sequence.service_s for sequence in world.engine.all_held() if sequence.tenant == "a")
+
+
+def test_what_was_being_computed_of_a_request_that_is_replaced_is_charged_to_its_tenant() -> None:
+    world = World()
+    world.submit("a-long", 1500, 10, 0.0, epoch=0)
+    world.submit("a-long", 20, 1, 0.05, epoch=1)
+    world.run(0.06)
+    assert world.engine.counters.tenant_service_s["a"] > 1500 * COST.prefill_token_s
+    world.run(5.0)
+    assert "a-long" in world.ended
