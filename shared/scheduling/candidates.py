@@ -476,6 +476,11 @@ class CandidatesFor:
                 if state is not None and state.report is not None:
                     yield num_tokens, state.report.dispatch_freeness, name
 
+    def forget(self) -> None:
+        """Whom it has seen: they and this know each other, which only the garbage collector would end."""
+        self._seen.clear()
+        self._owners = None
+
     def held_tokens(self, block_size: int) -> Held:
         """Tokens of the prompt that instances with blocks of that size have in their caches."""
         if self._prefixes is None or self._request is None:

@@ -189,6 +189,12 @@ class Dispatcher:
             may_wait=may_wait,
             now=now,
         )
+        try:
+            return self._choice(tracked, candidates)
+        finally:
+            candidates.forget()
+
+    def _choice(self, tracked: TrackedRequest, candidates: CandidatesFor) -> Seen | None:
         best = candidates.first(1)
         if not best:
             return None

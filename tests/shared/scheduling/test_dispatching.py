@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from shared.policies.ordering import FirstComeFirstServed
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Dispatch, Waits
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
+from shared.scheduling.candidates import CandidatesFor, Seen
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.dispatching import OVERDUE_S
 from shared.scheduling.queue import GlobalQueue, Lane, Outflow
@@ -189,6 +192,19 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
             ranks = {name: ranking.rank(lane, is_high, name) for name in names}
             able = [(rank, name) for name, rank in ranks.items() if rank is not None]
             assert index.best(lambda _: True) == min(able, default=(None, None))[1]
+
+
+def test_what_a_request_has_seen_is_freed_without_the_garbage_collector() -> None:
+    """Which would stop the scheduler for milliseconds each time."""
+    core = make_core([10.0] * 20, [1] * 20, max_waiting=5)
+    gc.disable()
+    try:
+        for number in range(20):
+            core.apply(Submit(make_request(f"r{number}", num_prompt=16)), 0.0)
+        assert len(core.actions(0.0)) >= 20
+        assert not [one for one in gc.get_objects() if isinstance(one, Seen | CandidatesFor)]
+    finally:
+        gc.enable()
 
 
 @given(loads, st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 4))
