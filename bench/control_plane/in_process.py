@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from bench.control_plane.fleet import MOST_REPORTS_PER_S, Clients, Fleet, encode
+from services.scheduler.active import PICKS_AT_ONCE
 from services.scheduler.garbage import collect_rarely
 from shared.bus.codec import decoder
 from shared.messages.cluster import LoadReport
@@ -45,7 +46,8 @@ class Station:
 
     def __post_init__(self) -> None:
         now = 0.0
-        self.core = SchedulerCore(SchedulerSettings(lost_after_s=1e9, max_queued=10**9), term=1)
+        settings = SchedulerSettings(lost_after_s=1e9, max_queued=10**9)
+        self.core = SchedulerCore(settings, term=1, picks_at_once=PICKS_AT_ONCE)
         self._decode_report = decoder(LoadReport).decode
         self._decode_request = decoder(GenerationRequest).decode
         for index, name in enumerate(self.fleet.names):
@@ -68,6 +70,12 @@ class Station:
             assert refused is None
         if (wakeup := self.core.next_wakeup()) is not None and wakeup <= now:
             self.core.apply(OnTime(), now)
+        self._act(now, started_s)
+        while self.core.has_more:
+            self._act(now, started_s)
+        return time.thread_time() - started_s
+
+    def _act(self, now: float, started_s: float) -> None:
         for action in self.core.actions(now):
             if isinstance(action, Dispatch):
                 encode(action.request)
@@ -81,7 +89,6 @@ class Station:
                 self.num_messages += 1
             elif isinstance(action, Paired):
                 self.num_pairings += 1
-        return time.thread_time() - started_s
 
 
 def most_reports_per_s(num_instances: int, seconds: float, requests_per_report: float) -> float:

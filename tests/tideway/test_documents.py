@@ -18,7 +18,7 @@ from services.gateway.http.errors import _MEANINGS
 from services.gateway.openai.schemas import AddModelRequest, ChatRequest, CompletionRequest
 from shared.costs import live as live_costs
 from shared.costs.model import CostSource
-from shared.policies.rebalancing import MAX_CHECKED
+from shared.policies.rebalancing import LATE_SHARE, MAX_CHECKED, MAX_LOOKS, MAX_SLICE
 from shared.runtime.settings import (
     GatewaySettings,
     InstanceSettings,
@@ -179,6 +179,9 @@ def test_how_often_rebalancing_looks_and_at_how_many_pairs_is_as_documented() ->
     text = " ".join((REPOSITORY / "docs" / "design" / "policies.md").read_text().split())
     assert f"and {1000 * SOON_S:.0f} ms after a report that crosses a threshold" in text
     assert f"a look asks {MAX_CHECKED} in turn" in text
+    assert f"in slices of {MAX_SLICE} instances" in text
+    assert f"a step looks at {MAX_LOOKS:,} for all sources and late prompts together, a quarter" in text
+    assert LATE_SHARE == 1 / 4
 
 
 def test_every_subject_and_bucket_is_listed() -> None:
