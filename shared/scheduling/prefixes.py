@@ -7,7 +7,9 @@ none since two such rounds began knows all, and looks at no more of them: most o
 dispatch and the report that names its blocks the instance is believed to have them for `GUESS_S`.
 
 At most `max_entries` blocks are remembered, those that were longest not named are forgotten first. That, a collision and a
-guess that was wrong cost a cache hit and nothing else.
+guess that was wrong cost a cache hit and nothing else. They are kept in parts of several sizes, by their hash, each bounded
+for itself: a dictionary in which entries come and go is built anew now and then, and nothing else is done meanwhile (90 ms
+for one of half a million entries).
 
 A prefix that a thousand instances have in common costs a prompt no more than one that nobody has: the instances that hold a
 block are the bits of a number, and what an instance held that is forgotten is cleared little by little.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 
 from shared.engine.memory.blocks import chain_hash, prefix_root, root_hash
 from shared.messages.cluster import KEY_BYTES, LoadReport
@@ -28,6 +31,10 @@ MAX_BLOCKS = 2048
 """Most blocks of a prompt that are looked for."""
 MAX_CLEARED = 64
 """Blocks with each report, of what is forgotten."""
+MAX_WIDTH = 10
+"""First bytes of the keys that the largest part has. Parts of one size would all be built anew at about the same time."""
+MIN_ENTRIES = 1 << 16
+"""Of an index in parts."""
 MAX_PROMPTS = 64
 """Those asked for last, whose keys are kept: one that waits is asked for again and again."""
 
@@ -92,8 +99,16 @@ NOT_HELD = Held({}, (), [])
 class PrefixIndex:
     def __init__(self, max_entries: int = 1 << 19) -> None:
         self._max_entries = max_entries
-        self._blocks: OrderedDict[bytes, int] = OrderedDict()
-        """The bits of each one's holders."""
+        self._num_entries = 0
+        self._part_of: list[OrderedDict[bytes, int]] = []
+        """By the first byte of a block's key; each has the bits of the holders of each of its blocks."""
+        self._limit_of: list[int] = []
+        """Likewise, how many blocks the part has at most."""
+        widths = cycle(range(1, MAX_WIDTH + 1))
+        while (left := 256 - len(self._part_of)) > 0:
+            width = min(left, next(widths)) if max_entries >= MIN_ENTRIES else left
+            self._part_of += [OrderedDict()] * width
+            self._limit_of += [max_entries * width // 256] * width
         self._holders: dict[str, _Holder] = {}
         self._slots: list[_Holder] = []
         """By the number of their bit, also those that are being cleared, and those whose number is free."""
@@ -107,7 +122,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Blocks that some instance has."""
-        return len(self._blocks)
+        return self._num_entries
 
     def on_report(self, report: LoadReport, has_gap: bool) -> None:
         """`has_gap`: reports before this one were missed, or it is the first."""
@@ -126,20 +141,21 @@ class PrefixIndex:
             holder = self._holder(report.instance_id)
             if holder.last_round is None:
                 holder.last_round = report.cache_round + 1
-            # What is old takes nobody's place who was named since.
-            if report.cache_round <= holder.last_round and len(self._blocks) < self._max_entries:
-                self._take_in(report.cache_repeated, holder)
+            if report.cache_round <= holder.last_round and self._num_entries < self._max_entries:
+                self._take_in(report.cache_repeated, holder, is_old=True)
 
-    def _take_in(self, packed: bytes, holder: _Holder) -> None:
-        """Blocks that it says that it holds."""
-        until_s, blocks = holder.until_s, self._blocks
+    def _take_in(self, packed: bytes, holder: _Holder, is_old: bool = False) -> None:
+        """Blocks that it says that it holds. What `is_old` takes nobody's place who was named since."""
+        until_s, part_of, limit_of = holder.until_s, self._part_of, self._limit_of
         for key in _keys(packed):
+            part = part_of[key[0]]
+            if is_old and len(part) >= limit_of[key[0]]:
+                continue
             if key in until_s:
-                blocks.move_to_end(key)
+                part.move_to_end(key)
             else:
                 self._hold(key, holder)
             until_s[key] = math.inf
-        self._bound()
 
     def forget(self, instance_id: str) -> None:
         """What it holds is not known any more."""
@@ -158,13 +174,12 @@ class PrefixIndex:
             if until_s is None:
                 self._hold(key, holder)
             else:
-                self._blocks.move_to_end(key)
+                self._part_of[key[0]].move_to_end(key)
             if until_s is None or until_s < guess_s:
                 holder.until_s[key] = guess_s
                 guessed.append(key)
         if guessed:
             self._guesses.append((guess_s, holder, guessed))
-        self._bound()
 
     def held_tokens(self, request: GenerationRequest, block_size: int, now: float) -> Held:
         levels: list[tuple[int, int]] = []
@@ -172,7 +187,7 @@ class PrefixIndex:
             self._expire(now)
             having, num_tokens = self._known, 0
             for key in self._keys_of(request, block_size):
-                still = having & self._blocks.get(key, 0)
+                still = having & self._part_of[key[0]].get(key, 0)
                 if num_tokens and still != having:
                     levels.append((num_tokens, having ^ still))
                 having, num_tokens = still, num_tokens + block_size
@@ -196,28 +211,34 @@ class PrefixIndex:
 
     def _hold(self, key: bytes, holder: _Holder) -> None:
         """Notes one more holder of the block, who did not hold it so far."""
-        before = self._blocks.get(key)
+        part = self._part_of[key[0]]
+        before = part.get(key)
         if before is None:
-            self._blocks[key] = holder.bit
+            if len(part) >= self._limit_of[key[0]]:
+                self._forget_oldest(part)
+            part[key] = holder.bit
+            self._num_entries += 1
         else:
-            self._blocks[key] = before | holder.bit
-            self._blocks.move_to_end(key)
+            part[key] = before | holder.bit
+            part.move_to_end(key)
 
     def _drop(self, key: bytes, holder: _Holder) -> None:
         """Notes that the block has lost this holder."""
-        left = self._blocks[key] ^ holder.bit
+        part = self._part_of[key[0]]
+        left = part[key] ^ holder.bit
         if left:
-            self._blocks[key] = left
+            part[key] = left
         else:
-            del self._blocks[key]
+            del part[key]
+            self._num_entries -= 1
 
-    def _bound(self) -> None:
-        while len(self._blocks) > self._max_entries:
-            key, bits = self._blocks.popitem(last=False)
-            while bits:
-                bit = bits & -bits
-                del self._slots[bit.bit_length() - 1].until_s[key]
-                bits ^= bit
+    def _forget_oldest(self, part: OrderedDict[bytes, int]) -> None:
+        key, bits = part.popitem(last=False)
+        self._num_entries -= 1
+        while bits:
+            bit = bits & -bits
+            del self._slots[bit.bit_length() - 1].until_s[key]
+            bits ^= bit
 
     def _clear(self) -> None:
         """A part of what is forgotten; who is cleared leaves its bit to another."""
