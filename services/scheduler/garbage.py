@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-THRESHOLDS = (5_000, 50, 1_000)
+THRESHOLDS = (50_000, 50, 1_000)
 """Allocations that outlive their freeing, until a young, middle and full collection."""
 
 
