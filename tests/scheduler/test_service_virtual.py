@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from services.scheduler import active
 from shared.messages.catalogue import SCHEDULER_STATISTICS
 from shared.messages.cluster import StatisticsReport
 from shared.messages.requests import FinishReason
@@ -62,6 +63,34 @@ def test_a_leader_that_vanishes_is_replaced_and_its_view_rebuilt() -> None:
         assert [service.is_active for service in stage.schedulers] == [False, True]
 
     play(scenario)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slice_s", [0.0, active.SLICE_S])
+def test_many_dispatches_that_are_due_together_all_go_out(slice_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0: with a turn of the event loop between any two, in which others may come."""
+    monkeypatch.setattr(active, "SLICE_S", slice_s)
+    monkeypatch.setattr(active, "MAX_SLICE_S", slice_s)
+    turns: list[int] = []
+
+    async def scenario(stage: VirtualStage) -> None:
+        await stage.scheduler("scheduler-1")
+        gateway = await stage.gateway()
+        for number in range(12):
+            await gateway.submit(make_request(f"r{number}"))
+        acted = active.ActiveScheduler._act
+
+        def counted(scheduler: active.ActiveScheduler) -> None:
+            before = scheduler._core.queue.lengths()
+            acted(scheduler)
+            turns.append(sum(before.values()) - len(scheduler._core.queue))
+
+        monkeypatch.setattr(active.ActiveScheduler, "_act", counted)
+        instances = [await stage.instance(name) for name in "abc"]
+        await eventually(lambda: sum(len(instance.held) for instance in instances) == 12)
+
+    play(scenario)  # type: ignore[arg-type]
+    assert sum(turns) == 12
+    assert max(turns) == 1 if slice_s == 0.0 else max(turns) > 1
 
 
 def test_an_instance_that_says_nothing_at_take_over_does_not_lead_to_two_owners_in_an_epoch() -> None:
