@@ -139,7 +139,7 @@ class RequestTable:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._num_submitted = 0
         self.charge_leaving: Callable[[Sequence, float], None] | None = None
-        """Of a sequence that leaves while a step computes it: charges what that takes to its tenant."""
+        """Called with a sequence that leaves while a step computes it: charges what that takes to its tenant."""
 
     # ---------------------------------------------------------------------------------------------- requests
 

@@ -62,10 +62,10 @@ NUM_COMPARED = 8
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
 MAX_LOOKS = 1024
-"""Likewise for all sources of a step, so that steps take a small share of the scheduler's time. Those that get none come
-first in the next one."""
+"""Most destinations looked at for all sources of a step, so that steps take a small share of the scheduler's time.
+Those that get none come first in the next one."""
 LATE_SHARE = 0.25
-"""Of these looks, that is kept for late prompts."""
+"""Share of these looks that is kept for late prompts."""
 MAX_SLICE = 32
 """Instances looked at in one go, but for what one source needs: one or two milliseconds, as dispatches wait for it."""
 DESTINATIONS_OF_VIEW = 16
@@ -274,7 +274,7 @@ class Rebalancer:
         self._in_vain_s: dict[str, float] = {}
         """When a destination was last looked for, of sources that found none while others wait for their turn."""
         self._late_in_vain_s: dict[str, float] = {}
-        """Likewise, of those with late prompts."""
+        """When a destination was last looked for in vain, of sources with late prompts."""
 
     @property
     def is_idle(self) -> bool:

@@ -64,7 +64,7 @@ class CandidateIndex:
         self._hinted: dict[str, float] = {}
         """Since the last look."""
         self._pending: dict[str, float] = {}
-        """Of those that may stand too far back: the first number of their rank at best."""
+        """Instances that may stand too far back: the first number of their rank at best."""
         self._bounds: list[tuple[float, str]] = []
         """The same as a heap, with others that do not hold any more."""
         self._versions: dict[str, object] = {}
@@ -208,7 +208,7 @@ class Ranking:
         self._woken: dict[Lane, None] = {}
         """In the order in which they were woken."""
         self._standings: dict[str, Standing] = {}
-        """Of instances about which nothing was noted since."""
+        """Standings of instances about which nothing was noted since."""
 
     def wake(self, lane: Lane) -> None:
         """Something waits in the lane."""
@@ -341,7 +341,7 @@ class Ranking:
         return state.load.offline_room.get(model, 0) - self._ledger.offline_tokens(instance_id, model)
 
     def standing(self, instance_id: str, state: InstanceState) -> Standing:
-        """Of an instance that has reported."""
+        """Standing of an instance that has reported."""
         standing = self._standings.get(instance_id)
         if standing is None or standing.report is not state.report:
             standing = self._standings[instance_id] = Standing(instance_id, state, self._ledger)

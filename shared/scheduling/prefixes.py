@@ -34,7 +34,7 @@ MAX_CLEARED = 64
 MAX_WIDTH = 10
 """First bytes of the keys that the largest part has. Parts of one size would all be built anew at about the same time."""
 MIN_ENTRIES = 1 << 16
-"""Of an index in parts."""
+"""Least number of entries of an index that has parts."""
 MAX_PROMPTS = 64
 """Those asked for last, whose keys are kept: one that waits is asked for again and again."""
 
@@ -103,7 +103,7 @@ class PrefixIndex:
         self._part_of: list[OrderedDict[bytes, int]] = []
         """By the first byte of a block's key; each has the bits of the holders of each of its blocks."""
         self._limit_of: list[int] = []
-        """Likewise, how many blocks the part has at most."""
+        """By the first byte of a key: how many blocks its part has at most."""
         widths = cycle(range(1, MAX_WIDTH + 1))
         while (left := 256 - len(self._part_of)) > 0:
             width = min(left, next(widths)) if max_entries >= MIN_ENTRIES else left

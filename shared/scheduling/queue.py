@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
 Entry = tuple[tuple[float, ...], TrackedRequest]
 Place = tuple[float, ...]
-"""Of a request in its lane. No two are alike."""
+"""Place of a request in its lane. No two are alike."""
 MIN_HEAP = 64
 """Places of a lane that are kept without looking for those that do not hold any more."""
 
@@ -106,7 +106,7 @@ class _Waiting:
             return list(islice((tracked for _, tracked in entries if not tracked.is_unfit), limit))
         found: list[TrackedRequest] = []
         heads: dict[str, Place] = {}
-        """Of the tenants looked at, to be put back."""
+        """Heads of the tenants looked at, to be put back."""
         later: list[tuple[Place, str, int]] = []
         """The next request of each of these, as a heap."""
         while len(found) < limit and (self._heap or later):

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from shared.messages.cluster import LoadReport
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
-from shared.policies.rebalancing import Destination, InstanceView, Pair, Rebalancer, Slices, next_slice
+from shared.policies.catalogue import REBALANCE_POLICIES
+from shared.policies.rebalancing import Destination, InstanceView, Pair, Slices, next_slice
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
@@ -41,7 +42,7 @@ class Rescheduler:
         self._next_s: float | None = None
         self._last_s = -self._interval_s
         self._slices: Slices | None = None
-        """Of the look that is under way."""
+        """Slices of the look that is under way."""
         self._ended: list[Pair] = []
         """In this look. Their sources are told at its end: most have another pair by then."""
 

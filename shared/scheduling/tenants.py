@@ -33,7 +33,7 @@ class QueueTenants:
         """`on_change` is told of each tenant whose place among those of a class (True: online) may have changed."""
         told = (None, None) if on_change is None else (partial(on_change, False), partial(on_change, True))
         self._shares = (TenantShares(told[0]), TenantShares(told[1]))
-        """Of offline and online requests."""
+        """Shares of tenants among offline and among online requests."""
         self._mean_s: dict[str, float] = {}
         """Service of each model's requests."""
         self._num_placed = (Counter[str](), Counter[str]())

@@ -52,7 +52,7 @@ class Instance:
     num_high: int = 0
     step_s: tuple[float, float] = STEP_S
     others: tuple[Resident, ...] = ()
-    """Of other models than "m", which is what runs."""
+    """Residents of other models than "m", which is what runs."""
     late_s: float = 0.0
     """When its late prompt is begun."""
 
