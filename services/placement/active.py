@@ -2,6 +2,7 @@
 
     MODELS, NODES, checkpoints -> planning.plan -> PLANS "current"
     SCHEDULER_STATISTICS -> TrafficStatistics -> STATISTICS
+    SCHEDULER_DEMAND, INSTANCES -> residence.Residence: which models on demand are in the plan
     the requests themselves -> monitor.PlacementMonitor
     PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_SCALE_MODEL, PLACEMENT_PLAN
     PLACEMENT_ADD_ADAPTER, PLACEMENT_REMOVE_ADAPTER -> ADAPTERS
@@ -41,6 +42,7 @@ from services.placement.planning import displaced, wasted
 from services.placement.remembered import Remembered
 from services.placement.replacing import Replacing, Search
 from services.placement.requests import check_length, check_quantization, check_spec, refuse
+from services.placement.residence import Residence
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
@@ -150,6 +152,7 @@ class ActivePlacement:
         self._told_waste: dict[tuple[str, int], dict[str, float]] = {}
         self._changing = asyncio.Lock()
         """Held while models or plan change."""
+        self._residence = Residence(bus, metrics, self.wake)
         self._replacing = Replacing(
             bus, settings, metrics, tracer, self._plans, self.monitor, lambda: self._inputs(self._models), registered,
             self._changing, search,
@@ -192,6 +195,7 @@ class ActivePlacement:
             self._statistics.add_model(name, totals.get(name))
         await self.monitor.open()
         await self._replacing.open()
+        await self._residence.open(self._models, self._plans.current)
         await self._remembered.keep(self._models)
         await self._remembered_adapters.keep(self._adapters)
         self._registry = await self._bus.key_value(INSTANCES)
@@ -248,6 +252,7 @@ class ActivePlacement:
             await subscription.stop()
         await self.monitor.close()
         await self._replacing.close()
+        await self._residence.close()
         await self._tasks.end_all()
 
     def wake(self) -> None:
@@ -264,6 +269,7 @@ class ActivePlacement:
                     self._retry_checkpoints()
                     async with self._changing:
                         if not await self._replacing.tick():
+                            await self._residence.decide(self._inputs(self._models))
                             await self._replan()
                     await self._store_statistics()
                     await self.monitor.store()
@@ -272,9 +278,10 @@ class ActivePlacement:
             except Exception:
                 logger.exception("planning failed, trying again")
             self._show()
-            await set_within(self._wake, TICK_S)
+            await set_within(self._wake, min(TICK_S, self._residence.due_in_s()))
             self._wake.clear()
-            await asyncio.sleep(DEBOUNCE_S)
+            if not self._residence.is_urgent:
+                await asyncio.sleep(DEBOUNCE_S)
 
     def _retry_checkpoints(self) -> None:
         if self._bus.now() >= self._retry_at:
@@ -298,9 +305,15 @@ class ActivePlacement:
         cluster = self._cluster()
         adapters = self._adapters if adapters is None else adapters
         configured = [self._configured(spec, adapters) for spec in models.values()]
-        return Inputs(configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready)
+        return Inputs(
+            configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready,
+            self._residence.in_host_memory(),
+        )  # fmt: skip
 
     def _configured(self, spec: ModelSpec, adapters: Mapping[str, AdapterSpec]) -> ConfiguredModel:
+        return replace(self._as_read(spec, adapters), asleep=self._residence.why_asleep(spec))
+
+    def _as_read(self, spec: ModelSpec, adapters: Mapping[str, AdapterSpec]) -> ConfiguredModel:
         shape, problem = self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source)
         if shape is not None:
             try:
@@ -404,6 +417,7 @@ class ActivePlacement:
             self._models[spec.name] = spec
             await self._remembered.keep(self._models)
             self._statistics.add_model(spec.name)
+            self._residence.configure(self._models)
             logger.info("model %r was added: %s", spec.name, spec)
             return await self._carry_out()
 
@@ -422,6 +436,7 @@ class ActivePlacement:
             await self._remembered.keep(self._models)
             self._statistics.remove_model(name)
             self._metrics.forget(name)
+            self._residence.configure(self._models)
             self._checkpoints.forget_all_but({spec.source for spec in self._models.values()})
             logger.info("model %r was removed", name)
             return await self._carry_out()
@@ -570,7 +585,12 @@ class ActivePlacement:
         if not self._registered():
             return  # it is placed when a node comes
         without = await self._inputs(self._models).plan()
-        tentative = await self._inputs({**self._models, spec.name: spec}).plan()
+        inputs = self._inputs({**self._models, spec.name: spec})
+        tentative = await inputs.plan()
+        if spec.on_demand:
+            beside = replace(inputs, incumbent=tentative)
+            if not await asyncio.to_thread(beside.fit, frozenset({spec.name})):
+                raise refuse("the model does not fit beside those that are always loaded", "source")
         if reason := tentative.unplaced.get(spec.name):
             raise refuse(f"the model does not fit: {reason}", "source")
         if lost := displaced(without, tentative):

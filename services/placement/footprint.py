@@ -19,6 +19,8 @@ class ConfiguredModel:
     spec: ModelSpec
     shape: CheckpointShape | None
     problem: str = ""
+    asleep: str = ""
+    """A `WhyAsleep` of a model on demand that is put away; empty: it is to be placed."""
 
 
 class DeviceFacts(NamedTuple):

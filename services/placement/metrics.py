@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shared.bus.interface import Bus, BusError
-from shared.messages.cluster import NodeInfo, PlacementPlan, PlanChange
+from shared.messages.cluster import NodeInfo, PlacementPlan, PlanChange, WhyAsleep
 from shared.messages.requests import RequestClass
 from shared.messages.traffic import ModelSummary, ModelTraffic
 from shared.placement.plan import Prediction
@@ -89,6 +89,19 @@ class PlacementMetrics:
         self._log_requests = gauge("request_log_requests", "Requests that the service monitor keeps one by one")
         self._log_thinned = gauge("request_log_thinned", "Requests left out of it so far, as there were too many")
         self._log_expired = gauge("request_log_expired", "Requests that became too old for it so far")
+        self._asleep = gauge("models_asleep", "Models on demand that are put away", ("why",))
+        self.wakes = Counter(
+            "tideway_model_wakes", "Loads of models on demand for requests, by where their weights were: host, disk",
+            ["model", "tier"], registry=registry,
+        )  # fmt: skip
+        self.put_aways = Counter(
+            "tideway_model_put_aways", "Models on demand that were put away: idle, room (another needed it), failed",
+            ["model", "cause"], registry=registry,
+        )  # fmt: skip
+        self.wake_seconds = Histogram(
+            "tideway_model_wake_seconds", "From the first request for a model that was put away until it is ready",
+            ["tier"], registry=registry, buckets=(0.1, 0.2, 0.5, 1, 1.5, 2, 5, 10, 20, 60, 180, 600),
+        )  # fmt: skip
         self.num_dropped_rows = Counter(
             "tideway_placement_dropped_rows",
             "Rows of the request log that schedulers dropped for lack of room",
@@ -105,8 +118,12 @@ class PlacementMetrics:
         for instance in plan.instances if plan is not None else ():
             for spec in instance.models:
                 replicas[spec.name] = replicas.get(spec.name, 0) + 1
+        asleep = plan.asleep if plan is not None else {}
+        for why in WhyAsleep:
+            self._asleep.labels(why).set(sum(found == why for found in asleep.values()))
         self._models.labels("placed").set(len(replicas))
-        self._models.labels("unplaced").set(num_models - len(replicas))
+        self._models.labels("asleep").set(len(asleep))
+        self._models.labels("unplaced").set(num_models - len(replicas) - len(asleep))
         self._plan_version.set(plan.version if plan is not None else 0)
         self._instances.set(len(plan.instances) if plan is not None else 0)
         num_draining, num_released = (len(plan.draining), len(plan.released)) if plan is not None else (0, 0)

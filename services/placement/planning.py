@@ -19,6 +19,11 @@ An instance that is draining is no room at all: what was there goes where there 
 A plan whose assignment was *chosen* (by a search or an operator, `chosen`) keeps it: models stay on their groups and go on
 no others. What is new, or was lost with a node, is put on the smallest group that holds it, of free devices where there are
 any.
+
+Models *on demand* that are put away are on no instance, but pools are laid out so that memory is left for them: for all of
+them where that is no more than half of what models that are always loaded leave, else for as many as that half, and for the
+largest one in any case. So one that is woken changes no pool. Who is to be woken or put away is decided elsewhere
+(`shared.placement.on_demand`). One that says nothing of `replicas` is on one instance.
 """
 
 from __future__ import annotations
@@ -78,6 +83,11 @@ class _Room:
     activation_bytes: int = 0
     least_blocks: int = 0
     """Merged blocks that the least KV pool needs."""
+    always_bytes: int = 0
+    """Of `weight_bytes`, those of models that are always loaded; likewise the next."""
+    always_blocks: int = 0
+    on_demand: list[Footprint] = field(default_factory=list)
+    """Of all configured models on demand, wherever they are."""
 
     @property
     def used_bytes(self) -> int:
@@ -104,6 +114,23 @@ class _Room:
         pool_bytes = self.incumbent.pool_bytes // self.facts.num_ranks
         return least_bytes <= pool_bytes <= self.free_bytes(added) + least_bytes
 
+    def is_needed(self, is_chosen: bool) -> bool:
+        """One without a model is there for those on demand: it has their weights, and starting it would take longer than
+        loading them."""
+        is_offered = self.incumbent is not None or not is_chosen
+        return bool(self.specs) or (is_offered and not self.is_frozen and bool(self.on_demand))
+
+    def largest_pool(self) -> tuple[int, int]:
+        """Bytes of the largest KV pool beside models that are always loaded and what is left for those on demand, and the
+        least. The same whichever of the latter are loaded."""
+        activation_bytes = max([self.activation_bytes, *(size.activation_bytes for size in self.on_demand)])
+        least_blocks = self.always_blocks + max((self._blocks(size) for size in self.on_demand), default=0)
+        left_bytes = self.capacity_bytes - self.always_bytes - activation_bytes - self.merged_bytes
+        beside_bytes = left_bytes - least_blocks * self.merged_bytes
+        sizes = [size.weight_bytes for size in self.on_demand if size.weight_bytes <= beside_bytes]
+        reserved_bytes = min(sum(sizes), max([beside_bytes // 2, *sizes]))
+        return left_bytes - reserved_bytes, max(self.least_blocks, least_blocks if sizes else 0) * self.merged_bytes
+
     @property
     def incumbent_merged_bytes(self) -> int:
         """0 where there is none, or one of more or fewer devices."""
@@ -116,12 +143,20 @@ class _Room:
         self.weight_bytes += size.weight_bytes
         self.activation_bytes = max(self.activation_bytes, size.activation_bytes)
         self.least_blocks += self._blocks(size)
+        if not spec.on_demand:
+            self.always_bytes += size.weight_bytes
+            self.always_blocks += self._blocks(size)
 
     def plan(self, max_cpu_pool_bytes: int, held_bytes: float = 0.0) -> InstancePlan:
         """The pool of before stays, where it can, if it is large enough for requests that hold so much (`is_kept`)."""
         pool_bytes, merged_bytes = (0, 0) if self.is_frozen else self._best_pool(max_cpu_pool_bytes)
         if self.incumbent is not None and (
-            self.is_frozen or (self.keeps_pool() and is_kept(self.incumbent.pool_bytes, pool_bytes, held_bytes))
+            self.is_frozen
+            or (
+                self.keeps_pool()
+                and self.incumbent.pool_bytes // self.facts.num_ranks <= self.largest_pool()[0]
+                and is_kept(self.incumbent.pool_bytes, pool_bytes, held_bytes)
+            )
         ):
             pool_bytes, merged_bytes = self.incumbent.pool_bytes, self.incumbent.merged_bytes
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
@@ -130,8 +165,8 @@ class _Room:
     def _best_pool(self, max_cpu_pool_bytes: int) -> tuple[int, int]:
         """Bytes of the pool and of a merged block, of all devices."""
         num_ranks, merged_bytes = self.facts.num_ranks, self.merged_bytes
-        least_bytes = self.least_blocks * merged_bytes
-        pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.facts.kind])
+        largest_bytes, least_bytes = self.largest_pool()
+        pool_bytes = int(largest_bytes * POOL_SHARE[self.facts.kind])
         if self.facts.kind == "cpu":
             pool_bytes = min(pool_bytes, max_cpu_pool_bytes // num_ranks)
         return num_ranks * max(pool_bytes // merged_bytes * merged_bytes, least_bytes), num_ranks * merged_bytes
@@ -148,13 +183,14 @@ def plan(
     held_nodes: Collection[str] = (),
     fleet: Fleet = NOBODY_OUT,
     ready: Collection[tuple[str, str]] = (),
+    in_host_memory: Collection[tuple[str, str]] = (),
     max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
 ) -> PlacementPlan:
     """The next plan; the incumbent itself if nothing changes.
 
     `held_nodes`: nodes that are not in `nodes` but may be back in a moment; the incumbent's instances there stay.
     `fleet`: the instances that are to be left out. `ready`: (model, instance) pairs that serve now: a model that is to be on
-    fewer instances stays there.
+    fewer instances stays there. `in_host_memory`: pairs of which the instance has the model's weights in host memory.
     """
     configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
     draining = frozenset(fleet.draining)
@@ -164,24 +200,27 @@ def plan(
     placements = []
     for layout in layouts:
         rooms = _rooms(configured, nodes, layout, incumbent, held_nodes, draining)
-        placement = _Placement(configured, rooms, has_nodes=bool(nodes))
+        placement = _Placement(configured, rooms, has_nodes=bool(nodes), in_host_memory=in_host_memory)
         placement.keep_incumbents(ready)
         placement.fill(everywhere=not is_chosen)
         placements.append(placement)
-        if all(placement.num_replicas[name] for name, model in configured.items() if model.shape is not None):
+        if all(placement.num_replicas[name] for name in placement.to_place):
             break
     placement = max(placements, key=lambda p: sum(num > 0 for num in p.num_replicas.values()))
 
-    instances = [room.plan(max_cpu_pool_bytes) for room in placement.rooms if room.specs]
+    instances = [room.plan(max_cpu_pool_bytes) for room in placement.rooms if room.is_needed(is_chosen)]
     out = sorted(draining.intersection(instance_ids(nodes)))
     unplaced = {
         name: f"{reason}; {', '.join(out)} drained" if out and configured[name].shape is not None else reason
-        for name in configured
-        if not placement.num_replicas[name] and (reason := placement.why_unplaced(name))
+        for name, model in configured.items()
+        if not model.asleep and not placement.num_replicas[name] and (reason := placement.why_unplaced(name))
     }
     version = 1 if incumbent is None else incumbent.version + 1
     unusable = {name: configured[name].problem for name in unplaced if configured[name].shape is None}
-    new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released), unusable, is_chosen)
+    asleep = {name: model.asleep for name, model in configured.items() if model.asleep}
+    new = PlacementPlan(
+        version, instances, unplaced, list(fleet.draining), list(fleet.released), unusable, is_chosen, asleep=asleep
+    )
     if incumbent is not None:
         home = _home(incumbent, instances, draining) if is_chosen else []
         new = msgspec.structs.replace(new, change=incumbent.change, home=home)
@@ -359,7 +398,8 @@ def _rooms(
 
 
 def _stays(configured: dict[str, ConfiguredModel], spec: ModelSpec) -> bool:
-    return spec.name in configured and _for_instance(configured[spec.name].spec) == _for_instance(spec)
+    model = configured.get(spec.name)
+    return model is not None and not model.asleep and _for_instance(model.spec) == _for_instance(spec)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -399,8 +439,10 @@ class _Placement:
         rooms: list[_Room],
         *,
         has_nodes: bool,
+        in_host_memory: Collection[tuple[str, str]] = (),
     ) -> None:
         self._configured = configured
+        self._in_host_memory = in_host_memory
         self._has_nodes = has_nodes
         self.rooms = rooms
         self._sizes = {
@@ -410,7 +452,11 @@ class _Placement:
             if model.shape is not None
         }
         _choose_merged_blocks(rooms, self._sizes)
+        for room in rooms:
+            sizes = ((self._sizes.get((name, room.facts)), model) for name, model in configured.items())
+            room.on_demand = [size for size, model in sizes if size is not None and model.spec.on_demand]
         self.num_replicas = dict.fromkeys(configured, 0)
+        self.to_place = [name for name, model in configured.items() if model.shape is not None and not model.asleep]
 
     def keep_incumbents(self, ready: Collection[tuple[str, str]]) -> None:
         placed = [(spec, room) for room in self.rooms if room.incumbent for spec in room.incumbent.models]
@@ -426,16 +472,15 @@ class _Placement:
     def fill(self, *, everywhere: bool) -> None:
         """First one replica of each model, so that none takes the last room of another; then the asked numbers of
         replicas; then, if `everywhere`, every instance with every model that has no number. Large models first, as they
-        fit in fewest."""
+        fit in fewest, and those on demand last, as they may be put away."""
         names = sorted(
-            (name for name, model in self._configured.items() if model.shape is not None),
-            key=lambda name: (-self._weight(name), name),
+            self.to_place, key=lambda name: (self._configured[name].spec.on_demand, -self._weight(name), name)
         )
         for name in names:
             if not self.num_replicas[name]:
                 self._put_in_best_room(name)
         for name in names:
-            if self._configured[name].spec.replicas is not None:
+            if _replicas(self._configured[name].spec) is not None:
                 while self._wants_more(name) and self._put_in_best_room(name):
                     pass
         for room in self.rooms if everywhere else ():
@@ -475,7 +520,7 @@ class _Placement:
         )
 
     def _wants_more(self, name: str) -> bool:
-        replicas = self._configured[name].spec.replicas
+        replicas = _replicas(self._configured[name].spec)
         return replicas is None or self.num_replicas[name] < replicas
 
     def _size(self, name: str, room: _Room) -> Footprint:
@@ -491,12 +536,23 @@ class _Placement:
     def has_place(self, name: str, room: _Room) -> bool:
         return not room.is_frozen and name not in room.specs and room.fits(self._size(name, room))
 
+    def _keeps_pool(self, name: str, room: _Room) -> bool:
+        """Whether nothing has to be started anew for it."""
+        return room.incumbent is None or room.keeps_pool(self._size(name, room))
+
     def _put_in_best_room(self, name: str) -> bool:
-        """Where no pool must change, if there is such a room; among those, on the fewest devices, where the most is left."""
+        """Where no pool must change, if there is such a room (a model on demand goes nowhere else); among those, where its
+        weights are in host memory, on the fewest devices, where the most is left."""
+        may_change = not self._configured[name].spec.on_demand
         best = max(
-            (room for room in self.rooms if self.has_place(name, room)),
+            (
+                room
+                for room in self.rooms
+                if self.has_place(name, room) and (may_change or self._keeps_pool(name, room))
+            ),
             key=lambda room: (
-                room.incumbent is None or room.keeps_pool(self._size(name, room)),
+                self._keeps_pool(name, room),
+                (name, room.instance_id) in self._in_host_memory,
                 -room.facts.num_ranks,
                 room.free_bytes(self._size(name, room)),
             ),
@@ -509,6 +565,11 @@ class _Placement:
     def put(self, name: str, room: _Room) -> None:
         room.add(self._configured[name].spec, self._size(name, room))
         self.num_replicas[name] += 1
+
+
+def _replicas(spec: ModelSpec) -> int | None:
+    """None: every instance that it fits."""
+    return 1 if spec.on_demand and spec.replicas is None else spec.replicas
 
 
 def _weights_of(model: ConfiguredModel) -> tuple[str, str, str, int | None]:

@@ -251,7 +251,7 @@ class Replacing:
     # ------------------------------------------------------------------------------------------------- searching
 
     def _notice(self, inputs: Inputs) -> None:
-        models = frozenset(model.spec.name for model in inputs.models)
+        models = frozenset(model.spec.name for model in inputs.models if not model.spec.on_demand)
         nodes = frozenset(node.node_id for node in inputs.nodes) | inputs.held_nodes
         if self._seen is not None:
             for names, what in (
@@ -317,7 +317,7 @@ class Replacing:
         seen = self._monitor.prediction(max(SLOT_S, window_s))
         stored = [entry.value for entry in (await self._costs.entries()).values()]
         problem = await asyncio.to_thread(
-            live_problem, inputs.models, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
+            live_problem, inputs.resident, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
             execution_s, gpu=settings.hardware, slo_scale=settings.slo_scale,
             max_models_per_group=settings.max_models_per_group, max_ranks=settings.max_ranks, evidence=evidence,
         )  # fmt: skip
@@ -349,7 +349,7 @@ class Replacing:
         is_same = plan.version == proposal.version
         if is_same and not proposal.is_change:
             return
-        if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in inputs.models}):
+        if fewer := losers(proposal.before, proposal.plan, {model.spec.name for model in inputs.resident}):
             raise ProblemError(f"{', '.join(fewer)} would be on no group", "places_fewer")
         # What is drained shows in the version alone, what an adapter takes in the choice alone.
         if not is_same or proposal.target != await asyncio.to_thread(
@@ -395,7 +395,7 @@ class Replacing:
             return False
         wanted = plan_of(map(group_of, [*self._as_before(home), *self._added_beside(home)]))
         try:
-            known = {model.spec.name for model in inputs.models}
+            known = {model.spec.name for model in inputs.resident}
             if fewer := losers(plan_of(map(group_of, plan.instances)), wanted, known):
                 raise DoesNotFit(f"{', '.join(fewer)} would be on no group")
             target = await self._target(wanted, inputs)
@@ -409,7 +409,7 @@ class Replacing:
     def _as_before(self, before: Sequence[InstancePlan]) -> list[InstancePlan]:
         """These instances with their models, as they are configured now; models that were added since stay where they are,
         as far as their instances are to be there."""
-        configured = {model.spec.name: model.spec for model in self._inputs().models}
+        configured = {model.spec.name: model.spec for model in self._inputs().resident}
         had = _names(before)
         now = {place.instance_id: place for place in self._plans.current.instances}
         places = []
@@ -471,7 +471,7 @@ class Replacing:
             await self.supersede("models, nodes or drained instances changed")
             return
         there = {spec.name for place in (*change.before, *change.target, *plan.instances) for spec in place.models}
-        removed = there - {model.spec.name for model in inputs.models}
+        removed = there - {model.spec.name for model in inputs.resident}
         known, running = carry_out.forget(change, plan.instances, removed) if removed else (change, plan.instances)
         view = await self._view(known, inputs)
         can_hold = await asyncio.to_thread(fits, inputs.models, inputs.nodes)

@@ -9,7 +9,7 @@ from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
-from shared.messages.cluster import ModelSpec, NodeInfo, tool_formats
+from shared.messages.cluster import DEFAULT_IDLE_S, TOOL_FORMATS, ModelSpec, NodeInfo
 from shared.messages.requests import ErrorCode
 from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
 from shared.models.quantization import QUANTIZATIONS
@@ -18,6 +18,7 @@ from shared.placement.plan import Group, Plan, group_of, plan_of
 from shared.placement.replacement import losers
 
 MAX_SLO_SCALE = 1000.0
+MAX_IDLE_S = 30 * 86_400.0
 RETRY_S = 10.0
 """Until a node is back, or given up."""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
@@ -47,6 +48,10 @@ def check_spec(spec: ModelSpec) -> None:
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)
+    if not 0 <= spec.idle_s <= MAX_IDLE_S:
+        raise refuse(f"idle_s is {spec.idle_s:g}: expected 0 to {MAX_IDLE_S:g} seconds", "idle_s")
+    if not spec.on_demand and spec.idle_s != DEFAULT_IDLE_S:
+        raise refuse("idle_s is of models on demand: set on_demand too", "idle_s")
     if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
         raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
 

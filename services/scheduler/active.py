@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -30,11 +31,13 @@ from shared.messages.catalogue import (
     PLACEMENT_REQUESTS,
     SCHEDULER_ANNOUNCE,
     SCHEDULER_CANCEL,
+    SCHEDULER_DEMAND,
     SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
     SCHEDULER_SUBMIT,
 )
 from shared.messages.cluster import (
+    DemandReport,
     ExecutionStatistics,
     ExecutionStatisticsReport,
     InstanceExited,
@@ -98,6 +101,7 @@ from shared.scheduling.calls import (
     TakeExecutionStatistics,
 )
 from shared.scheduling.core import SchedulerCore
+from shared.scheduling.dispatching import NOBODY_SERVES
 from shared.scheduling.recording import Configuration, recorded
 from shared.scheduling.request_rows import RequestRecorder
 from shared.scheduling.scaling import CALL_TIMEOUT_S, call_of
@@ -115,6 +119,8 @@ SLICE_S = 0.001
 MAX_SLICE_S = 0.02
 """For which dispatches are decided on and sent until the loop does what else there is."""
 STATISTICS_INTERVAL_S = 1.0
+DEMAND_INTERVAL_S = 0.02
+"""Between two tellings that somebody waits for a model that nobody serves."""
 TELL_TIMEOUT_S = 2.0
 LAST_TELL_TIMEOUT_S = 0.3
 """At the end of the term."""
@@ -151,6 +157,8 @@ class ActiveScheduler:
         """Submit calls under way."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
+        self._told_demand_s = -math.inf
+        """When placement was last told of requests for models on demand."""
         self._is_turn_due = False
         self._num_reports = 0
         """Since the turn began."""
@@ -279,23 +287,16 @@ class ActiveScheduler:
         self._act()
 
     def _act(self) -> None:
-        """Dispatches go out as they are decided on, and other work of the loop comes between many of them; but they get as
-        much of its time as that, so that reports that are late delay no dispatch for long."""
-        began_s = self._bus.now()
-        until_s = began_s + min(MAX_SLICE_S, max(SLICE_S, began_s - self._acted_s))
-        while True:
-            for action in self._core.actions(self._bus.now()):
-                # After the end of the term only outcomes of calls that were under way come in, to be counted.
-                if not self._is_closed or isinstance(action, LeftQueue):
-                    self._carry_out(action)
-            if not self._core.has_more:
-                break
-            if self._bus.now() >= until_s:
-                self._act_soon()
-                break
-        self._acted_s = self._bus.now()
+        is_anybody_missing = False
+        for action in self._core.actions(self._bus.now()):
+            is_anybody_missing |= isinstance(action, Waits) and action.why == NOBODY_SERVES
+            # After the end of the term only outcomes of calls that were under way come in, to be counted.
+            if not self._is_closed or isinstance(action, LeftQueue):
+                self._carry_out(action)
         if not self._is_closed:
             self._set_timer()
+            if is_anybody_missing and self._bus.now() - self._told_demand_s >= DEMAND_INTERVAL_S:
+                self._tell_demand()
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -393,7 +394,7 @@ class ActiveScheduler:
         while True:
             await asyncio.sleep(STATISTICS_INTERVAL_S)
             now = self._bus.now()
-            for work in (self._tell_statistics, self._scale_if_due, self._sample):
+            for work in (self._tell_statistics, self._tell_demand, self._scale_if_due, self._sample):
                 try:
                     work(now, now - last_s)
                 except Exception:
@@ -412,6 +413,13 @@ class ActiveScheduler:
         if changed := self._apply(TakeExecutionStatistics()):
             report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
             self._bus.publish(EXECUTION_STATISTICS, report)
+
+    def _tell_demand(self, _now: float = 0.0, _period_s: float = 0.0) -> None:
+        names = {spec.name for spec in self._models.values() if spec.on_demand}
+        if names:
+            self._told_demand_s = self._bus.now()
+            demands = self._core.demand(names, self._told_demand_s)
+            self._bus.publish(SCHEDULER_DEMAND, DemandReport(self._info.scheduler_id, demands))
 
     async def _tell_requests(self) -> None:
         while True:

@@ -44,10 +44,12 @@ class LoadModel(msgspec.Struct, frozen=True):
 
 
 class UnloadModel(msgspec.Struct, frozen=True):
-    """Node agent to instance: take no new request of the model, finish those it has within `grace_s`, free its memory."""
+    """Node agent to instance: take no new request of the model, finish those it has within `grace_s`, free its memory.
+    `keeps_weights`: in host memory, where there is room for them."""
 
     name: str
     grace_s: Seconds = 30.0
+    keeps_weights: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True):

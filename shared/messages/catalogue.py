@@ -27,6 +27,7 @@ from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
 from shared.messages.cluster import (
     AdapterSpec,
     AdminAction,
+    DemandReport,
     ExecutionStatisticsReport,
     InstanceExited,
     InstanceInfo,
@@ -105,6 +106,8 @@ SCHEDULER_ANNOUNCE = Topic(f"{_SCHEDULER}.announce", LeaseHolder, sent_by=SCHEDU
 SCHEDULER_STATISTICS = Topic(
     f"{_SCHEDULER}.statistics", StatisticsReport, sent_by=SCHEDULER, heard_by=GATEWAY | PLACEMENT | OPERATOR
 )
+
+SCHEDULER_DEMAND = Topic(f"{_SCHEDULER}.demand", DemandReport, sent_by=SCHEDULER, heard_by=PLACEMENT)
 
 # scheduler -> instances
 EXECUTION_STATISTICS = Topic(

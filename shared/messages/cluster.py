@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -33,6 +34,9 @@ def tool_formats() -> list[str]:
     return [*TOOL_FORMATS, *installed("tideway.tool_formats")]
 
 
+DEFAULT_IDLE_S = 300.0
+
+
 class ModelSpec(msgspec.Struct, frozen=True):
     """A model as the operator configures it. `source`: a folder in Hugging Face format, or a hub id."""
 
@@ -52,6 +56,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Quantisation of a checkpoint's weights that are not quantised: int8 | int4 | fp8; empty: none."""
     tool_format: str = ""
     """How it writes calls of tools, one of `TOOL_FORMATS`; empty: as its chat template says."""
+    on_demand: bool = False
+    """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
+    idle_s: Seconds = DEFAULT_IDLE_S
+    """Of a model on demand: it is put away so long after its last request has ended."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
@@ -110,7 +118,7 @@ ONE_DEVICE = DeviceGroup()
 class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     name: str
     state: str
-    """loading | ready | unloading | failed"""
+    """loading | ready | unloading | failed | host: not loaded, with its weights in host memory"""
     max_model_len: Amount = 0
     block_size: Amount = 0
     """Tokens in one KV block."""
@@ -430,6 +438,47 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """The replacement that is under way, or the last one."""
     home: list[InstancePlan] = []
     """While instances of a chosen plan are drained: what it was before, to which it returns with them."""
+    asleep: dict[str, str] = {}
+    """Models on demand that are put away, with a `WhyAsleep`: whoever has their weights may keep them in host memory."""
+
+
+class WhyAsleep(StrEnum):
+    """Why a model on demand is not loaded."""
+
+    IDLE = "idle"
+    """Nobody asks for it."""
+    ROOM_IN_USE = "room_in_use"
+    """The memory that it needs is that of models with requests."""
+    RECENTLY_USED = "recently_used"
+    """The memory that it needs is that of models that were loaded or used just now: loading them again would cost more than
+    its requests have waited so far."""
+    ONLINE_FIRST = "online_first"
+    """Only batches ask for it, and its memory is that of models that were used lately."""
+    NO_ROOM = "no_room"
+    """It does not fit beside the models that are always loaded."""
+
+
+class ModelDemand(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Requests for a model on demand, as the scheduler knows them."""
+
+    model: str
+    num_online: Amount = 0
+    """Waiting in the scheduler's queue."""
+    num_offline: Amount = 0
+    """Likewise, and 1 or more while batches have lines for it that were not let in yet."""
+    num_held_online: Amount = 0
+    """On instances, or on their way there."""
+    num_held_offline: Amount = 0
+    waited_s: Seconds = 0.0
+    """Of `num_online`, summed over them."""
+
+
+class DemandReport(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to placement: each second, and at once when somebody asks for a model that no instance serves. Models
+    without any request are left out."""
+
+    scheduler_id: str
+    models: list[ModelDemand]
 
 
 class AdminAction(msgspec.Struct, frozen=True, kw_only=True):

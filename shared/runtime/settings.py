@@ -360,6 +360,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """How an online arrival interrupts an offline step: suspend | discard | off"""
     host_memory_bytes: int = -1
     """For checkpoints of KV blocks; 0: none are made; -1: as much as the KV pool."""
+    host_weights_bytes: int = -1
+    """For weights of models on demand that were put away, so that they are soon back; 0: none are kept; -1: half of the
+    memory that would be free without them."""
     prefetch: bool = True
     """Restore checkpoints beside other work; false: the steps of the model wait for them."""
     checkpoint_start: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5

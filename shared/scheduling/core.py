@@ -25,10 +25,11 @@ The parts own their state, and meet here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from shared.messages.cluster import ExecutionStatistics, LoadReport
+from shared.messages.cluster import ExecutionStatistics, LoadReport, ModelDemand
 from shared.policies.catalogue import dispatch_policy, ordering_policy
 from shared.policies.dispatch import DispatchParameters
 from shared.recording import Recorder
@@ -44,6 +45,7 @@ from shared.scheduling.migrations import MigrationBook
 from shared.scheduling.monitor import ServiceMonitor
 from shared.scheduling.queue import GlobalQueue
 from shared.scheduling.recovery import Delivery, Inquiries
+from shared.scheduling.requests import RequestState, TrackedRequest
 from shared.scheduling.rescheduling import Rescheduler
 from shared.scheduling.scaling import Scaler
 
@@ -176,6 +178,17 @@ class SchedulerCore:
             self.queue.set_statistics(statistics)
         return changed
 
+    def demand(self, models: Collection[str], now: float) -> list[ModelDemand]:
+        """Of these that are asked for. Changes nothing."""
+        unmet = self.grants.unmet_tokens(now)
+        counts = {model: _Demand(num_offline=int(unmet[model] > 0)) for model in models}
+        for tracked in self.requests:
+            if (count := counts.get(tracked.model)) is not None:
+                count.add(tracked, now)
+        return [
+            ModelDemand(model=model, **asdict(count)) for model, count in counts.items() if any(asdict(count).values())
+        ]
+
     def look_at_scale(self, replicas: Mapping[str, int], now: float) -> None:
         queued = {lane.model: length for lane, length in self.queue.lengths().items() if lane.is_online}
         work, pressure = self.dispatcher.prompt_work(now), self.grants.pressure(now)
@@ -195,3 +208,23 @@ class SchedulerCore:
                 case "confirm":
                     self.inquiries.confirm(name, now)
         self.membership.look_for_silence(now)
+
+
+@dataclass
+class _Demand:
+    """As of `ModelDemand`."""
+
+    num_online: int = 0
+    num_offline: int = 0
+    num_held_online: int = 0
+    num_held_offline: int = 0
+    waited_s: float = 0.0
+
+    def add(self, tracked: TrackedRequest, now: float) -> None:
+        is_queued = tracked.state == RequestState.QUEUED
+        self.num_online += is_queued and tracked.is_online
+        self.num_offline += is_queued and not tracked.is_online
+        self.num_held_online += not is_queued and tracked.is_online
+        self.num_held_offline += not (is_queued or tracked.is_online)
+        if is_queued and tracked.is_online:
+            self.waited_s += max(0.0, now - tracked.arrived_s)

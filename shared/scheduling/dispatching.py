@@ -41,6 +41,9 @@ WORK_WINDOW_S = 15.0
 """In which the prompts are counted that are dispatched."""
 BACKLOG_S = 30.0
 
+NOBODY_SERVES = "no instance serves the model"
+"""Why a request waits."""
+
 
 class Dispatcher:
     def __init__(
@@ -230,7 +233,7 @@ class Dispatcher:
         """In words, of one that `picks` left in the queue."""
         lane = lane_of(tracked)
         if not self.num_serving(tracked.model):
-            return "no instance serves the model"
+            return NOBODY_SERVES
         if tracked.is_unfit:
             return "it is too long for what serves the model now"
         if self.ranking.index(lane, tracked.is_high).is_empty():

@@ -228,7 +228,7 @@ async def test_what_follows_an_unload_that_failed_is_carried_out(stage, monkeypa
     """Engine and executor hold the model still: what is forgotten only could never be loaded again."""
     detach = InstanceModels._detach
 
-    async def fail(models, name):
+    async def fail(models, name, keeper):
         monkeypatch.setattr(InstanceModels, "_detach", detach)
         raise TimeoutError("its KV blocks are still in use")
 

@@ -41,6 +41,7 @@ from services.worker.models.adapters import BatchAdapters, LoraWeights, lora_byt
 from services.worker.models.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.deterministic import FAST, INVARIANT, Numerics
+from services.worker.models.host_weights import HostWeights
 from services.worker.models.loading import Identity, identity_of, load_model
 from services.worker.node.machine import free_memory_bytes
 from services.worker.ranks.agreement import FREE, Agreement, Follower, Leader
@@ -82,6 +83,7 @@ class PreparedModel:
     fingerprint: str = ""
     vocabulary: Vocabulary | str = "no grammar is followed here"
     """For grammars; or why there is none."""
+    identity: Identity | None = None
 
 
 @dataclass
@@ -96,6 +98,7 @@ class _Loaded:
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
     vocabulary: Vocabulary | str
+    identity: Identity | None
 
 
 @dataclass
@@ -148,13 +151,15 @@ class Executor:
         group: RankGroup = ALONE,
         shared: RankMemory | None = None,
         deterministic: bool = False,
+        host_weights_bytes: int = 0,
     ) -> None:
         """`num_rows`: sequences held at once at most. `capture`: records decode graphs; None: CUDA's on CUDA, else none
         are used. `layers_per_safepoint`: of interruptible steps; 0: the device's default. `num_host_merged`: merged blocks
         of host memory for checkpoints. `group`: of which this is one rank; `merged_bytes` is this rank's part. `shared`:
         what the ranks share, needed where there are several; regions of `region_bytes` have the pools, or with
         `num_window_merged` a window of so many merged blocks instead of the device's pool. `deterministic`: a
-        sequence's tokens depend on nothing but itself (deterministic.py)."""
+        sequence's tokens depend on nothing but itself (deterministic.py). `host_weights_bytes`: for weights of models that
+        are put away, as of `HostWeights`."""
         self.device = torch.device(device)
         self.num_rows = num_rows
         self._group = group
@@ -185,6 +190,9 @@ class Executor:
         self._models: dict[str, _Loaded] = {}
         self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
         """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
+        self._host_weights = HostWeights(self.device, host_weights_bytes, free_memory_bytes)
+        self._held: dict[str, _Loaded] = {}
+        """Models that were removed, until their weights are kept in host memory."""
         self._has_removed = False
         """A model, since the last one was loaded."""
         self._adapters: dict[str, _LoadedAdapter] = {}
@@ -208,26 +216,29 @@ class Executor:
         identity = identity_of(
             path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len, quantization=spec.quantization
         )
+        kept = self._host_weights.take(spec.name, identity)
         with beside_steps(self.device):
-            model = self._weights.get(identity)
+            model = self._weights.get(identity) if kept is None else kept[0]
             num_layers = checkpoint.describe(path).num_layers
             if num_layers < self._group.num_stages:
                 raise CheckpointError(f"{num_layers} layers do not divide over {self._group.num_stages} stages.")
             is_new = model is None
             if model is None:
+                self._host_weights.make_room(2 * sum(size for _, size, _ in identity.files) // self._group.size)
                 model = load_model(identity, self.device, self._group, self._numerics)
                 self._give_back_cached()  # what it was made of lies on a stream that may never be used again
             # back ends belong to the thread of the steps, so this one uses its own
             backends = choose_backends(self.device, deterministic=self._numerics is INVARIANT)
             chosen = _choose(backends, model, self._numerics)
             block_size = backends[chosen].facts.block_sizes[0]
-            if is_new:
-                if self._group is ALONE:
-                    _warm_up(model, backends[chosen], block_size, identity.max_model_len, ALONE)
-                self._weights[identity] = model
+            if is_new and self._group is ALONE:
+                _warm_up(model, backends[chosen], block_size, identity.max_model_len, ALONE)
+            self._weights[identity] = model
             backend = self._backends[chosen]
             max_model_len = spec.max_model_len or identity.max_model_len
-            prepared = PreparedModel(spec.name, model, max_model_len, block_size, backend, num_layers)
+            prepared = PreparedModel(
+                spec.name, model, max_model_len, block_size, backend, num_layers, identity=identity
+            )
             if self._group is ALONE and self._numerics is INVARIANT:
                 prepared.fingerprint = _fingerprint(model, backends[chosen], block_size, max_model_len)
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
@@ -239,7 +250,7 @@ class Executor:
             self._give_back_cached()
         if self._group.is_first_stage or self._group.is_last_stage:
             # The last one samples; the first one is asked whether a grammar can be followed.
-            prepared.vocabulary = self._grammars.load(path, model.vocab_size)
+            prepared.vocabulary = self._grammars.load(path, model.vocab_size) if kept is None else kept[1]
         return prepared
 
     def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
@@ -291,6 +302,7 @@ class Executor:
         self._models[prepared.name] = _Loaded(
             prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.num_layers,
             prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
+            prepared.identity,
         )  # fmt: skip
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
@@ -312,6 +324,36 @@ class Executor:
         self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
         self._has_removed = True
         self._give_back_cached()
+
+    def hold_weights(self, name: str) -> None:
+        """`remove_model` will not free the model's weights: `keep_weights` is about to be called."""
+        self._held[name] = replace(self._models[name], graphs=None)
+
+    def keep_weights(self, name: str) -> bool:
+        """Puts the weights of a removed model into host memory; False: there is no room for them, and they are freed.
+        Blocking; from any thread, beside steps."""
+        held = self._held.pop(name, None)
+        if held is None or held.identity is None:
+            return False
+        if any(other.model is held.model for other in list(self._models.values())):
+            return False  # it is here under another name
+        model, vocabulary, identity = held.model, held.vocabulary, held.identity
+        del held
+        if self.device.type != "cpu":
+            self._weights.pop(identity, None)  # nobody may compute with it meanwhile
+        is_kept = self._host_weights.keep(name, identity, model, vocabulary)
+        if not is_kept:
+            del model
+        self._give_back_cached()
+        return is_kept
+
+    def drop_weights(self, name: str) -> None:
+        """Frees those in host memory, if they are there. From any thread."""
+        self._host_weights.drop(name)
+
+    def has_weights(self, name: str) -> bool:
+        """Whether those of a removed model are in host memory. From any thread."""
+        return name in self._host_weights
 
     def _give_back_cached(self) -> None:
         """Lets other streams and processes have the device's memory that torch keeps and nobody uses."""

@@ -111,6 +111,7 @@ def make_executor(
             settings.max_running,
             num_host_merged=num_host_merged,
             deterministic=settings.deterministic,
+            host_weights_bytes=settings.host_weights_bytes,
         )
     setup = SetUp(
         device=settings.device,
@@ -118,6 +119,8 @@ def make_executor(
         merged_bytes=merged_bytes,
         num_rows=settings.max_running,
         deterministic=settings.deterministic,
+        host_weights_bytes=settings.host_weights_bytes
+        // (plan.group.num_ranks if settings.host_weights_bytes > 0 else 1),
         num_host_merged=num_host_merged,
         num_window_merged=0 if settings.device == "cpu" else -(-WINDOW_BYTES // plan.merged_bytes),
         num_threads=settings.num_threads,

@@ -95,7 +95,7 @@ class EngineLoop:
         self._clock = clock
         self._on_effects = on_effects
         self._on_failure = on_failure
-        self._niceness = niceness
+        self.niceness = niceness
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -208,11 +208,11 @@ class EngineLoop:
     # ------------------------------------------------------------------------------------- the loop's thread
 
     def _run(self) -> None:
-        if self._niceness:
+        if self.niceness:
             # On Linux a thread id is a scheduling entity of its own, and the threads it starts inherit its priority. Less
             # niceness than the process has would need a privilege.
             thread_id = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + self._niceness
+            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + self.niceness
             os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
         try:
             while not self._stopping:

@@ -1,7 +1,10 @@
 """The models of one instance: loading and unloading beside the others' steps.
 
 (absent) --begin_load--> loading --prepared, attached--> ready --begin_unload--> unloading --> (absent)
-                           |                                                      (requests end, then memory goes)
+    ^                      |  ^                                                     |  (requests end, then memory goes)
+    |                      |  +--------begin_load-------- host <--keeps_weights-----+
+    |                      |                                |
+    +----------------------|--begin_unload, or no room left-+
                            +--error--> failed --begin_load--> loading
 """
 
@@ -9,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -29,6 +35,8 @@ from shared.models.checkpoint import CheckpointError, CheckpointMissing
 from shared.runtime.tasks import TaskSet
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL_S = 0.05
 DETACH_TIMEOUT_S = 30.0
@@ -48,6 +56,22 @@ class ModelExecutor(Protocol):
     def add_model(self, prepared: Any) -> ModelShape: ...
 
     def remove_model(self, name: str) -> None: ...
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """An executor that keeps weights of models that were removed in host memory, for when they are prepared again."""
+
+    def hold_weights(self, name: str) -> None:
+        """Before `remove_model`, between steps: `keep_weights` follows."""
+
+    def keep_weights(self, name: str) -> bool:
+        """Slow; runs beside steps. False: there is no room for them."""
+
+    def drop_weights(self, name: str) -> None: ...
+
+    def has_weights(self, name: str) -> bool:
+        """They may go at any time, when others need the room."""
 
 
 class KvUsers:
@@ -105,8 +129,11 @@ class InstanceModels:
         self._intake = intake
         self._on_change = on_change
         self._on_ready = on_ready
+        self._weights = executor if isinstance(executor, KeepsWeights) else None
         self._models: dict[str, _Model] = {}
         self._tasks = TaskSet()
+        self._loader = ThreadPoolExecutor(1, "loader", _step_back, (loop.niceness,))
+        """Reads and moves weights, with no more of the CPU than the steps get."""
         self._loading = asyncio.Lock()
         """One model is prepared at a time: two at once would double the peak of memory."""
 
@@ -121,6 +148,7 @@ class InstanceModels:
 
     def loaded(self, loads: dict[str, ModelLoad]) -> list[LoadedModel]:
         costs = self._loop.ask(Engine.cost_models)
+        self._forget_dropped()
         return [
             LoadedModel(
                 name=name,
@@ -147,15 +175,16 @@ class InstanceModels:
                 return
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is here with another source", "spec")
         if known is not None and known.is_stuck:
-            self.begin_unload(spec.name, 0.0)
+            self.begin_unload(spec.name)
         if known is not None and known.state == "unloading":
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is being unloaded", "spec")
         self._models[spec.name] = _Model(spec, "loading")
         self._tasks.start(self._load(self._models[spec.name]))
         self._on_change()
 
-    def begin_unload(self, name: str, grace_s: float) -> None:
-        """Takes no new request, waits until those it has moved away or ended (at most `grace_s`), then frees the memory."""
+    def begin_unload(self, name: str, grace_s: float = 0.0, *, keeps_weights: bool = False) -> None:
+        """Takes no new request, waits until those it has moved away or ended (at most `grace_s`), then frees the memory.
+        `keeps_weights`: in host memory, if there is room."""
         model = self._models.get(name)
         if model is None:
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is not on this instance", "name")
@@ -164,23 +193,37 @@ class InstanceModels:
             self._tasks.start(self._unload(model, grace_s))
         elif model.state == "failed":
             del self._models[name]
+        elif model.state == "host" and not keeps_weights:
+            assert self._weights is not None
+            self._weights.drop_weights(name)
+            del self._models[name]
         elif model.state == "loading":
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {name!r} is still being loaded", "name")
         elif model.state == "ready":
             model.state = "unloading"
             self._intake.models.discard(name)
-            self._tasks.start(self._unload(model, grace_s))
+            self._tasks.start(self._unload(model, grace_s, keeps_weights))
         self._on_change()
+
+    def _forget_dropped(self) -> None:
+        """Models whose weights have left host memory to make room."""
+        for name in [name for name, model in self._models.items() if model.state == "host"]:
+            if self._weights is None or not self._weights.has_weights(name):
+                del self._models[name]
 
     async def stop(self) -> None:
         await self._tasks.end_all()
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    async def _beside_steps(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._loader, work)
 
     async def _load(self, model: _Model) -> None:
         started_s = time.monotonic()
         spec = model.spec
         try:
             async with self._loading:
-                prepared = await asyncio.to_thread(self._executor.prepare_model, spec)
+                prepared = await self._beside_steps(lambda: self._executor.prepare_model(spec))
 
             def attach() -> tuple[ModelShape, int]:
                 attached, now = self._executor.add_model(prepared), self._loop.now()
@@ -221,22 +264,28 @@ class InstanceModels:
         except Exception:
             log.exception("what follows on model %s being ready has failed", spec.name)
 
-    async def _unload(self, model: _Model, grace_s: float) -> None:
-        name = model.spec.name
+    async def _unload(self, model: _Model, grace_s: float, keeps_weights: bool = False) -> None:
+        name, keeper = model.spec.name, self._weights if keeps_weights else None
+        is_kept = False
         try:
             await self._empty(name, grace_s)
-            await self._detach(name)
+            await self._detach(name, keeper)
+            if keeper is not None:
+                is_kept = await self._beside_steps(lambda: keeper.keep_weights(name))
         except Exception as error:
             log.exception("model %s could not be unloaded", name)
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"
         else:
-            del self._models[name]
+            if is_kept:
+                self._models[name] = _Model(model.spec, "host")
+            else:
+                del self._models[name]
             self._users.remove_model(name)
             if self._adapters is not None:
                 self._adapters.forget_model(name)
             if model.shape is not None:
                 self._metrics.remove_model(name, model.shape.block_size, model.num_blocks)
-            log.info("model %s is unloaded", name)
+            log.info("model %s is unloaded%s", name, ", its weights are in host memory" if is_kept else "")
         finally:
             self._users.stop_giving(name)
         self._on_change()
@@ -247,11 +296,14 @@ class InstanceModels:
             self._users.give_away(name)
             await asyncio.sleep(POLL_S)
 
-    async def _detach(self, name: str) -> None:
-        """Requests are over now; migrations of the model still have to see that they are."""
+    async def _detach(self, name: str, keeper: KeepsWeights | None) -> None:
+        """Requests are over now; migrations of the model still have to see that they are. `keeper` is to keep the
+        weights."""
 
         def detach() -> bool:
             removed = self._loop.apply(RemoveModel(name))
+            if removed and keeper is not None:
+                keeper.hold_weights(name)
             if removed:
                 self._executor.remove_model(name)
             return removed
@@ -261,3 +313,9 @@ class InstanceModels:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"its KV blocks are still in use after {DETACH_TIMEOUT_S:g} s")
             await asyncio.sleep(POLL_S)
+
+
+def _step_back(niceness: int) -> None:
+    """Of the thread that calls: as of the engine's."""
+    if niceness:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)

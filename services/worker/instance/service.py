@@ -332,7 +332,7 @@ class InstanceService:
         return Done()
 
     def _on_unload_model(self, query: UnloadModel) -> Done:
-        self._models.begin_unload(query.name, query.grace_s)
+        self._models.begin_unload(query.name, query.grace_s, keeps_weights=query.keeps_weights)
         return Done()
 
     def _on_drain(self, query: Drain) -> Done:

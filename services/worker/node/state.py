@@ -146,6 +146,10 @@ class _Process:
     stop: _Stop | None = None
 
     def loaded(self) -> dict[str, LoadedModel]:
+        """Without those of which it has but the weights, in host memory."""
+        return {name: model for name, model in self.entries().items() if model.state != "host"}
+
+    def entries(self) -> dict[str, LoadedModel]:
         return {} if self.info is None else {model.name: model for model in self.info.models}
 
     @property
@@ -156,6 +160,10 @@ class _Process:
     @property
     def is_ready(self) -> bool:
         return self.stop is None and self.info is not None and self.info.state == "ready"
+
+    def serves(self, plan: InstancePlan) -> bool:
+        """One without models is there for those on demand."""
+        return self.is_ready or (self.is_up and not plan.models)
 
     @property
     def is_draining(self) -> bool:
@@ -173,7 +181,7 @@ class _Process:
     def carries_out(self, plan: InstancePlan) -> bool:
         wanted = {spec.name: spec for spec in plan.models}
         return (
-            self.is_ready
+            self.serves(plan)
             and self.has_pool_of(plan)
             and {name: self.specs.get(name) for name in self.loaded()} == wanted
             and all(model.state == "ready" for model in self.loaded().values())
@@ -300,16 +308,20 @@ class NodeState:
 
     def _step_models(self, instance_id: str, process: _Process, desired: InstancePlan, now: float) -> list[Action]:
         actions: list[Action] = []
-        loaded = process.loaded()
+        loaded = process.entries()
         wanted = {spec.name: spec for spec in desired.models}
+        asleep = self._plan.asleep if self._plan is not None else {}
         for name in sorted(wanted.keys() | loaded.keys() | process.asks.keys()):
             want, entry, have = wanted.get(name), loaded.get(name), process.specs.get(name)
             query: Query | None = None
             if entry is not None and entry.state in ("loading", "unloading"):
                 continue
-            if entry is not None and want != have:
-                query = UnloadModel(name, self._drain_grace_s)
-            elif want is not None and (entry is None or (entry.state == "failed" and not entry.is_final)):
+            is_kept = entry is not None and entry.state == "host"
+            if is_kept and want is None and name in asleep:
+                pass
+            elif entry is not None and want != have and not (is_kept and want is not None):
+                query = UnloadModel(name, self._drain_grace_s, keeps_weights=want is None and name in asleep)
+            elif want is not None and (entry is None or is_kept or (entry.state == "failed" and not entry.is_final)):
                 # What is loaded beside a pool that is still to shrink might not fit.
                 if not process.has_pool_of(desired):
                     continue
@@ -405,7 +417,7 @@ class NodeState:
         for instance_id, desired in sorted(self._desired.items()):
             instance = self._instances[instance_id]
             process, num_failures = instance.process, instance.num_failures
-            if process is None or not process.is_ready:
+            if process is None or not process.serves(desired):
                 found.append(f"{instance_id} is {instance.phase}")
             elif num_failures > 1 and now - process.started_at < HEALTHY_AFTER_S:
                 found.append(f"{instance_id} {instance.failure} ({num_failures} times in a row) and has just come back")

@@ -30,5 +30,6 @@ def join(setup: SetUp, memory: RankMemory) -> tuple[Executor, RankGroup]:
         group=group,
         shared=memory,
         deterministic=setup.deterministic,
+        host_weights_bytes=setup.host_weights_bytes,
     )
     return executor, group

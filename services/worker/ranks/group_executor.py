@@ -40,6 +40,7 @@ from services.worker.ranks.messages import (
     Copy,
     CopyEnded,
     DropAdapter,
+    DropWeights,
     EnterTokens,
     Failed,
     Forget,
@@ -139,6 +140,8 @@ class GroupExecutor:
         """Prepared models that nobody has any more: told with the next message, as they may go at any time."""
         self._changes = threading.Condition(self._lock)
         self._failed_here: set[int] = set()
+        self._held: set[str] = set()
+        """Models whose weights are to be kept when they are removed."""
         self._failed_there: dict[int, int] = {}
         """Steps, and how many of the other ranks they failed on."""
         self._results: deque[StepResult] = deque()
@@ -182,8 +185,24 @@ class GroupExecutor:
 
     def remove_model(self, name: str) -> None:
         with self._window_lock:
-            self._tell(Remove(name))
+            self._tell(Remove(name, name in self._held))
+            self._held.discard(name)
             self._own.remove_model(name)
+
+    def hold_weights(self, name: str) -> None:
+        """As of `Executor`; likewise the next. Each rank keeps its part, as far as it has room."""
+        self._held.add(name)
+        self._own.hold_weights(name)
+
+    def keep_weights(self, name: str) -> bool:
+        return self._own.keep_weights(name)
+
+    def drop_weights(self, name: str) -> None:
+        self._tell(DropWeights(name))
+        self._own.drop_weights(name)
+
+    def has_weights(self, name: str) -> bool:
+        return self._own.has_weights(name)
 
     def adapter_bytes(self, model: str, adapter: Adapter) -> int:
         """Bytes of rank 0's part of an adapter. Raises `CheckpointError`."""

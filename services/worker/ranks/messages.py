@@ -31,6 +31,8 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Bytes of this rank's part of a merged block."""
     num_rows: int
     deterministic: bool = False
+    host_weights_bytes: int = 0
+    """Of this rank; as of `HostWeights`."""
     num_host_merged: int = 0
     num_window_merged: int = 0
     """Merged blocks of host memory through which blocks on the device are reached; 0: the device's memory is shared (CPU),
@@ -96,6 +98,13 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 class Remove(msgspec.Struct, frozen=True, tag=True):
     name: str
+    keeps_weights: bool = False
+
+
+class DropWeights(msgspec.Struct, frozen=True, tag=True):
+    """Those of a removed model that were kept."""
+
+    name: str
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -134,8 +143,8 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    SetUp | Launch | Copy | Claim | MoveWindow | Prepare | Add | Forget | Remove | LoadAdapter | DropAdapter | CompileGrammar
-    | SetLayersPerSafepoint | EnterTokens | Close
+    SetUp | Launch | Copy | Claim | MoveWindow | Prepare | Add | Forget | Remove | DropWeights | LoadAdapter | DropAdapter |
+    CompileGrammar | SetLayersPerSafepoint | EnterTokens | Close
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ the others to rank 0

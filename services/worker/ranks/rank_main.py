@@ -26,6 +26,7 @@ from services.worker.ranks.messages import (
     Copy,
     CopyEnded,
     DropAdapter,
+    DropWeights,
     EnterTokens,
     Failed,
     Forget,
@@ -106,8 +107,14 @@ class Member:
                 self._answer(call_id, lambda: executor.add_model(self._prepared[prepared]))
             case Forget(prepared):
                 self._prepared.pop(prepared, None)
-            case Remove(name):
+            case Remove(name, keeps_weights):
+                if keeps_weights:
+                    executor.hold_weights(name)
                 executor.remove_model(name)
+                if keeps_weights:
+                    threading.Thread(target=executor.keep_weights, args=(name,), name="keeper", daemon=True).start()
+            case DropWeights(name):
+                executor.drop_weights(name)
             case LoadAdapter():
                 threading.Thread(target=self._load_adapter, args=(message,), name="loader", daemon=True).start()
             case DropAdapter(version):
