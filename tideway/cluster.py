@@ -35,6 +35,8 @@ class ModelState(StrEnum):
     FAILED = "failed"
     DRAINED = "drained"
     """On no instance, because all are drained."""
+    PUT_AWAY = "put away"
+    """Loaded when requests for it come."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def view_model(
     ]
     if not planned:
         reason = plan.unplaced.get(name, "") if plan else ""
+        if plan is not None and name in plan.asleep:
+            return ModelView(name, ModelState.PUT_AWAY)
         if configured is not None and name not in configured:
             reason = "it was removed while Tideway ran, and stays so until it is added again (POST /admin/models)"
         elif reason and plan and plan.draining and not plan.instances:

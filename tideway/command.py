@@ -24,7 +24,7 @@ from shared.recording import ReplayMismatch, header_of
 from shared.runtime.service import OPERATOR_ERROR_EXIT_CODE
 from shared.runtime.settings import SettingsError
 from shared.scheduling import recording as scheduling
-from tideway import completion, operations, requests, routes
+from tideway import completion, model_commands, operations, requests, routes
 from tideway import plan as plans
 from tideway.backup import backup, restore
 from tideway.bench.command import bench
@@ -77,7 +77,10 @@ def tideway(
 def up(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
+        typer.Option(
+            help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models. NAME=FOLDER,on-demand "
+            "or NAME=FOLDER,idle=SECONDS: loaded when requests come, put away after so long without any (300)."
+        ),
     ] = None,
     adapter: Annotated[
         list[str] | None,
@@ -491,6 +494,7 @@ def _leave(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
+app.add_typer(model_commands.app, name="model")
 app.add_typer(routes.app, name="route")
 
 

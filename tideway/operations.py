@@ -144,6 +144,13 @@ class AdminClient:
         action = "undrain" if is_undone else "drain"
         return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", PlacementPlan)
 
+    def add_model(self, body: dict[str, Any]) -> PlacementPlan:
+        """`body`: as of POST /admin/models."""
+        return self._call("POST", "/admin/models", PlacementPlan, body)
+
+    def remove_model(self, name: str) -> PlacementPlan:
+        return self._call("DELETE", f"/admin/models/{quote(name)}", PlacementPlan)
+
     def load_adapter(self, name: str, source: str, base: str, ttft_ms: float, tpot_ms: float) -> PlacementPlan:
         body: dict[str, Any] = {"name": name, "source": source, "base": base}
         body |= {key: ms for key, ms in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)) if ms}
@@ -152,7 +159,7 @@ class AdminClient:
     def unload_adapter(self, name: str) -> PlacementPlan:
         if all(adapter.name != name for adapter in self.models().adapters):
             raise OperatorError(f"There is no adapter {name!r}.")
-        return self._call("DELETE", f"/admin/models/{quote(name)}", PlacementPlan)
+        return self.remove_model(name)
 
     def scale_model(self, name: str, replicas: int | None) -> PlacementPlan:
         return self._call("POST", f"/admin/models/{quote(name)}/scale", PlacementPlan, {"replicas": replicas})

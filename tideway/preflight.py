@@ -18,6 +18,7 @@ import msgspec
 from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.cluster import tool_formats as list_tool_formats
 from shared.models.quantization import QUANTIZATIONS
+from shared.runtime.settings import SettingsError, with_option
 from tideway.data_folder import OperatorError
 
 MINIMUM_MEMORY_BYTES = 2 * 1024**3
@@ -32,8 +33,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def parse_models(arguments: Iterable[str], quantization: str = "", tool_formats: Iterable[str] = ()) -> list[ModelSpec]:
-    """Models from `NAME=SOURCE` or `SOURCE` arguments; without any, the demonstration models. `quantization`: of all.
-    `tool_formats`: `FORMAT` of all, `NAME=FORMAT` of one.
+    """Models from `NAME=SOURCE` or `SOURCE` arguments, behind which `,on-demand` and `,idle=SECONDS` may stand; without any,
+    the demonstration models. `quantization`: of all. `tool_formats`: `FORMAT` of all, `NAME=FORMAT` of one.
 
     Folders become absolute paths. Raises `OperatorError` for a source that is neither a checkpoint's folder nor a hub id.
     """
@@ -43,15 +44,21 @@ def parse_models(arguments: Iterable[str], quantization: str = "", tool_formats:
     arguments = list(arguments) or [str(folder / name) for name in DEMONSTRATION_MODELS]
     specs: dict[str, ModelSpec] = {}
     for argument in arguments:
-        name, equals, source = argument.partition("=")
+        plain, options = _options_behind(argument)
+        name, equals, source = plain.partition("=")
         if not equals:
-            name, source = "", argument
+            name, source = "", plain
         hint = f"--model {argument}: write NAME=FOLDER or NAME=ORGANISATION/MODEL"
         source = _source(source, "checkpoint in Hugging Face format", "config.json", hint)
         name = name or (Path(source).name if Path(source).is_absolute() else source)
         if name in specs:
             raise OperatorError(f"Two models are named {name}. Name one of them: --model NAME=SOURCE.")
         specs[name] = ModelSpec(name=name, source=source, quantization=quantization)
+        try:
+            for option in options:
+                specs[name] = with_option(specs[name], option) or specs[name]
+        except SettingsError as error:
+            raise OperatorError(f"--model {argument}: {error}.") from None
     for argument in sorted(tool_formats, key=lambda argument: "=" in argument):  # what is said of one goes before
         name, _, tool_format = argument.rpartition("=")
         if ":" not in tool_format and tool_format not in (known := list_tool_formats()):
@@ -61,6 +68,16 @@ def parse_models(arguments: Iterable[str], quantization: str = "", tool_formats:
         for each in [name] if name else specs:
             specs[each] = msgspec.structs.replace(specs[each], tool_format=tool_format)
     return list(specs.values())
+
+
+def _options_behind(argument: str) -> tuple[str, list[str]]:
+    """What stands before the options of a `--model`, and they (`with_option`)."""
+    options: list[str] = []
+    while True:
+        before, comma, last = argument.rpartition(",")
+        if not comma or (last != "on-demand" and not last.startswith("idle=")):
+            return argument, options
+        argument, options = before, [last, *options]
 
 
 def parse_adapters(arguments: Iterable[str], models: Collection[ModelSpec]) -> list[AdapterSpec]:

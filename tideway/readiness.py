@@ -82,6 +82,8 @@ class ModelChecks:
             if model.state is ModelState.READY:
                 where = f"on {model.num_ready} instance{'s' * (model.num_ready != 1)}"
                 return f"{where} ({model.reason})" if model.reason else where
+            if model.state is ModelState.PUT_AWAY:
+                return "on demand"
             if model.state not in (ModelState.FAILED, ModelState.DRAINED):
                 self._failing_since_s.pop(name, None)
                 return None

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shared.messages.admin import InstanceState, InstanceStates, ModelStates
+from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates
 from tideway.console import count_sources, fit
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, drained_and_gone
@@ -111,7 +111,7 @@ def _instances(instances: InstanceStates, bar: str) -> Table:
         state = "draining" if drains else instance.state
         style = {"ready": "green", "draining": "yellow"}.get(state, "cyan")
         num_ready = sum(model.state == "ready" for model in instance.models)
-        models = f"{num_ready}/{len(instance.models)}"
+        models = f"{num_ready}/{sum(model.state != 'host' for model in instance.models)}"
         name, num_devices = escape(instance.instance_id), len(instance.devices)
         name += f" x{num_devices}" if num_devices > 1 else ""
         table.add_row(name, Text(state, style), *_load(instance, bar), models)
@@ -160,10 +160,17 @@ def _models(snapshot: Snapshot) -> Table:
         row = (f"{num_ready}{wanted}", str(model.num_running), str(model.num_waiting), queued)
         on_instances = (one for instance in snapshot.instances.instances for one in instance.models)
         sources = count_sources(one.cost_model for one in on_instances if one.name == model.name)
-        table.add_row(
-            escape(model.name), *row, sources, escape(model.unplaced or _load_errors(model.name, snapshot.instances))
-        )
+        table.add_row(escape(model.name), *row, sources, escape(_note(model, snapshot.instances)))
     return table
+
+
+def _note(model: ModelState, instances: InstanceStates) -> str:
+    if reason := model.unplaced or _load_errors(model.name, instances):
+        return reason
+    if not model.on_demand or model.state == "ready":
+        return ""
+    where = {"host": "put away, in host memory", "disk": "put away, on disk"}.get(model.state, model.state)
+    return where if model.why_asleep in ("", "idle") else f"{where} ({model.why_asleep})"
 
 
 def _load_errors(name: str, instances: InstanceStates) -> str:

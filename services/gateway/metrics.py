@@ -137,6 +137,10 @@ class GatewayMetrics:
         self.moved_streams = counter("moved_streams", "Times that a sequence was handed from instance to instance")
         self.replays = counter("replays", "Replay queries sent to instances", "reason")
         self.bypassed = counter("bypass_placements", "Requests placed on an instance without a scheduler")
+        self.cold_starts = counter(
+            "cold_starts", "Calls that came while their model was put away, by where it was: host, disk, loading, failed",
+            "model", "state",
+        )  # fmt: skip
         self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")
         self.storage_writable = gauge("storage_writable", "0 while NATS cannot write to its disk, else 1")
         self.storage_writable.set(1)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.messages.cluster import AdapterSpec, InstancePlan, ModelSpec, PlacementPlan
+from shared.messages.cluster import DEFAULT_IDLE_S, AdapterSpec, InstancePlan, ModelSpec, PlacementPlan
 from shared.messages.requests import Seconds
 from shared.messages.traffic import ModelTraffic
 from shared.placement.plan import Group, Plan, Prediction, Rejected, Trial
@@ -194,7 +194,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     """Objective of online requests that name none; 0: the instance's default. Likewise `tpot_ms`."""
     tpot_ms: float
     instances: dict[str, str]
-    """Instance id to the model's state there: loading, ready, unloading, failed."""
+    """Instance id to the model's state there: loading, ready, unloading, failed, host."""
     unplaced: str | None
     """Why it is on no instance, if it is on none."""
     failure: str | None
@@ -211,7 +211,14 @@ class ModelState(msgspec.Struct, kw_only=True):
     quantization: str = ""
     """Quantisation of weights that the checkpoint has unquantised; empty: none."""
     sampling_defaults: dict[str, float] = {}
-    """Sampling of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
+    """Of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
+    on_demand: bool = False
+    """Loaded when requests for it come, and put away `idle_s` after the last one."""
+    idle_s: float = DEFAULT_IDLE_S
+    state: str = ""
+    """ready | loading | failed | host | disk: the last two of one that is put away, by where its weights are."""
+    why_asleep: str = ""
+    """Why it is put away: a `WhyAsleep`."""
 
 
 class AdapterState(msgspec.Struct, kw_only=True):
@@ -243,7 +250,7 @@ class InstanceModel(msgspec.Struct, kw_only=True):
 
     name: str
     state: str
-    """loading | ready | unloading | failed"""
+    """loading | ready | unloading | failed | host"""
     max_model_len: int
     block_size: int
     blocks_per_merged: int

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from shared.messages.cluster import AdapterSpec, ModelSpec
-from shared.plugins import PluginError, Registry
+from shared.messages.requests import Seconds
 
 T = TypeVar("T")
 
@@ -272,8 +272,11 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
                 raise SettingsError(f"TIDEWAY_MODELS is not a JSON list of models: {error}") from None
             return [self._quantized(spec) for spec in specs]
         pairs = [item.strip() for item in text.split(",") if item.strip()]
-        specs = []
+        specs: list[ModelSpec] = []
         for pair in pairs:
+            if specs and (changed := with_option(specs[-1], pair)) is not None:
+                specs[-1] = changed
+                continue
             name, equals, source = pair.partition("=")
             spec = ModelSpec(name=name.strip(), source=source.strip() if equals else name.strip())
             specs.append(self._quantized(spec))
@@ -296,6 +299,20 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
 
     def _quantized(self, spec: ModelSpec) -> ModelSpec:
         return msgspec.structs.replace(spec, quantization=spec.quantization or self.quantization)
+
+
+def with_option(spec: ModelSpec, option: str) -> ModelSpec | None:
+    """The model with an option as it stands behind its source: `on-demand`, or `idle=SECONDS`, which is on demand too. None:
+    it is no option. Raises `SettingsError`."""
+    name, equals, value = option.strip().partition("=")
+    if name == "on-demand" and not equals:
+        return msgspec.structs.replace(spec, on_demand=True)
+    if name != "idle" or not equals:
+        return None
+    try:
+        return msgspec.structs.replace(spec, on_demand=True, idle_s=msgspec.convert(value, Seconds, strict=False))
+    except msgspec.ValidationError:
+        raise SettingsError(f"model {spec.name!r}: idle={value}: expected a number of seconds") from None
 
 
 class WorkerSettings(BusSettings, frozen=True, kw_only=True):

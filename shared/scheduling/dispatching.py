@@ -233,7 +233,7 @@ class Dispatcher:
         """In words, of one that `picks` left in the queue."""
         lane = lane_of(tracked)
         if not self.num_serving(tracked.model):
-            return NOBODY_SERVES
+            return "its model is being loaded" if self._cluster.ways(tracked.model)[1] else NOBODY_SERVES
         if tracked.is_unfit:
             return "it is too long for what serves the model now"
         if self.ranking.index(lane, tracked.is_high).is_empty():

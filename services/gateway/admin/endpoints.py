@@ -64,6 +64,7 @@ from shared.messages.catalogue import (
 )
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import (
+    DEFAULT_IDLE_S,
     AdapterSpec,
     ModelSpec,
     PlacementPlan,
@@ -183,6 +184,10 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 num_queued=None if num_queued is None else num_queued.get(spec.name, 0),
                 traffic=traffic.get(spec.name),
                 sampling_defaults=_sampling_defaults(context, spec),
+                on_demand=spec.on_demand,
+                idle_s=spec.idle_s,
+                state=context.catalog.state(spec.name),
+                why_asleep=context.catalog.why_asleep(spec.name),
             )
         )
     return json_response(
@@ -219,7 +224,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     message = await read_audited(context, request, _ADD_MODEL)
     if message.base is not None:
-        for field in ("dtype", "max_model_len", "replicas", "quantization", "tool_format"):
+        for field in ("dtype", "max_model_len", "replicas", "quantization", "tool_format", "on_demand", "idle_s"):
             if getattr(message, field) is not None:
                 raise invalid(field, f"'{field}' cannot be set of an adapter: it has that of its base model.")
         adapter = AdapterSpec(
@@ -243,6 +248,8 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.slo_scale or 0.0,
         message.quantization or "",
         message.tool_format or "",
+        bool(message.on_demand),
+        DEFAULT_IDLE_S if message.idle_s is None else message.idle_s,
     )
     return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 

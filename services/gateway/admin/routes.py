@@ -29,7 +29,7 @@ def _state(context: GatewayContext, route: Route) -> RouteState:
         mirrors={mirror.model: mirror.share for mirror in route.mirrors},
         fallbacks=list(route.fallbacks),
         changed_s=route.changed_s,
-        down=sorted(model for model in models if not context.catalog.is_served(model)),
+        down=sorted(model for model in models if not context.catalog.is_available(model)),
     )
 
 

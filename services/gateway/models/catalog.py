@@ -13,13 +13,24 @@ from services.gateway.text.tokenization import ModelTokenizer, Tokenizers
 from shared.bus.interface import Bus, ServiceError, Subscription, Watch
 from shared.messages.catalogue import ADAPTERS, INSTANCE_EXITED, INSTANCES, MODELS, NODES, PLANS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import AdapterSpec, InstanceExited, InstanceInfo, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.cluster import (
+    AdapterSpec,
+    InstanceExited,
+    InstanceInfo,
+    LoadedModel,
+    ModelSpec,
+    PlacementPlan,
+    WhyAsleep,
+)
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.runtime.tasks import true_within
 
 logger = logging.getLogger(__name__)
 
 READY = "ready"
+LOADING = "loading"
+IN_HOST_MEMORY = "host"
+ON_DISK = "disk"
 DRAINING = "draining"
 FAILED = "failed"
 CHANGE_S = 2.0
@@ -168,13 +179,49 @@ class Catalog:
         reason, is_final = "", False
         if found:
             reason, is_final = found[0].error, all(loaded.is_final for loaded in found)
-        elif self._plan_watch is not None and (plan := self._plan_watch.entries.get("current")) is not None:
+        elif (plan := self._plan) is not None:
             reason = plan.unusable.get(model, "")
             is_final = bool(reason)
+            if plan.asleep.get(model) == WhyAsleep.NO_ROOM:
+                reason = "no instance has memory for it beside the models that are always loaded"
         if not reason:
             return None
         code = ErrorCode.MODEL_FAILED if is_final else ErrorCode.UNAVAILABLE
         return ErrorInfo(code, f"The model '{model}' cannot be loaded: {reason}", "model")
+
+    @property
+    def _plan(self) -> PlacementPlan | None:
+        return None if self._plan_watch is None else self._plan_watch.entries.get("current")
+
+    def state(self, model: str) -> str:
+        """Where a known model, or the base of an adapter, is: ready | loading | failed | host (its weights are in host
+        memory) | disk. The last two are of models on demand alone."""
+        base = self.base(model)
+        if self.is_served(base):
+            return READY
+        states = {loaded.state for info in self.alive.values() if (loaded := loaded_model(info, base)) is not None}
+        if LOADING not in states and self.failure(base) is not None:
+            return FAILED
+        if LOADING in states or not self.is_on_demand(base):
+            return LOADING
+        return IN_HOST_MEMORY if IN_HOST_MEMORY in states else ON_DISK
+
+    def is_on_demand(self, model: str) -> bool:
+        """Whether it is a model, or an adapter of one, that is loaded when requests for it come."""
+        known = self._models.get(bucket_key(self.base(model)))
+        return known is not None and known[0].on_demand
+
+    def why_asleep(self, model: str) -> str:
+        """A `WhyAsleep` of a model on demand that is put away; empty: it is not, or nobody says so."""
+        return "" if self._plan is None else self._plan.asleep.get(self.base(model), "")
+
+    def is_available(self, model: str) -> bool:
+        """Whether requests for it are served: now, or when it has been loaded for them."""
+        return self.is_served(model) or (
+            self.is_on_demand(model)
+            and self.failure(self.base(model)) is None
+            and any(info.state != DRAINING for info in self.alive.values())
+        )
 
     def check_can_be_served(self, model: str) -> None:
         """Raises `ServiceError`."""
@@ -182,8 +229,8 @@ class Catalog:
             raise ServiceError(failure)
 
     def ready_models(self) -> list[str]:
-        """Known models with an instance that serves them now."""
-        return [spec.name for spec in self.models if self.is_served(spec.name)]
+        """Known models that an instance serves now, or would when it has loaded them on demand."""
+        return [spec.name for spec in self.models if self.is_available(spec.name)]
 
     def is_served(self, model: str) -> bool:
         """Whether it is known, and an instance serves it, or its base model, now."""

@@ -53,7 +53,7 @@ class Routes:
         route = self.get(name)
         if route is None:
             return Routed(name)
-        chosen = choose(route, key_of(route, tenant, user, request_id), self._catalog.is_served)
+        chosen = choose(route, key_of(route, tenant, user, request_id), self._catalog.is_available)
         return Routed(chosen.model, route, chosen.role)
 
     def model_of(self, name: str) -> str:

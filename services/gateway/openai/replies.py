@@ -148,6 +148,8 @@ class ModelCard(msgspec.Struct):
     """The base model of a LoRA adapter."""
     max_model_len: int | None
     """None: no instance has loaded the model yet and its operator set no limit."""
+    state: Literal["ready", "loading", "host", "disk", "failed"] = "ready"
+    """host, disk: a model on demand that is put away, and where its weights are: it is loaded for the next request."""
 
 
 class ModelList(msgspec.Struct):

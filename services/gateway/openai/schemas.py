@@ -435,6 +435,10 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """For a LoRA adapter: the model whose weights it is computed with."""
     tool_format: str | None = None
     """How it writes calls of tools, where its chat template does not tell."""
+    on_demand: bool | None = None
+    """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
+    idle_s: Annotated[float, Meta(ge=0, le=2_592_000)] | None = None
+    """Of a model on demand: seconds after its last request after which it is put away; default 300."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -46,6 +46,7 @@ from services.gateway.requests.exchange import (
     EventStream,
     Exchange,
     KeepAlive,
+    silence_s,
 )
 from services.gateway.requests.kept_calls import STREAM_HEADER, AlreadyKept, Plan, Wish
 from services.gateway.requests.resuming import attach, seen_by
@@ -172,6 +173,7 @@ async def begin(
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, request.headers, settings.request_timeout_s)
     exchange.identify(message.model, message, options)
+    call.note_state(spec.name)
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
@@ -240,7 +242,7 @@ async def prompts_in_time(
 async def first_deltas(exchange: Exchange, generation: Generation, keep_alive: KeepAlive | None) -> list[Delta]:
     """Those that a stream begins with; none after so much silence that there is to be a sign of life. They decide about the
     status: until they come, a failure is still an HTTP error."""
-    timeout_s = None if keep_alive is None else keep_alive.interval_s
+    timeout_s = silence_s(exchange.call, keep_alive)
     with contextlib.suppress(TimeoutError):
         while not generation.is_done:
             if first := await exchange.next_deltas(generation, timeout_s):

@@ -23,6 +23,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.http.errors import ApiError, of_info
 from services.gateway.http.limits import AnswerBody
 from services.gateway.metrics import CallMetrics
+from services.gateway.models.catalog import READY
 from services.gateway.models.routes import Routed
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import GenerationFields
@@ -39,6 +40,7 @@ from services.gateway.streams.generation import Delta, Generation, Prompt, Seen
 from services.gateway.text.logprobs import prompt_logprobs
 from services.gateway.text.tokenization import ModelTokenizer
 from shared.bus.interface import BusError
+from shared.messages.cluster import WhyAsleep
 from shared.messages.kept import KeptCall
 from shared.messages.requests import GenerationRequest, RequestClass
 from shared.runtime.telemetry import context_of, current_traceparent
@@ -97,6 +99,8 @@ class Call:
         """None before it is understood."""
         self.generation: Generation | None = None
         self._model = "unknown"
+        self._cold_model = ""
+        """The one that was not loaded when the call was placed."""
         self._shown_model = ""
         self.routed = Routed("unknown")
         """To whom, once its model's name was looked up."""
@@ -112,6 +116,24 @@ class Call:
         if self._shown_model:
             return self._shown_model
         return self._model if self.routed.route is None else self.routed.route.name
+
+    def note_state(self, model: str) -> None:
+        """Before it is placed: whether it begins with its model being loaded. `model`: not an adapter's name."""
+        catalog = self.context.catalog
+        if not catalog.is_on_demand(model) or (state := catalog.state(model)) == READY:
+            return
+        self._cold_model = model
+        self.context.metrics.cold_starts.labels(model, state).inc()
+        self.span.set_attribute("tideway.cold_start", state)
+
+    def cold_start(self) -> bytes:
+        """A comment for its stream, while its model is being loaded for it; empty: it is not."""
+        generation, catalog, model = self.generation, self.context.catalog, self._cold_model
+        if not model or (generation is not None and generation.first_token_at is not None):
+            return b""
+        if (state := catalog.state(model)) == READY:
+            return b""
+        return f": cold start: {model} is {cold_text(state, catalog.why_asleep(model))}\n\n".encode()
 
     def headers(self) -> dict[str, str]:
         """Headers that say which model answers, where that is not the name that was asked for, and how the answer may
@@ -420,6 +442,21 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
 
 
 COMMENT = b": keep-alive\n\n"
+COLD_SIGN_S = 2.0
+"""Of silence, after which a stream is told that its model is being loaded: longer than from host memory, and than what
+cannot be loaded at all takes to be known."""
+
+
+def cold_text(state: str, why: str) -> str:
+    """`state`: of `Catalog.state`; `why`: a `WhyAsleep`, or empty."""
+    where = {"loading": "being loaded", "host": "in host memory", "disk": "on disk"}.get(state, state)
+    reasons = {
+        WhyAsleep.ROOM_IN_USE: "the memory that it needs is in use",
+        WhyAsleep.RECENTLY_USED: "the memory that it needs was in use a moment ago",
+        WhyAsleep.ONLINE_FIRST: "online requests come first",
+    }
+    reason = reasons.get(WhyAsleep(why)) if why and state != "loading" else None
+    return where if reason is None else f"{where}: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +466,13 @@ class KeepAlive:
     interval_s: float
     sign: bytes = b""
     """Empty: as its writer has it."""
+
+
+def silence_s(call: Call, keep_alive: KeepAlive | None) -> float | None:
+    """Until the next sign of life; None: there is none."""
+    if keep_alive is None:
+        return None
+    return min(COLD_SIGN_S, keep_alive.interval_s) if call.cold_start() else keep_alive.interval_s
 
 
 class EventStream(Response):
@@ -515,7 +559,7 @@ class EventStream(Response):
     async def _next_deltas(self) -> list[Delta]:
         """Those that are the task's to write."""
         self._generation.listener = None if self._body is None else self._on_news
-        timeout_s = None if self._keep_alive is None else self._keep_alive.interval_s
+        timeout_s = silence_s(self._exchange.call, self._keep_alive)
         try:
             deltas = await self._exchange.next_deltas(self._generation, timeout_s)
         finally:
@@ -550,4 +594,5 @@ class EventStream(Response):
 
     def _silence(self) -> Message:
         sign = (self._keep_alive.sign if self._keep_alive is not None else b"") or self._writer.keep_alive()
-        return {"type": "http.response.body", "body": sign, "more_body": True}
+        body = self._exchange.call.cold_start() or sign
+        return {"type": "http.response.body", "body": body, "more_body": True}

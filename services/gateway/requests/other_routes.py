@@ -45,7 +45,14 @@ def json_response(body: Any, status_code: int = 200) -> Response:
 def _card(context: GatewayContext, spec: ModelSpec) -> ModelCard:
     max_model_len = context.catalog.reported_max_model_len(spec.name) or spec.max_model_len
     return ModelCard(
-        spec.name, "model", context.catalog.created(spec.name), "tideway", spec.source, None, max_model_len
+        spec.name,
+        "model",
+        context.catalog.created(spec.name),
+        "tideway",
+        spec.source,
+        None,
+        max_model_len,
+        context.catalog.state(spec.name),
     )
 
 
@@ -58,7 +65,8 @@ def _adapter_card(context: GatewayContext, adapter: AdapterSpec) -> ModelCard:
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers)
-    served = [spec for spec in context.catalog.models if context.catalog.failure(spec.name) is None]
+    catalog = context.catalog
+    served = [spec for spec in catalog.models if spec.on_demand or catalog.failure(spec.name) is None]
     cards = [_route_card(context, route) for route in context.routes.all()]
     cards += [_card(context, spec) for spec in served if context.routes.get(spec.name) is None]
     names = {spec.name for spec in served}

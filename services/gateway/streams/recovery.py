@@ -237,8 +237,12 @@ class Recovery:
         quiet: dict[str | None, list[Stream]] = defaultdict(list)
         unowned = {stream.model for stream in self._table.streams.values() if stream.owner is None}
         found = {model: self._catalog.failure(model) for model in unowned}
-        # What may pass is waited for; a model that cannot be loaded at all is not.
-        failures = {m: e for m, e in found.items() if e is not None and e.code is ErrorCode.MODEL_FAILED}
+        # What may pass is waited for; a model that cannot be loaded at all is not, nor one that was loaded for these.
+        failures = {
+            m: e
+            for m, e in found.items()
+            if e is not None and (e.code is ErrorCode.MODEL_FAILED or self._catalog.is_on_demand(m))
+        }
         for stream in list(self._table.streams.values()):
             if now >= stream.deadline:
                 self._table.fail(stream, ErrorCode.DEADLINE, "The request's time limit has passed.")

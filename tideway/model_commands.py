@@ -1,0 +1,122 @@
+"""`tideway model`: adds, removes and lists models while everything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from shared.messages.admin import ModelState
+from shared.messages.cluster import DEFAULT_IDLE_S
+from tideway import completion
+from tideway.console import TableConsole
+from tideway.data_folder import DataFolder
+from tideway.operations import AdminClient
+from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
+from tideway.top import LOOK
+
+app = typer.Typer(no_args_is_help=True, help="Models: add, remove, list, also those that are loaded on demand.")
+
+
+@app.command("list")
+def list_models(
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Show all models, whether they are loaded, and where the weights are of those that are put away."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        states = client.models()
+    if as_json:
+        print(msgspec.json.encode(states).decode())
+    elif not states.models:
+        print("There is no model; tideway model add NAME SOURCE adds one.")
+    else:
+        TableConsole().print(_table(states.models))
+
+
+def _table(models: list[ModelState]) -> Table:
+    table = Table("model", "state", "instances", "on demand", "requests", "source", "note", **LOOK)
+    for model in models:
+        num_ready = sum(state == "ready" for state in model.instances.values())
+        cells = (
+            model.name,
+            model.state,
+            str(num_ready),
+            f"idle {model.idle_s:g} s" if model.on_demand else "no",
+            f"{model.num_running}+{model.num_waiting}+{'?' if model.num_queued is None else model.num_queued}",
+            model.source,
+            model.failure or model.unplaced or (model.why_asleep if model.why_asleep != "idle" else ""),
+        )
+        table.add_row(*map(escape, cells))
+    return table
+
+
+@app.command("add")
+def add_model(
+    name: Annotated[str, typer.Argument(help="As clients will call it.")],
+    source: Annotated[str, typer.Argument(help="Folder in Hugging Face format, as the workers see it, or a hub id.")],
+    on_demand: Annotated[
+        bool, typer.Option("--on-demand", help="Load it when requests for it come, and put it away when it is idle.")
+    ] = False,
+    idle: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help=f"Seconds without requests after which it is put away; {DEFAULT_IDLE_S:g} unless said. Says --on-demand.",
+        ),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Instances that hold it; all unless said.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Round its weights: int8, int4 or fp8.")] = "",
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and output together.")] = None,
+    ttft_ms: Annotated[float, typer.Option(min=0, help="Objective: time to first token; 0: the default.")] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(min=0, help="Objective: time per output token; 0: the default.")] = 0.0,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Serve a model, beside those that are there."""
+    folder = Path(source).expanduser()
+    wanted: dict[str, Any] = {
+        "source": str(folder.resolve()) if folder.is_dir() else source,
+        "dtype": dtype if dtype != "auto" else None,
+        "quantization": quantization,
+        "max_model_len": max_model_len,
+        "replicas": replicas,
+        "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
+        "on_demand": on_demand or idle is not None,
+    }
+    body = {"name": name} | {field: value for field, value in wanted.items() if value}
+    if idle is not None:
+        body["idle_s"] = idle
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
+        plan = client.add_model(body)
+    if body.get("on_demand"):
+        print(f"{name} is loaded when the first request for it comes.")
+    elif name in plan.unplaced:
+        print(f"{name} is added, but on no instance yet: {plan.unplaced[name]}")
+    else:
+        num = sum(any(spec.name == name for spec in place.models) for place in plan.instances)
+        print(f"{name} is being loaded on {num} instance{'s' * (num != 1)}.")
+
+
+@app.command("remove")
+def remove_model(
+    name: Annotated[str, typer.Argument(help="As `tideway model list` names it.", autocompletion=completion.models)],
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Serve a model no more. Its requests that run may finish; those that wait are refused."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
+        client.remove_model(name)
+        print(f"There is no model {name} any more.")
