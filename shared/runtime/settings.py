@@ -263,8 +263,9 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
 
     def model_specs(self) -> list[ModelSpec]:
         text = self.models.strip()
+        specs: list[ModelSpec] = []
         if not text:
-            return []
+            return specs
         if text.startswith("["):
             try:
                 specs = msgspec.json.decode(text, type=list[ModelSpec])
@@ -272,7 +273,6 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
                 raise SettingsError(f"TIDEWAY_MODELS is not a JSON list of models: {error}") from None
             return [self._quantized(spec) for spec in specs]
         pairs = [item.strip() for item in text.split(",") if item.strip()]
-        specs: list[ModelSpec] = []
         for pair in pairs:
             if specs and (changed := with_option(specs[-1], pair)) is not None:
                 specs[-1] = changed

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Final, Literal
 
 from services.gateway.http.errors import ApiError
 from services.gateway.openai.parsing import MAX_SEQUENCE_TOKENS
@@ -27,12 +28,13 @@ from shared.runtime.tasks import true_within
 
 logger = logging.getLogger(__name__)
 
-READY = "ready"
-LOADING = "loading"
-IN_HOST_MEMORY = "host"
-ON_DISK = "disk"
+READY: Final = "ready"
+LOADING: Final = "loading"
+IN_HOST_MEMORY: Final = "host"
+ON_DISK: Final = "disk"
 DRAINING = "draining"
-FAILED = "failed"
+FAILED: Final = "failed"
+ModelState = Literal["ready", "loading", "host", "disk", "failed"]
 CHANGE_S = 2.0
 """For what was stored to be seen here."""
 
@@ -193,7 +195,7 @@ class Catalog:
     def _plan(self) -> PlacementPlan | None:
         return None if self._plan_watch is None else self._plan_watch.entries.get("current")
 
-    def state(self, model: str) -> str:
+    def state(self, model: str) -> ModelState:
         """Where a known model, or the base of an adapter, is: ready | loading | failed | host (its weights are in host
         memory) | disk. The last two are of models on demand alone."""
         base = self.base(model)
