@@ -3,8 +3,8 @@ of another model stand still meanwhile.
 
     python -m bench.on_demand [--rounds 5] [--shape 135m] [--output FOLDER]
 
-One instance: `always` (30m) has a stream all the time; `a`, `b` and `c` have the shape that is asked for, and only one of them
-fits beside it. `a` is put away after a second without requests, `b` and `c` after a minute.
+One instance: `always` (30m) has a stream all the time; `a`, `b` and `c` have the shape that is asked for, and only one of
+them fits beside it. `a` is put away after a second without requests, `b` and `c` after a minute.
 
 1. quiet    the stream alone, for what this machine makes of it
 2. disk     the first request for `a`
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
-    parser.add_argument("--memory-mib", type=int, default=930, help="for weights and KV pools of the instance")
+    parser.add_argument("--memory-mib", type=int, default=720, help="for weights and KV pools of the instance")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.05
+LOADER_NICENESS = 5
+"""Beyond that of the steps: their streams are not to stand still while weights are made ready."""
 DETACH_TIMEOUT_S = 30.0
 """For transfers of a model's KV and reservations for it, which end by their own deadlines."""
 
@@ -132,8 +134,9 @@ class InstanceModels:
         self._weights = executor if isinstance(executor, KeepsWeights) else None
         self._models: dict[str, _Model] = {}
         self._tasks = TaskSet()
-        self._loader = ThreadPoolExecutor(1, "loader", _step_back, (loop.niceness,))
-        """Reads and moves weights, with no more of the CPU than the steps get."""
+        niceness = loop.niceness + LOADER_NICENESS if loop.niceness else 0
+        self._loader = ThreadPoolExecutor(1, "loader", _step_back, (niceness,))
+        """Reads and moves weights; where the CPU computes the steps, these go before."""
         self._loading = asyncio.Lock()
         """One model is prepared at a time: two at once would double the peak of memory."""
 
@@ -316,6 +319,6 @@ class InstanceModels:
 
 
 def _step_back(niceness: int) -> None:
-    """Of the thread that calls: as of the engine's."""
+    """Of the thread that calls, and those it starts."""
     if niceness:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
