@@ -128,7 +128,7 @@ class _Room:
         left_bytes = self.capacity_bytes - self.always_bytes - activation_bytes - self.merged_bytes
         beside_bytes = left_bytes - least_blocks * self.merged_bytes
         sizes = [size.weight_bytes for size in self.on_demand if size.weight_bytes <= beside_bytes]
-        reserved_bytes = min(sum(sizes), max([beside_bytes // 2, *sizes]))
+        reserved_bytes = min(sum(sizes), max([0, beside_bytes // 2, *sizes]))
         return left_bytes - reserved_bytes, max(self.least_blocks, least_blocks if sizes else 0) * self.merged_bytes
 
     @property
@@ -483,9 +483,10 @@ class _Placement:
             if _replicas(self._configured[name].spec) is not None:
                 while self._wants_more(name) and self._put_in_best_room(name):
                     pass
+        always = [name for name in names if not self._configured[name].spec.on_demand]
         for room in self.rooms if everywhere else ():
             # The rarest model first, so that scarce memory is shared evenly.
-            for name in sorted(names, key=lambda n: self.num_replicas[n]):
+            for name in sorted(always, key=lambda n: self.num_replicas[n]):
                 if self._wants_more(name) and self.has_place(name, room):
                     self.put(name, room)
 

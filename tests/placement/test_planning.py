@@ -629,3 +629,87 @@ def test_each_node_has_the_step_times_of_its_own_gpus() -> None:
     # Of others by their profiles; of a kind that has none, by that of an A100.
     for cost, hardware in ((on_l4, L4), (on_l40s, A100_80G)):
         assert cost.fixed_s == pytest.approx(cost_model(hardware, shape(), dtype="bfloat16").fixed_s)
+
+
+# ----------------------------------------------------------------------------------------------------- on demand
+
+
+def on_demand(name: str, weight_mib: int = 100, *, asleep: str = "idle", **of_shape: int) -> ConfiguredModel:
+    spec = ModelSpec(name, f"/models/{name}", on_demand=True)
+    return ConfiguredModel(spec, shape(weight_mib, **of_shape), asleep=asleep)
+
+
+def woken(models: list[ConfiguredModel], *names: str) -> list[ConfiguredModel]:
+    """With these of those on demand."""
+    asleep = {one.spec.name: "" if not one.spec.on_demand or one.spec.name in names else "idle" for one in models}
+    return [replace(one, asleep=asleep[one.spec.name]) for one in models]
+
+
+def test_models_that_are_put_away_are_nowhere_and_keep_their_instances():
+    result = plan([on_demand("a"), on_demand("b")], [node()], None)
+    assert [place.models for place in result.instances] == [[], []] and result.instances[0].pool_bytes > 0
+    assert result.asleep == {"a": "idle", "b": "idle"} and result.unplaced == {}
+
+
+def test_a_model_on_demand_that_is_woken_changes_no_pool_and_is_on_one_instance():
+    models = [model("always", 400), on_demand("a", 700), on_demand("b", 700)]
+    before = plan(models, [node(memory=4 * GIB)], None)
+    after = plan(woken(models, "a"), [node(memory=4 * GIB)], before)
+    assert len(where(after, "a")) == 1 and where(after, "always") == where(before, "always")
+    assert [i.pool_bytes for i in after.instances] == [i.pool_bytes for i in before.instances]
+    assert after.asleep == {"b": "idle"}
+    again = plan(models, [node(memory=4 * GIB)], after)
+    assert msgspec.structs.replace(again, version=before.version) == before
+
+
+def test_memory_is_left_for_the_largest_on_demand_and_not_for_all():
+    models = [on_demand("a", 1100), on_demand("b", 1100), on_demand("c", 100)]
+    nodes = [node(memory=2 * GIB, num_instances=1)]
+    before = plan(models, nodes, None)
+    assert where(plan(woken(models, "a", "c"), nodes, before), "a")
+    both = plan(woken(models, "a", "b"), nodes, before)
+    assert sorted(both.unplaced) == ["b"]
+
+
+def test_a_woken_model_goes_where_its_weights_are_in_host_memory():
+    models = [on_demand("a"), on_demand("b")]
+    before = plan(models, [node()], None)
+    for instance in ("a-0", "a-1"):
+        after = plan(woken(models, "b"), [node()], before, in_host_memory={("b", instance)})
+        assert where(after, "b") == [instance]
+
+
+def test_a_model_that_is_put_away_and_cannot_be_read_freezes_nothing():
+    models = [model("always"), on_demand("a")]
+    before = plan(woken(models, "a"), [node(num_instances=1)], None)
+    unread = [models[0], replace(models[1], shape=None, problem="it is gone")]
+    assert where(plan([*unread, model("new")], [node(num_instances=1)], before), "new")
+
+
+@given(
+    always=st.lists(st.integers(20, 900), max_size=3),
+    demanded=st.lists(st.integers(20, 1500), min_size=1, max_size=4),
+    memory=st.integers(1, 6),
+    device=st.sampled_from(["cpu", "cuda"]),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_whichever_models_are_woken_no_pool_changes_and_all_is_within_memory(always, demanded, memory, device, data):
+    nodes = [node(memory=memory * GIB, device=device)]
+    models = [model(f"always{k}", weight) for k, weight in enumerate(always)]
+    models += [on_demand(f"d{k}", weight) for k, weight in enumerate(demanded)]
+    current = plan(models, nodes, None)
+    pools = {place.instance_id: place.pool_bytes for place in current.instances}
+    for _ in range(3):
+        names = data.draw(st.sets(st.sampled_from([f"d{k}" for k in range(len(demanded))])))
+        current = plan(woken(models, *names), nodes, current)
+        assert {place.instance_id: place.pool_bytes for place in current.instances} == pools
+        for place in current.instances:
+            facts = DeviceFacts.of(nodes[0])
+            sizes = [footprint(spec, models_by_name(models)[spec.name], facts) for spec in place.models]
+            used = sum(size.weight_bytes for size in sizes) + max((size.activation_bytes for size in sizes), default=0)
+            assert used + place.pool_bytes + place.merged_bytes <= nodes[0].memory_bytes // 2
+
+
+def models_by_name(models: list[ConfiguredModel]) -> dict[str, CheckpointShape]:
+    return {one.spec.name: one.shape for one in models}

@@ -35,6 +35,7 @@ from shared.messages.admin import (
     ScaleNode,
 )
 from shared.messages.catalogue import (
+    INSTANCES,
     MODELS,
     NODE_SCALE,
     NODES,
@@ -45,10 +46,15 @@ from shared.messages.catalogue import (
     PLACEMENT_TRAFFIC,
     PLANS,
     REQUEST_LOG,
+    SCHEDULER_DEMAND,
     SCHEDULER_STATISTICS,
     STATISTICS,
 )
 from shared.messages.cluster import (
+    DemandReport,
+    InstanceInfo,
+    LoadedModel,
+    ModelDemand,
     ModelSpec,
     ModelStatistics,
     NodeInfo,
@@ -243,6 +249,104 @@ async def test_models_are_added_and_removed_without_moving_others(
         assert removed.version > added.version
         await until(lambda: set(cluster.models.entries) == {"a"})
         assert where(await cluster.remove("a")) == {}
+
+
+class Instance:
+    """n-0, which does what the plan says at once, and a scheduler, for models on demand."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.demands: list[ModelDemand] = []
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        bucket, had, number = await self._cluster.bus.key_value(INSTANCES), set[str](), 0
+        while True:
+            planned = where(self._cluster.plans[-1]).get("n-0", set()) if self._cluster.plans else set()
+            had |= planned
+            models = [LoadedModel(name=n, state="ready" if n in planned else "host") for n in sorted(had)]
+            info = InstanceInfo(
+                instance_id="n-0",
+                incarnation="1",
+                node_id="n",
+                state="ready",
+                models=models,
+                pid=(number := number + 1),
+            )
+            await bucket.put("n-0", info)
+            self._cluster.bus.publish(SCHEDULER_DEMAND, DemandReport("scheduler", self.demands))
+            await asyncio.sleep(0.1)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def test_models_on_demand_are_placed_for_their_requests_and_put_away(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    telemetry = start_telemetry("placement", "p", PlacementSettings(nats_url=nats_settings.nats_url))
+    async with placement(nats_settings, {"a": sources["a"]}, telemetry=telemetry):
+        cluster.start_node("n", num_instances=1)
+        await cluster.placed("a", "n-0")
+        instance = Instance(cluster)
+        try:
+            plan = await cluster.add(ModelSpec("b", sources["b"], on_demand=True, idle_s=0.5))
+            assert where(plan) == {"n-0": {"a"}} and plan.asleep == {"b": "idle"} and not plan.unplaced
+            instance.demands = [ModelDemand(model="b", num_online=1, waited_s=0.1)]
+            await cluster.placed("a b", "n-0")
+            instance.demands = [ModelDemand(model="b", num_held_online=1)]
+            await asyncio.sleep(3.0)
+            assert where(cluster.plans[-1]) == {"n-0": {"a", "b"}}, "never one with requests"
+            instance.demands = []
+            put_away = await cluster.placed("a", "n-0")
+            assert put_away.asleep == {"b": "idle"}
+            instance.demands = [ModelDemand(model="b", num_offline=1)]
+            await cluster.placed("a b", "n-0")
+            sample = telemetry.registry.get_sample_value
+            assert sample("tideway_model_wakes_total", {"model": "b", "tier": "disk"}) == 1
+            assert sample("tideway_model_wakes_total", {"model": "b", "tier": "host"}) == 1
+            assert sample("tideway_model_put_aways_total", {"model": "b", "cause": "idle"}) == 1
+            await until(lambda: sample("tideway_model_wake_seconds_count", {"tier": "host"}) == 1)
+            assert (await cluster.remove("b")).asleep == {}
+        finally:
+            await instance.stop()
+
+
+async def test_the_next_leader_puts_nothing_away_that_is_in_use(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    spec, demand = ModelSpec("b", sources["b"], on_demand=True, idle_s=0.0), ModelDemand(model="b", num_held_online=1)
+    async with placement(nats_settings, {"a": sources["a"]}, name="first"):
+        cluster.start_node("n", num_instances=1)
+        await cluster.placed("a", "n-0")
+        await cluster.add(spec)
+        instance = Instance(cluster)
+        instance.demands = [ModelDemand(model="b", num_online=1)]
+        await cluster.placed("a b", "n-0")
+        instance.demands = [demand]
+    try:
+        async with placement(nats_settings, {"a": sources["a"]}, name="second") as second:
+            await until(lambda: second.is_active)
+            await asyncio.sleep(3.0)
+            assert where(cluster.plans[-1]) == {"n-0": {"a", "b"}}
+    finally:
+        await instance.stop()
+
+
+async def test_what_a_model_on_demand_may_be(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    async with placement(nats_settings) as service:
+        await until(lambda: service.is_active)
+        code, param, message = await cluster.refusal(ModelSpec("b", sources["b"], on_demand=True, idle_s=1e9))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "idle_s") and "0 to 2.592e+06 seconds" in message
+        assert (await cluster.refusal(ModelSpec("b", sources["b"], idle_s=1.0)))[1] == "idle_s"
+        cluster.start_node("n", num_instances=1, memory_bytes=1 << 20)
+        await until(lambda: service.is_active)
+        await asyncio.sleep(0.5)
+        code, param, message = await cluster.refusal(ModelSpec("b", sources["b"], on_demand=True))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "source") and "does not fit" in message
 
 
 async def test_a_plan_that_cannot_be_read_is_told_and_made_anew(

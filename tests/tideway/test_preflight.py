@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.runtime.settings import PlacementSettings
 from shared.runtime.tls import is_loopback
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.preflight import (
@@ -47,6 +48,21 @@ def test_a_relative_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.
     checkpoint(tmp_path / "models" / "small")
     monkeypatch.chdir(tmp_path)
     assert parse_models(["models/small"])[0].source == str(tmp_path / "models" / "small")
+
+
+def test_models_on_demand(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.json").write_text("{}")
+    folder = str(tmp_path / "one")
+    specs = parse_models(
+        [f"a={folder},on-demand", f"b={folder},idle=30", f"c={folder},on-demand,idle=0.5", f"d={folder}"]
+    )
+    assert [(spec.on_demand, spec.idle_s) for spec in specs] == [(True, 300), (True, 30), (True, 0.5), (False, 300)]
+    assert {spec.source for spec in specs} == {folder}
+    with pytest.raises(OperatorError, match=r"idle=soon: expected a number of seconds"):
+        parse_models([f"a={folder},idle=soon"])
+    listed = PlacementSettings(models=f"a={folder},on-demand,idle=30,b={folder}").model_specs()
+    assert [(spec.name, spec.on_demand, spec.idle_s) for spec in listed] == [("a", True, 30), ("b", False, 300)]
 
 
 def test_the_demonstration_models_are_the_default() -> None:
@@ -179,6 +195,7 @@ def test_a_data_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_one_supervisor_at_a_time(tmp_path: Path) -> None:
     script = f"""
 import os, pathlib, sys
+from shared.runtime.settings import PlacementSettings
 from tideway.data_folder import DataFolder
 data = DataFolder(pathlib.Path({str(tmp_path)!r}))
 data.acquire()

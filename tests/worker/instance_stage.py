@@ -58,6 +58,11 @@ class SteppedExecutor(FakeExecutor):
         self.gate.set()
         self.at_gate = threading.Event()
         self.removed: list[str] = []
+        self.held: set[str] = set()
+        """Models whose weights are to be kept."""
+        self.kept: set[str] = set()
+        """In host memory."""
+        self.has_host_room = True
         self._results: deque[StepResult] = deque()
         self._copied: list[tuple[int, bool]] = []
 
@@ -71,6 +76,23 @@ class SteppedExecutor(FakeExecutor):
 
     def remove_model(self, name: str) -> None:
         self.removed.append(name)
+
+    def hold_weights(self, name: str) -> None:
+        assert name not in self.removed
+        self.held.add(name)
+
+    def keep_weights(self, name: str) -> bool:
+        assert name in self.removed and name in self.held
+        self.held.discard(name)
+        if self.has_host_room:
+            self.kept.add(name)
+        return self.has_host_room
+
+    def drop_weights(self, name: str) -> None:
+        self.kept.discard(name)
+
+    def has_weights(self, name: str) -> bool:
+        return name in self.kept
 
     def launch(self, plan: StepPlan) -> None:
         self.at_gate.set()

@@ -186,6 +186,47 @@ async def test_models_come_and_go_beside_running_requests(stage):
     assert stage.output("r1") == expected_output(running, 600)
 
 
+async def test_weights_of_a_model_that_is_put_away_are_kept_until_it_is_loaded_forgotten_or_makes_room(stage):
+    running = request("r1", [1, 2, 3], 300)
+    await stage.submit(running)
+
+    def state_of_b():
+        info = stage.instances.entries["node-0"]
+        return next((model.state for model in info.models if model.name == "b"), None)
+
+    async def ask(endpoint, query, state):
+        await stage.bus.request(endpoint.at(**IDS), query, timeout_s=5)
+        await stage.until(lambda: state_of_b() == state)
+
+    load, put_away = LoadModel(ModelSpec("b", "/models/b")), UnloadModel("b", grace_s=5, keeps_weights=True)
+    await ask(INSTANCE_LOAD_MODEL, load, "ready")
+    await ask(INSTANCE_UNLOAD_MODEL, put_away, "host")
+    assert stage.executor.kept == {"b"}
+    with pytest.raises(BusError) as refused:
+        await stage.submit(request("r2", [4, 5], 10, model="b"))
+    assert refused.value.code == ErrorCode.GONE
+    stage.executor.removed.clear()
+    await ask(INSTANCE_LOAD_MODEL, load, "ready")
+    sent = request("r3", [4, 5], 10, model="b")
+    await stage.submit(sent)
+    await stage.until(lambda: stage.end("r3"))
+    assert stage.output("r3") == expected_output(sent, 60)
+    await ask(INSTANCE_UNLOAD_MODEL, put_away, "host")
+    await ask(INSTANCE_UNLOAD_MODEL, UnloadModel("b"), None)
+    assert stage.executor.kept == set(), "it is configured no more"
+    stage.executor.removed.clear()
+    await ask(INSTANCE_LOAD_MODEL, load, "ready")
+    await ask(INSTANCE_UNLOAD_MODEL, put_away, "host")
+    stage.executor.kept.clear()
+    await stage.until(lambda: state_of_b() is None)
+    stage.executor.removed.clear()
+    stage.executor.has_host_room = False
+    await ask(INSTANCE_LOAD_MODEL, load, "ready")
+    await ask(INSTANCE_UNLOAD_MODEL, put_away, None)
+    await stage.until(lambda: stage.end("r1"), 20)
+    assert stage.output("r1") == expected_output(running, 600)
+
+
 @pytest.mark.parametrize(("error", "is_final"), [(CheckpointError("odd"), True), (CheckpointMissing("odd"), False)])
 async def test_a_known_reason_is_told_in_a_line_and_whether_it_is_final(stage, monkeypatch, caplog, error, is_final):
     def fail(spec):

@@ -505,3 +505,32 @@ def test_an_instance_starts_when_no_other_has_its_devices_any_more() -> None:
     state.on_plan(plan(3, one, two))
     assert [type(action) for action in state.step(5.0)] == [Terminate]
     assert num_planned(plan(4, both), "n") == 2
+
+
+def test_models_on_demand_are_put_away_woken_and_forgotten() -> None:
+    a, b, asleep = spec("a"), spec("b"), {"b": "idle"}
+    state = started(instance_plan(0, "ab"))
+    put_away = msgspec.structs.replace(plan(2, instance_plan(0, "a")), asleep=asleep)
+    state.on_plan(put_away)
+    assert state.step(2.0) == [Ask("n-0", UnloadModel("b", GRACE_S, keeps_weights=True))]
+    state.on_registry("n-0", info(instance_plan(0), models={"a": "ready", "b": "host"}), 5.0)
+    assert state.step(5.0) == [] and state.plan_version == 2 and state.unready(5.0) == []
+    state.on_plan(plan(3, instance_plan(0, "ab")))
+    assert state.step(6.0) == [load("n-0", b)] and state.plan_version == 0
+    state.on_registry("n-0", info(instance_plan(0, "ab")), 7.0)
+    assert state.step(7.0) == [] and state.plan_version == 3
+    state.on_plan(put_away)
+    state.step(8.0)
+    state.on_registry("n-0", info(instance_plan(0), models={"a": "ready", "b": "host"}), 9.0)
+    state.on_plan(plan(5, instance_plan(0, "a")))
+    assert state.step(12.0) == [unload("n-0", "b")], "it is configured no more"
+    assert a in state._desired["n-0"].models
+
+
+def test_an_instance_without_models_carries_its_plan_out() -> None:
+    empty = instance_plan(0, "")
+    state = NodeState("n", GRACE_S)
+    state.on_plan(msgspec.structs.replace(plan(1, empty), asleep={"a": "idle"}))
+    assert state.step(0.0) == [Start(empty)]
+    state.on_registry("n-0", info(empty, state="starting"), 1.0)
+    assert state.step(1.0) == [] and state.plan_version == 1 and state.unready(10.0) == []

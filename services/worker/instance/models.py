@@ -144,6 +144,11 @@ class InstanceModels:
     def any_ready(self) -> bool:
         return bool(self._intake.models)
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be served here: models on demand may come."""
+        return all(model.state == "host" for model in self._models.values())
+
     def check_serves(self, name: str) -> None:
         if name not in self._intake.models:
             state = self._models[name].state if name in self._models else "not here"

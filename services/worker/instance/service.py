@@ -463,7 +463,7 @@ class InstanceService:
         if self.intake.is_draining:
             state = "draining"
         else:
-            state = "ready" if self._models.any_ready else "starting"
+            state = "ready" if self._models.any_ready or self._models.is_empty else "starting"
         return InstanceInfo(
             instance_id=self._id,
             incarnation=self.incarnation,

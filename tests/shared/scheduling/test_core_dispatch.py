@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from shared.messages.cluster import FinishedStats, InstanceExited, LoadedModel
+from shared.messages.cluster import FinishedStats, InstanceExited, LoadedModel, ModelDemand
 from shared.messages.requests import (
     Adapter,
     ErrorCode,
@@ -24,7 +24,7 @@ from shared.scheduling.actions import (
     Waits,
 )
 from shared.scheduling.calls import OnExited, OnRegistry
-from shared.scheduling.dispatching import LOOKAHEAD
+from shared.scheduling.dispatching import LOOKAHEAD, NOBODY_SERVES
 from shared.scheduling.lifecycle import UNFIT_GRACE_S
 from shared.scheduling.prefixes import prompt_keys
 from shared.scheduling.queue import Lane
@@ -59,6 +59,32 @@ def test_a_request_waits_for_a_model_that_nobody_serves_yet() -> None:
     assert driver.dispatches() == {}
     driver.core.apply(OnRegistry("a", make_info("a", "other", "m")), driver.now)
     assert driver.dispatches() == {"r": "a"}
+
+
+def test_what_is_asked_of_models_is_told_by_class_and_place() -> None:
+    driver = Driver()
+    driver.up("a", "other")
+    driver.submit(make_request("served", model="other"))
+    driver.submit(make_request("r1", waited_s=2.0))
+    driver.submit(make_request("r2"))
+    driver.submit(make_request("r3", online=False))
+    assert driver.dispatches() == {"served": "a"}
+    driver.now += 1.0
+    demands = {one.model: one for one in driver.core.demand({"m", "other", "idle"}, driver.now)}
+    assert demands == {
+        "m": ModelDemand(model="m", num_online=2, num_offline=1, waited_s=pytest.approx(4.0)),
+        "other": ModelDemand(model="other", num_held_online=1),
+    }
+
+
+def test_a_request_whose_model_is_being_loaded_waits_for_that() -> None:
+    driver = Driver()
+    driver.up("a", "other")
+    driver.submit(make_request("r1"))
+    assert [waits.why for waits in driver.take(Waits)] == [NOBODY_SERVES]
+    driver.core.apply(OnRegistry("a", make_info("a", model_state="loading")), driver.now)
+    driver.submit(make_request("r2"))
+    assert [waits.why for waits in driver.take(Waits)] == ["its model is being loaded"]
 
 
 @pytest.mark.parametrize("info", [{"state": "draining"}, {"state": "starting"}, {"model_state": "loading"}])
