@@ -90,6 +90,9 @@ def check_plan(groups: Sequence[Group], inputs: Inputs) -> Plan:
         for name in group.models:
             if name not in models:
                 raise refuse(f"{name!r} is no model: {_told(models)}", f"groups[{number}].models")
+            if models[name].asleep:
+                message = f"{name!r} is on demand and put away: it is placed when requests for it come"
+                raise refuse(message, f"groups[{number}].models", ErrorCode.CONFLICT)
             _check_model(models[name], group, node, f"groups[{number}]")
     plan = plan_of(Group(one.node_id, tuple(sorted(one.devices)), tuple(sorted(set(one.models)))) for one in groups)
     before = plan_of(map(group_of, inputs.incumbent.instances if inputs.incumbent is not None else ()))

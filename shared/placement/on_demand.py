@@ -31,6 +31,8 @@ FIRST_LOAD_S = 5.0
 """Of a model that was never loaded yet, as far as is known."""
 FAILED_S = 10.0
 """A model that could not be loaded is given up after so long without requests: the next one tries again."""
+UNREADY_S = 60.0
+"""A model without requests that no instance has come to serve for so long: its node may be gone, and with it its place."""
 STALE_S = 5.0
 """Without a report of the scheduler for so long, nobody knows what is in use."""
 
@@ -121,7 +123,9 @@ def _idle_due_s(model: OnDemandModel) -> float:
         return math.inf
     if model.is_failed:
         return model.used_s + FAILED_S
-    return math.inf if model.ready_s is None else max(model.used_s + model.idle_s, model.ready_s + LEAST_RESIDENCY_S)
+    if model.ready_s is None:
+        return model.used_s + max(model.idle_s, UNREADY_S)
+    return max(model.used_s + model.idle_s, model.ready_s + LEAST_RESIDENCY_S)
 
 
 def _make_room(
@@ -140,7 +144,8 @@ def _make_room(
     may_go: list[tuple[float, str]] = []
     may_go_soon: list[tuple[float, str]] = []
     for other in sorted(others, key=lambda m: (m.used_s, m.name)):
-        if other.has_online or (other.ready_s is None and not other.is_failed):
+        is_coming = other.ready_s is None and not other.is_failed and now < other.used_s + UNREADY_S
+        if other.has_online or is_coming:
             continue
         if not model.demand.num_online and not other.is_idle:
             continue
@@ -160,9 +165,8 @@ def _make_room(
 
 def _may_go_s(other: OnDemandModel, model: OnDemandModel, now: float) -> float:
     """When it may be put away for the requests of `model`, if no more come."""
-    if other.is_failed:
+    if other.ready_s is None:
         return now
-    assert other.ready_s is not None
     served_s, idle_s = other.ready_s + LEAST_RESIDENCY_S, other.used_s + other.idle_s
     if not model.demand.num_online:
         return max(served_s, idle_s)

@@ -13,7 +13,7 @@ from services.placement.inputs import Inputs
 from services.placement.planning import plan
 from services.placement.requests import check_plan
 from shared.bus.interface import ServiceError
-from shared.messages.cluster import DeviceGroup, NodeInfo
+from shared.messages.cluster import DeviceGroup, ModelSpec, NodeInfo
 from shared.messages.requests import ErrorCode
 from shared.placement.plan import Group
 from tests.placement.test_planning import model, node
@@ -90,3 +90,10 @@ def test_while_a_node_may_be_back_nothing_is_set() -> None:
         check_plan(asked, inputs(held=frozenset({"gone"})))
     assert refused.value.code is UNAVAILABLE and refused.value.info.retry_after_s
     assert check_plan(asked, replace(inputs(), incumbent=None)).models == set(ALL)
+
+
+def test_a_plan_has_no_place_for_what_is_put_away() -> None:
+    asleep = replace(model("later"), spec=ModelSpec("later", "/later", on_demand=True), asleep="idle")
+    with pytest.raises(ServiceError, match="'later' is on demand and put away") as refused:
+        check_plan([Group("n", (0,), (*ALL, "later"))], replace(inputs(), models=[*MODELS, asleep]))
+    assert refused.value.code is CONFLICT

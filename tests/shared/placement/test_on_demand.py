@@ -13,6 +13,7 @@ from shared.placement.on_demand import (
     FAILED_S,
     LEAST_RESIDENCY_S,
     STALE_S,
+    UNREADY_S,
     Demands,
     OnDemandModel,
     Wake,
@@ -93,8 +94,15 @@ def test_requests_that_run_or_wait_keep_their_model():
 
 
 def test_a_model_that_is_being_loaded_is_not_put_away():
-    models = [awake("a", ready_s=None), asleep("b", num_online=9, waited_s=99.0)]
+    models = [awake("a", used_s=5.0, ready_s=None), asleep("b", num_online=9, waited_s=99.0)]
     assert decide(models, NOW, at_most(1)).asleep["b"] is WhyAsleep.ROOM_IN_USE
+
+
+def test_a_model_whose_place_was_lost_does_not_keep_others_out():
+    lost, wanted = awake("a", used_s=UNREADY_S, ready_s=None), asleep("b", num_online=1)
+    assert decide([lost, wanted], NOW, at_most(1)).put_away == {"a": "room"}
+    busy = lost._replace(demand=running(num_queued=1))
+    assert decide([busy, wanted], NOW, at_most(1)).asleep["b"] is WhyAsleep.ROOM_IN_USE
 
 
 def test_batches_wait_for_models_in_use_and_give_way_to_online_requests():
@@ -168,7 +176,10 @@ def test_what_holds_of_every_decision(drawn):
     for name in decision.put_away:
         model = by_name[name]
         assert name in before and not model.has_online
-        assert model.is_failed or (model.ready_s is not None and model.ready_s + LEAST_RESIDENCY_S <= NOW)
+        if model.ready_s is None:
+            assert model.is_failed or model.used_s + UNREADY_S <= NOW
+        else:
+            assert model.ready_s + LEAST_RESIDENCY_S <= NOW
     for name in decision.woken:
         assert by_name[name].is_wanted and name not in before
     # Memory suffices for all of them, unless it did not before.
