@@ -162,11 +162,8 @@ def main() -> None:
     print(command())
     print(machine())
     print(f"longest gap of the other model's stream while nothing is loaded: {quiet_s:.2f} s")
-    print(
-        table(
-            ["requests for a model", "number", "time to first token (s)", "longest gap of the other's stream (s)"], rows
-        )
-    )
+    header = ["requests for a model", "number", "time to first token (s)", "longest gap of the other's stream (s)"]
+    print(*table(header, rows), sep="\n")
     is_met = all(r.ttft_s <= MAX_TTFT_S for r in requests["host"]) and all(
         r.gap_s <= MAX_GAP_S for of in requests.values() for r in of
     )
