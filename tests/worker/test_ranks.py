@@ -59,6 +59,7 @@ class Group:
         setup = SetUp(
             device=device, num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // num_devices, num_rows=4,
             num_host_merged=NUM_MERGED, num_threads=1, num_stages=num_stages, num_window_merged=1,
+            host_weights_bytes=1 << 30,
         )  # fmt: skip
         self.executor: GroupExecutor = join_ranks(self.others, setup, None if ends else self.lose)
 
@@ -144,6 +145,25 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
         assert row.output == expected
         executor.remove_model(name)
     assert not group.lost
+
+
+def test_weights_that_are_kept_are_those_of_all_ranks(group: Group, path: Path) -> None:
+    executor, expected = group.executor, reference_outputs(path, [PROMPT], STEPS)[0]
+    first = executor.prepare_model(ModelSpec("kept", str(path)))
+    model = first.own.model
+    for prepared in (first, None):
+        prepared = prepared or executor.prepare_model(ModelSpec("kept", str(path)))
+        assert prepared.own.model is model
+        driver = Driver(executor, executor.add_model(prepared), range(NUM_MERGED))  # type: ignore[arg-type]
+        row = driver.add(0, PROMPT)
+        driver.step([(row, len(PROMPT))])
+        driver.decode([row], STEPS - 1)
+        assert row.output == expected
+        executor.hold_weights("kept")
+        executor.remove_model("kept")
+        assert executor.keep_weights("kept") and executor.has_weights("kept")
+    executor.drop_weights("kept")
+    assert not executor.has_weights("kept") and not group.lost
 
 
 def test_blocks_of_all_ranks_are_read_and_written_through_the_window(group: Group, path: Path) -> None:
