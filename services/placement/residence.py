@@ -38,6 +38,8 @@ class Residence:
         self._asleep: dict[str, WhyAsleep] = {}
         self._names: frozenset[str] = frozenset()
         self._due_s = math.inf
+        self._seen: dict[str, dict[str, str]] = {}
+        """By instance: the states that models on demand have there."""
         self._instances: Watch[InstanceInfo] | None = None
         self._reports: Subscription | None = None
         self.is_urgent = False
@@ -103,10 +105,10 @@ class Residence:
     def _states(self) -> dict[str, dict[str, list[str]]]:
         """Of each model on demand: the instances on which it is in each state."""
         states: dict[str, dict[str, list[str]]] = {}
-        for instance_id, info in self._instances.entries.items() if self._instances is not None else ():
-            for model in info.models:
-                if model.name in self._names:
-                    states.setdefault(model.name, {}).setdefault(model.state, []).append(instance_id)
+        for instance_id, of_models in self._seen.items():
+            for name, state in of_models.items():
+                if name in self._names:
+                    states.setdefault(name, {}).setdefault(state, []).append(instance_id)
         return states
 
     def _look(self, now: float) -> None:
@@ -114,8 +116,14 @@ class Residence:
             self._metrics.wake_seconds.labels(wake.tier).observe(wake.seconds)
             logger.info("model %r is ready %.2f s after it was asked for", wake.model, wake.seconds)
 
-    def _on_instance(self, _instance_id: str, _info: InstanceInfo | None) -> None:
-        if self._names:
+    def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
+        """Entries are written each second, and few of them say anything new of these models."""
+        models = info.models if info is not None else ()
+        states = {model.name: model.state for model in models if model.name in self._names}
+        if states != self._seen.get(instance_id, {}):
+            self._seen[instance_id] = states
+            if not states:
+                del self._seen[instance_id]
             self._look(self._bus.now())
 
     def _on_demand(self, report: DemandReport) -> None:

@@ -119,7 +119,7 @@ SLICE_S = 0.001
 MAX_SLICE_S = 0.02
 """For which dispatches are decided on and sent until the loop does what else there is."""
 STATISTICS_INTERVAL_S = 1.0
-DEMAND_INTERVAL_S = 0.02
+DEMAND_INTERVAL_S = 0.1
 """Between two tellings that somebody waits for a model that nobody serves."""
 TELL_TIMEOUT_S = 2.0
 LAST_TELL_TIMEOUT_S = 0.3
@@ -159,6 +159,7 @@ class ActiveScheduler:
         self._timer_s = 0.0
         self._told_demand_s = -math.inf
         """When placement was last told of requests for models on demand."""
+        self._is_demand_due = False
         self._is_turn_due = False
         self._num_reports = 0
         """Since the turn began."""
@@ -295,8 +296,10 @@ class ActiveScheduler:
                 self._carry_out(action)
         if not self._is_closed:
             self._set_timer()
-            if is_anybody_missing and self._bus.now() - self._told_demand_s >= DEMAND_INTERVAL_S:
-                self._tell_demand()
+            if is_anybody_missing and not self._is_demand_due:
+                self._is_demand_due = True
+                wait_s = self._told_demand_s + DEMAND_INTERVAL_S - self._bus.now()
+                asyncio.get_running_loop().call_later(max(0.0, wait_s), self._tell_demand)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -415,8 +418,9 @@ class ActiveScheduler:
             self._bus.publish(EXECUTION_STATISTICS, report)
 
     def _tell_demand(self, _now: float = 0.0, _period_s: float = 0.0) -> None:
+        self._is_demand_due = False
         names = {spec.name for spec in self._models.values() if spec.on_demand}
-        if names:
+        if names and not self._is_closed:
             self._told_demand_s = self._bus.now()
             demands = self._core.demand(names, self._told_demand_s)
             self._bus.publish(SCHEDULER_DEMAND, DemandReport(self._info.scheduler_id, demands))
