@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.scheduler.active import STATISTICS_INTERVAL_S
 from shared.bus.interface import ServiceError
 from shared.messages.admin import Done
 from shared.messages.batches import GrantQuery, OfflineDemand
@@ -14,10 +15,12 @@ from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
     MODELS,
     PLACEMENT_REQUESTS,
+    SCHEDULER_DEMAND,
     SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
 )
 from shared.messages.cluster import (
+    DemandReport,
     ExecutionStatistics,
     ExecutionStatisticsReport,
     ModelSpec,
@@ -413,6 +416,31 @@ async def offline_requests_are_granted_and_go_where_there_is_room(stage: Stage) 
     instance.finish("r0", num_tokens=20)
     await eventually(lambda: stage.metric("offline_tokens_per_second", model="m") > 0)
     assert (await gateway.bus.request(SCHEDULER_GRANT, query, timeout_s=2.0)).tokens_per_s["m"] > 0
+
+
+@scenario
+async def who_waits_for_a_model_on_demand_is_told_at_once(stage: Stage) -> None:
+    gateway, instance = await stage.gateway(), await stage.instance("a", "other")
+    models = await gateway.bus.key_value(MODELS)
+    for spec in (ModelSpec("m", "/m", on_demand=True), ModelSpec("other", "/other")):
+        await models.put(spec.name, spec)
+    reports: list[DemandReport] = []
+    await gateway.bus.subscribe(SCHEDULER_DEMAND, reports.append)
+    await stage.scheduler()
+    await eventually(lambda: reports)
+    assert reports[-1].models == [], "nobody asks for it"
+    begun_s = gateway.bus.now()
+    await gateway.submit(make_request("r"))
+    await gateway.submit(make_request("served", model="other"))
+    await eventually(lambda: [one.num_online for one in reports[-1].models] == [1])
+    assert gateway.bus.now() - begun_s < STATISTICS_INTERVAL_S / 2
+    await eventually(lambda: "served" in instance.held)
+    assert [one.model for one in reports[-1].models] == ["m"], "the other is always loaded"
+    later = await stage.instance("b", "m")
+    await eventually(lambda: "r" in later.held)
+    await eventually(lambda: [one.num_held_online for one in reports[-1].models] == [1])
+    later.finish("r")
+    await eventually(lambda: reports[-1].models == [])
 
 
 @scenario
