@@ -534,3 +534,14 @@ def test_an_instance_without_models_carries_its_plan_out() -> None:
     assert state.step(0.0) == [Start(empty)]
     state.on_registry("n-0", info(empty, state="starting"), 1.0)
     assert state.step(1.0) == [] and state.plan_version == 1 and state.unready(10.0) == []
+
+
+def test_what_is_put_away_leaves_before_another_is_loaded_in_its_place() -> None:
+    state = started(instance_plan(0, "ac"))
+    state.on_plan(msgspec.structs.replace(plan(2, instance_plan(0, "bc")), asleep={"a": "idle"}))
+    put_away = Ask("n-0", UnloadModel("a", GRACE_S, keeps_weights=True))
+    assert state.step(2.0) == [put_away]
+    state.on_registry("n-0", info(instance_plan(0), models={"a": "unloading", "c": "ready"}), 3.0)
+    assert state.step(10.0) == []
+    state.on_registry("n-0", info(instance_plan(0), models={"a": "host", "c": "ready"}), 11.0)
+    assert state.step(11.0) == [load("n-0", spec("b"))]

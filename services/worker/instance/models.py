@@ -147,7 +147,7 @@ class InstanceModels:
     @property
     def is_empty(self) -> bool:
         """Nothing is to be served here: models on demand may come."""
-        return all(model.state == "host" for model in self._models.values())
+        return all(model.state in ("host", "unloading") for model in self._models.values())
 
     def check_serves(self, name: str) -> None:
         if name not in self._intake.models:

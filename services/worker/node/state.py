@@ -17,7 +17,8 @@ Life of an instance's process (one row each; anything else is ignored):
 
 Rules: no device is of two processes at once: an instance starts when all that had its devices have ended. What the plan
 leaves unchanged is not touched. A pool changes only by a restart, of one instance at a time, and
-only while all others of this node that are planned are up and load nothing. A request to an instance is repeated while
+only while all others of this node that are planned are up and load nothing. Models on demand that are put away leave before
+others are loaded. A request to an instance is repeated while
 its effect does not show in the registry. Registry entries of other processes are the caller's to filter out.
 """
 
@@ -311,6 +312,8 @@ class NodeState:
         loaded = process.entries()
         wanted = {spec.name: spec for spec in desired.models}
         asleep = self._plan.asleep if self._plan is not None else {}
+        # What is put away may be there to make room for what is woken: both at once would not fit.
+        is_leaving = any(name in asleep and entry.state != "host" for name, entry in loaded.items())
         for name in sorted(wanted.keys() | loaded.keys() | process.asks.keys()):
             want, entry, have = wanted.get(name), loaded.get(name), process.specs.get(name)
             query: Query | None = None
@@ -323,7 +326,7 @@ class NodeState:
                 query = UnloadModel(name, self._drain_grace_s, keeps_weights=want is None and name in asleep)
             elif want is not None and (entry is None or is_kept or (entry.state == "failed" and not entry.is_final)):
                 # What is loaded beside a pool that is still to shrink might not fit.
-                if not process.has_pool_of(desired):
+                if not process.has_pool_of(desired) or is_leaving:
                     continue
                 query = LoadModel(want)
             if query is None:
