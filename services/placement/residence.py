@@ -90,6 +90,9 @@ class Residence:
             return
         models = self._demands.models(self._names - self._asleep.keys(), now)
         decision = await asyncio.to_thread(decide, models, now, inputs.fit)
+        if any(self._demands.has_online(name) for name in decision.put_away):
+            self._due_s = now  # somebody asked for it meanwhile: decided again
+            return
         in_host_memory = {name for name, _ in self.in_host_memory()}
         for name in decision.woken:
             tier = "host" if name in in_host_memory else "disk"

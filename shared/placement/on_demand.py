@@ -258,6 +258,11 @@ class Demands:
         known = self._known[name]
         known.woken_s, known.woken_from, known.used_s, known.ready_s = now, tier, now, None
 
+    def has_online(self, name: str) -> bool:
+        """Whether online requests for it wait or run, as was heard last."""
+        known = self._known.get(name)
+        return known is not None and known.demand.num_online + known.demand.num_held_online > 0
+
     def is_known(self, now: float) -> bool:
         """Whether the scheduler says what is in use."""
         return now - self._heard_s <= STALE_S

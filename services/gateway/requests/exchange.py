@@ -450,12 +450,12 @@ cannot be loaded at all takes to be known."""
 def cold_text(state: str, why: str) -> str:
     """`state`: of `Catalog.state`; `why`: a `WhyAsleep`, or empty."""
     where = {"loading": "being loaded", "host": "in host memory", "disk": "on disk"}.get(state, state)
-    reasons = {
+    reasons: dict[str, str] = {
         WhyAsleep.ROOM_IN_USE: "the memory that it needs is in use",
         WhyAsleep.RECENTLY_USED: "the memory that it needs was in use a moment ago",
         WhyAsleep.ONLINE_FIRST: "online requests come first",
     }
-    reason = reasons.get(WhyAsleep(why)) if why and state != "loading" else None
+    reason = reasons.get(why) if state != "loading" else None
     return where if reason is None else f"{where}: {reason}"
 
 
