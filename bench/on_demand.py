@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
 
 
 class Stream:
-    """Of the model that is always loaded: one after another, with the time of each chunk."""
+    """Streams of the model that is always loaded: one after another, with the time of each chunk."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -80,7 +80,7 @@ class Request(NamedTuple):
 
     model: str
     state: str
-    """Of the model, when it was sent."""
+    """State of the model when the request was sent."""
     at_s: float
     """Since the run began."""
     ttft_s: float

@@ -84,10 +84,10 @@ class _Room:
     least_blocks: int = 0
     """Merged blocks that the least KV pool needs."""
     always_bytes: int = 0
-    """Of `weight_bytes`, those of models that are always loaded; likewise the next."""
+    """Bytes within `weight_bytes` of models that are always loaded; the next field counts blocks in the same way."""
     always_blocks: int = 0
     on_demand: list[Footprint] = field(default_factory=list)
-    """Of all configured models on demand, wherever they are."""
+    """Footprints of all configured models on demand, wherever they are."""
 
     @property
     def used_bytes(self) -> int:

@@ -9,7 +9,7 @@ from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
-from shared.messages.cluster import DEFAULT_IDLE_S, TOOL_FORMATS, ModelSpec, NodeInfo
+from shared.messages.cluster import DEFAULT_IDLE_S, ModelSpec, NodeInfo, tool_formats
 from shared.messages.requests import ErrorCode
 from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
 from shared.models.quantization import QUANTIZATIONS

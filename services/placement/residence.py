@@ -106,7 +106,7 @@ class Residence:
         self._due_s = decision.due_s
 
     def _states(self) -> dict[str, dict[str, list[str]]]:
-        """Of each model on demand: the instances on which it is in each state."""
+        """By model on demand: the instances on which it is in each state."""
         states: dict[str, dict[str, list[str]]] = {}
         for instance_id, of_models in self._seen.items():
             for name, state in of_models.items():

@@ -288,12 +288,23 @@ class ActiveScheduler:
         self._act()
 
     def _act(self) -> None:
+        """Dispatches go out as they are decided on, and other work of the loop comes between many of them; but they get as
+        much of its time as that, so that reports that are late delay no dispatch for long."""
         is_anybody_missing = False
-        for action in self._core.actions(self._bus.now()):
-            is_anybody_missing |= isinstance(action, Waits) and action.why == NOBODY_SERVES
-            # After the end of the term only outcomes of calls that were under way come in, to be counted.
-            if not self._is_closed or isinstance(action, LeftQueue):
-                self._carry_out(action)
+        began_s = self._bus.now()
+        until_s = began_s + min(MAX_SLICE_S, max(SLICE_S, began_s - self._acted_s))
+        while True:
+            for action in self._core.actions(self._bus.now()):
+                is_anybody_missing |= isinstance(action, Waits) and action.why == NOBODY_SERVES
+                # After the end of the term only outcomes of calls that were under way come in, to be counted.
+                if not self._is_closed or isinstance(action, LeftQueue):
+                    self._carry_out(action)
+            if not self._core.has_more:
+                break
+            if self._bus.now() >= until_s:
+                self._act_soon()
+                break
+        self._acted_s = self._bus.now()
         if not self._is_closed:
             self._set_timer()
             if is_anybody_missing and not self._is_demand_due:

@@ -211,7 +211,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     quantization: str = ""
     """Quantisation of weights that the checkpoint has unquantised; empty: none."""
     sampling_defaults: dict[str, float] = {}
-    """Of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
+    """Sampling of requests that say nothing else, by generation_config.json; empty too while the gateway has not read it."""
     on_demand: bool = False
     """Loaded when requests for it come, and put away `idle_s` after the last one."""
     idle_s: float = DEFAULT_IDLE_S

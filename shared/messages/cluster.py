@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 import msgspec
 
@@ -59,7 +59,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     on_demand: bool = False
     """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
     idle_s: Seconds = DEFAULT_IDLE_S
-    """Of a model on demand: it is put away so long after its last request has ended."""
+    """For a model on demand: it is put away so long after its last request has ended."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
@@ -465,12 +465,12 @@ class ModelDemand(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_online: Amount = 0
     """Waiting in the scheduler's queue."""
     num_offline: Amount = 0
-    """Likewise, and 1 or more while batches have lines for it that were not let in yet."""
+    """Offline requests, and 1 or more while batches have lines for it that were not let in yet."""
     num_held_online: Amount = 0
     """On instances, or on their way there."""
     num_held_offline: Amount = 0
     waited_s: Seconds = 0.0
-    """Of `num_online`, summed over them."""
+    """Waiting time of `num_online`, summed over them."""
 
 
 class DemandReport(msgspec.Struct, frozen=True, array_like=True):

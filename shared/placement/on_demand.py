@@ -28,7 +28,7 @@ from shared.messages.cluster import ModelDemand, WhyAsleep
 LEAST_RESIDENCY_S = 2.0
 """For the requests that a model was woken for: by then they have been dispatched."""
 FIRST_LOAD_S = 5.0
-"""Of a model that was never loaded yet, as far as is known."""
+"""Load time of a model that was never loaded yet, as far as is known."""
 FAILED_S = 10.0
 """A model that could not be loaded is given up after so long without requests: the next one tries again."""
 UNREADY_S = 60.0
@@ -57,9 +57,9 @@ class OnDemandModel(NamedTuple):
     """Since when requests wait for it."""
     demand: ModelDemand = NO_DEMAND
     waited_s: float = 0.0
-    """Of its online requests, summed until now."""
+    """Waiting time of its online requests, summed until now."""
     load_s: float = FIRST_LOAD_S
-    """That loading it takes."""
+    """Seconds that loading it takes."""
 
     @property
     def is_wanted(self) -> bool:

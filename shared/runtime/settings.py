@@ -19,6 +19,7 @@ import msgspec
 
 from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.requests import Seconds
+from shared.plugins import PluginError, Registry
 
 T = TypeVar("T")
 

@@ -179,7 +179,7 @@ class SchedulerCore:
         return changed
 
     def demand(self, models: Collection[str], now: float) -> list[ModelDemand]:
-        """Of these that are asked for. Changes nothing."""
+        """Demand for those of these models that are asked for. Changes nothing."""
         unmet = self.grants.unmet_tokens(now)
         counts = {model: _Demand(num_offline=int(unmet[model] > 0)) for model in models}
         for tracked in self.requests:

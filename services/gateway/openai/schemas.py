@@ -438,7 +438,7 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     on_demand: bool | None = None
     """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
     idle_s: Annotated[float, Meta(ge=0, le=2_592_000)] | None = None
-    """Of a model on demand: seconds after its last request after which it is put away; default 300."""
+    """For a model on demand: seconds after its last request until it is put away; default 300."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

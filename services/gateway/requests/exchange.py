@@ -443,8 +443,8 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
 
 COMMENT = b": keep-alive\n\n"
 COLD_SIGN_S = 2.0
-"""Of silence, after which a stream is told that its model is being loaded: longer than from host memory, and than what
-cannot be loaded at all takes to be known."""
+"""Seconds of silence after which a stream is told that its model is being loaded: longer than from host memory, and
+than what cannot be loaded at all takes to be known."""
 
 
 def cold_text(state: str, why: str) -> str:

@@ -324,6 +324,6 @@ class InstanceModels:
 
 
 def _step_back(niceness: int) -> None:
-    """Of the thread that calls, and those it starts."""
+    """Lowers the priority of the calling thread and of those it starts."""
     if niceness:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)

@@ -22,7 +22,7 @@ from services.worker.models.loading import Identity
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.5
-"""Of the host memory that would be free without them, what these weights may take."""
+"""Share of the host memory that would be free without them which these weights may take."""
 
 
 _MODEL_CODE = ("services.worker.models", "services.worker.models.linear", "services.worker.models.quantized_linear",

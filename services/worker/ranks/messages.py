@@ -32,7 +32,7 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_rows: int
     deterministic: bool = False
     host_weights_bytes: int = 0
-    """Of this rank; as of `HostWeights`."""
+    """Host memory for weights of this rank; see `HostWeights`."""
     num_host_merged: int = 0
     num_window_merged: int = 0
     """Merged blocks of host memory through which blocks on the device are reached; 0: the device's memory is shared (CPU),
