@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Container, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -127,8 +127,8 @@ class ModelQueue:
         """Whether online sequences come back from host memory: they will run soon."""
         return any(sequence.is_online for sequence in self.restoring.values())
 
-    def objectives(self, now: float) -> Objectives:
-        """See slo_budget.py for when a token is due."""
+    def objectives(self, now: float, tenants: Container[str] | None = None) -> Objectives:
+        """See slo_budget.py for when a token is due. `tenants`: of their sequences alone."""
         tpot_s = token_due_s = first_due_s = math.inf
         for sequence in chain(
             *(self.running[priority_class].values() for priority_class in ONLINE_CLASSES),
@@ -139,6 +139,8 @@ class ModelQueue:
                 if of_state
             ),
         ):
+            if tenants is not None and sequence.tenant not in tenants:
+                continue
             first_token_s = sequence.first_token_s
             if first_token_s is None:
                 first_due_s = min(first_due_s, sequence.ttft_due_s)
@@ -173,35 +175,50 @@ class ModelQueue:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))
 
-    def claims(self, now: float) -> list[tuple[float, float]]:
-        """What its online sequences need for their objectives, as `room_s` takes it: the time left until the earliest next
-        token of its streams is due by its TPOT objective, with the time of a step of them; and that to the first first
-        token that can still be in time, with the time that its prompts take beside others' steps."""
-        first_left_s, num, context = math.inf, 0, 0
-        for sequence in self._runnable_online():
-            if sequence.first_token_s is not None:
-                num, context = num + 1, context + sequence.num_computed
-            elif 0.0 <= (left_s := sequence.ttft_due_s - now) < first_left_s:
-                first_left_s = left_s
-        claims = []
-        step_s = 0.0 if self.cost_model is None else self.cost_model.predict(StepShape(0, 0.0, num, context))
-        if num:
-            claims.append((self.token_left_s(now), SERVING_STEPS * step_s))
-        if first_left_s < math.inf:
-            claims.append((first_left_s, step_s + PROMPT_STEPS * self.prompts_s()))
+    def claims(self, now: float, classes: Collection[PriorityClass] = ONLINE_CLASSES) -> list[tuple[float, float]]:
+        """What its online sequences of the ranks need for their objectives, as `room_s` takes it: the time left until the
+        earliest next token of their streams is due by its TPOT objective, with the time of a step of all its streams; and
+        `first_claim`."""
+        streams = [sequence for sequence in self._runnable_online() if sequence.first_token_s is not None]
+        claims = [] if (first := self.first_claim(now, classes)) is None else [first]
+        if streams:
+            claims.append((self.token_left_s(now, classes), SERVING_STEPS * self._decodes_s(streams)))
         return claims
 
-    def token_left_s(self, now: float) -> float:
-        """Until a stream of it will have stood still for as long as its TPOT objective allows; inf without one."""
+    def first_claim(
+        self, now: float, classes: Collection[PriorityClass] = ONLINE_CLASSES
+    ) -> tuple[float, float] | None:
+        """The time left to the first first token of the ranks that can still be in time, and the time that the prompts for
+        which that holds, and those before them, take beside others' steps."""
+        streams: list[Sequence] = []
+        prompts_s, left_s, need_s = 0.0, math.inf, 0.0
+        for sequence in sorted(self._runnable_online(), key=lambda sequence: sequence.row < 0):
+            if sequence.first_token_s is not None:
+                streams.append(sequence)
+            elif sequence.priority_class in classes:
+                if self.cost_model is not None:
+                    missing = sequence.total - sequence.num_computed
+                    prompts_s += prompt_s(self.cost_model.prompt_cost, missing, sequence.num_computed)
+                if sequence.ttft_due_s - now >= prompts_s:
+                    left_s, need_s = min(left_s, sequence.ttft_due_s - now), PROMPT_STEPS * prompts_s
+        return None if left_s == math.inf else (left_s, self._decodes_s(streams) + need_s)
+
+    def _decodes_s(self, streams: list[Sequence]) -> float:
+        """Of a step with these alone; 0 without a cost model."""
+        context = sum(sequence.num_computed for sequence in streams)
+        return 0.0 if self.cost_model is None else self.cost_model.predict(StepShape(0, 0.0, len(streams), context))
+
+    def token_left_s(self, now: float, classes: Collection[PriorityClass] = ONLINE_CLASSES) -> float:
+        """Until a stream of the ranks will have stood still for as long as its TPOT objective allows; inf without one."""
         left_s = math.inf
-        for sequence in self._runnable_online():
+        for sequence in self._runnable_online(classes):
             if sequence.first_token_s is not None:
                 waited_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
                 left_s = min(left_s, PLANNED_SHARE * sequence.tpot_objective_s - waited_s)
         return left_s
 
-    def _runnable_online(self) -> Iterator[Sequence]:
-        return chain.from_iterable(self.runnable(priority_class) for priority_class in ONLINE_CLASSES)
+    def _runnable_online(self, classes: Collection[PriorityClass] = ONLINE_CLASSES) -> Iterator[Sequence]:
+        return chain.from_iterable(self.runnable(priority_class) for priority_class in classes)
 
     def num_decoding(self, priority_class: PriorityClass) -> int:
         """Running sequences of the rank that have one token to compute."""

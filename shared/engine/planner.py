@@ -309,6 +309,23 @@ class Planner:
         return queue.cost_model.predict(StepShape(0, 0.0, len(running), context))
 
     def _online_groups(self, begins_s: float) -> Iterator[list[Candidate]]:
+        """Of models that could lead alike those come first in which favoured tenants (favours.py) have a prompt, or streams
+        behind the pace of their objectives; streams that have stood still for as long as they may do so too."""
+        for group in self._groups_of_ranks(begins_s):
+            favoured = self._favours.favoured() if len(group) > 1 else set()
+            first = [one for one in group if self._serves(one, group, favoured, begins_s)] if favoured else []
+            if 0 < len(first) < len(group):
+                yield [one for one in group if one in first or self._is_urgent(one.queue, begins_s)]
+            yield group
+
+    def _serves(self, one: Candidate, group: list[Candidate], favoured: set[str], begins_s: float) -> bool:
+        """Whether a step of the model is what a favoured tenant waits for, before one of the others in the group."""
+        if self._favours.prompts(one.queue, one.priority_class):
+            return True
+        slack_s = one.queue.objectives(begins_s, favoured).slack_s
+        return slack_s < max(self._step_s(other, begins_s) for other in group if other is not one)
+
+    def _groups_of_ranks(self, begins_s: float) -> Iterator[list[Candidate]]:
         """Within a model high priority goes before normal, always. Between models it is a weight: a model with normal
         requests alone leads where its streams have stood still for as long as they may (silence.py), where it could not
         keep its objectives otherwise and those of high priority can be kept all the same, and in its turns; these are equal
@@ -321,8 +338,9 @@ class Planner:
             return
         weight = HIGH_WEIGHT if all(self._is_ahead(one.queue, begins_s) for one in normal) else 1.0
         self._rank_weights = {_HIGH: weight * len(high), _NORMAL: float(len(normal))}
-        if urgent := [one for one in normal if self._is_urgent(one.queue, begins_s)]:
-            yield [*high, *urgent]
+        urgent = [one for one in (*high, *normal) if self._is_urgent(one.queue, begins_s)]
+        if urgent:
+            yield [*high, *(one for one in urgent if one not in high)]
         for due in self._due(high, normal, begins_s):
             yield [due]
         groups = [high, normal]
@@ -340,19 +358,19 @@ class Planner:
         return objectives.slack_s >= ahead_s
 
     def _due(self, high: list[Candidate], normal: list[Candidate], begins_s: float) -> list[Candidate]:
-        """Models with normal requests that must lead now to keep their objectives, while those with requests of high
-        priority keep theirs."""
+        """Of the models with normal requests those that must lead now to keep their objectives, while those with requests of
+        high priority keep theirs; favoured tenants' prompts first."""
         claims = {one.name: one.queue.claims(begins_s) for one in normal}
         step_s = max(self._step_s(one, begins_s) for one in high)
         if room_s([claim for of_model in claims.values() for claim in of_model]) >= step_s:
             return []
         room_of_high_s = self._room_of_high_s(begins_s)
         due = [
-            (room_s(claims[one.name]), index)
+            (not self._favours.prompts(one.queue, one.priority_class), room_s(claims[one.name]), index)
             for index, one in enumerate(normal)
             if claims[one.name] and room_of_high_s >= self._least_online_s(one.queue)
         ]
-        return [normal[index] for _, index in sorted(due)]
+        return [normal[index] for *_, index in sorted(due)]
 
     def _step_s(self, candidate: Candidate, begins_s: float) -> float:
         """What a step that it leads would take."""
@@ -363,9 +381,9 @@ class Planner:
         return min(limits.limit_s, cost.predict(candidate.queue.online_shape(limits.max_tokens)))
 
     def _room_of_high_s(self, begins_s: float) -> float:
-        """How long something else may run without breaking an objective of a model with requests of high priority."""
+        """How long something else may run without breaking an objective of a request of high priority."""
         queues = [queue for queue in self._queues.values() if queue.has_work(PriorityClass.ONLINE_HIGH)]
-        return room_s([claim for queue in queues for claim in queue.claims(begins_s)])
+        return room_s([claim for queue in queues for claim in queue.claims(begins_s, (PriorityClass.ONLINE_HIGH,))])
 
     def _least_online_s(self, queue: ModelQueue) -> float:
         """Seconds of a step with its streams and a bit of a prompt."""
@@ -444,11 +462,22 @@ class Planner:
                 room_s = min(self._room_of_high_s(begins_s), queue.token_left_s(begins_s))
                 limit_s = max(room_s, SERVING_STEPS * self._least_online_s(queue))
                 limits = limits._replace(limit_s=min(limits.limit_s, limit_s))
-            if not self._favours.prompts(queue, leading):
-                limit_s = self._favours.step_limit_s(queue, begins_s)
-                limits = limits._replace(limit_s=min(limits.limit_s, limit_s))
+            limits = limits._replace(limit_s=min(limits.limit_s, self._tenants_limit_s(queue, begins_s)))
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
         return self.last_limits
+
+    def _tenants_limit_s(self, queue: ModelQueue, begins_s: float) -> float:
+        """How long a step of the model may take for the sake of tenants that may come back, or wait for a step of another
+        model; inf where one of those is served, or a first token would come too late for the former."""
+        waiting = [other for other in self._queues.values() if self._has_favoured_prompts(other)]
+        if queue in waiting:
+            return math.inf
+        limit_s = self._favours.step_limit_s(queue, begins_s)
+        claim = None if waiting or limit_s == math.inf else queue.first_claim(begins_s)
+        return math.inf if claim is not None and room_s([claim]) < URGENT_S else limit_s
+
+    def _has_favoured_prompts(self, queue: ModelQueue) -> bool:
+        return any(self._favours.prompts(queue, priority_class) for priority_class in ONLINE_CLASSES)
 
     def _offline_limits(self, candidate: Candidate, view: StepView) -> Limits:
         """Limits of a step of offline sequences alone."""
@@ -733,7 +762,7 @@ class Planner:
             )
             has_row = self._memory.num_free_rows > num_kept or self._memory.make_row(sequence, now)
             if not has_row or not self._memory.allocate_prompt(queue, sequence, now):
-                if not self._overtakes(sequence, now):
+                if not self._comes_after_stuck(sequence, now):
                     self._memory.stuck = sequence
                 return
             waiting.remove(sequence)
@@ -833,9 +862,15 @@ class Planner:
     def _overtakes(self, sequence: Sequence, now: float) -> bool:
         """Whether one before it lacks room that is not what its own model can have in any case."""
         stuck = self._memory.stuck
-        if stuck is None or stuck is sequence or stuck.state != State.WAITING:
+        is_of_other = stuck is not None and stuck.model != sequence.model
+        if sequence.is_online and is_of_other and self._memory.is_below_share(sequence.model):
             return False
-        if sequence.is_online and stuck.model != sequence.model and self._memory.is_below_share(sequence.model):
+        return self._comes_after_stuck(sequence, now)
+
+    def _comes_after_stuck(self, sequence: Sequence, now: float) -> bool:
+        """Whether one before it in the order lacks room."""
+        stuck = self._memory.stuck
+        if stuck is None or stuck is sequence or stuck.state != State.WAITING:
             return False
         return self._memory.order_key(sequence, now) > self._memory.order_key(stuck, now)
 

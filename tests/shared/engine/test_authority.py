@@ -1,10 +1,12 @@
-"""Who may delay whom, and by how much, where models, classes, priorities and stages meet ("Order of authority" in
+"""Who may delay whom, and by how much, where models, classes, priorities, tenants and stages meet ("Order of authority" in
 docs/design/scheduling.md). The real engine in virtual time."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import GenerationRequest, Priority, RequestClass, SamplingParams, pack_tokens
 from shared.policies.catalogue import ordering_policy
+from shared.policies.silence import allowed_silence_s
 from shared.policies.slo_budget import SloTokenBudget
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance, VirtualStep
@@ -107,6 +110,8 @@ class World:
         *,
         request_class: RequestClass = RequestClass.ONLINE,
         priority: Priority = Priority.NORMAL,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> None:
         self.sent[name] = at_s
         number = len(self.sent)
@@ -118,13 +123,25 @@ class World:
             sampling=SamplingParams(max_tokens=num_output, temperature=0.0),
             request_class=request_class,
             priority=priority,
+            tenant=tenant,
+            tenant_weight=weight,
             timeout_s=1e5,
         )
         self.events.at(at_s, lambda: self.instance.apply(Submit(request)))
 
-    def lines(self, model: str, num: int, num_prompt: int = 1024, num_output: int = 128, at_s: float = 1.0) -> None:
+    def lines(
+        self,
+        model: str,
+        num: int,
+        num_prompt: int = 1024,
+        num_output: int = 128,
+        at_s: float = 1.0,
+        fields: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """`fields`: what else is said of each."""
         for index in range(num):
-            self.submit(f"line-{model}{index}", model, num_prompt, num_output, at_s, request_class=OFFLINE)
+            name = f"line-{model}{index}"
+            self.submit(name, model, num_prompt, num_output, at_s, request_class=OFFLINE, **fields())
 
     def run(self, until_s: float) -> None:
         self.events.run(lambda: False, until_s)
@@ -385,10 +402,22 @@ def test_a_head_without_room_is_not_delayed_by_many_small_ones():
 # -------------------------------------------------------------------------------------------------------- properties
 
 
+def _tenants(rng: random.Random) -> Callable[[], dict[str, Any]]:
+    """One to four with weights, of which one is drawn at each call."""
+    weights = {f"tenant{index}": rng.choice([1.0, 1.0, 2.0, 4.0]) for index in range(rng.randint(1, 4))}
+
+    def draw() -> dict[str, Any]:
+        tenant = rng.choice(list(weights))
+        return {"tenant": tenant, "weight": weights[tenant]}
+
+    return draw
+
+
 def _mixed(seed: int, load: float) -> World:
-    """Random models, classes, priorities, lengths, objectives, stages and pools. `load`: of the device's time, that online
-    requests take if each is served alone, about."""
+    """Random models, classes, priorities, lengths, objectives, tenants, stages and pools. `load`: of the device's time, that
+    online requests take if each is served alone, about."""
     rng = random.Random(seed)
+    tenant_of_next = _tenants(random.Random(-seed - 1))
     num_stages = rng.choice([1, 1, 2, 4])
     models = "ABCD"[: rng.randint(1, 4)]
     world = World(
@@ -405,9 +434,57 @@ def _mixed(seed: int, load: float) -> World:
     while at_s < 20.0:
         num_prompt, num_output = rng.randint(20, 1500), rng.randint(2, 200)
         priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
-        world.submit(f"online{number}", rng.choice(models), num_prompt, num_output, at_s, priority=priority)
+        model = rng.choice(models)
+        world.submit(f"online{number}", model, num_prompt, num_output, at_s, priority=priority, **tenant_of_next())
         # a step of one sequence is shared by some others, and tokens of a prompt by none
         at_s += rng.expovariate(load / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / 4))
+        number += 1
+    for model in models:
+        if rng.random() < 0.8:
+            lengths = (rng.randint(1, 80), rng.randint(16, 3000), rng.randint(1, 100))
+            world.lines(model, *lengths, rng.uniform(0.0, 10.0), fields=tenant_of_next)
+    return world
+
+
+def _flooded(seed: int) -> World:
+    """Some tenants that ask one request at a time, of random models and priorities, and one that asks three times as much as
+    the device can do, of one model or of all: a flood from 5 to 13 s."""
+    rng = random.Random(seed)
+    num_stages = rng.choice([1, 1, 1, 2, 4])
+    models = "ABCD"[: rng.randint(1, 4)]
+    world = World(
+        models,
+        depth=max(num_stages, rng.randint(1, 2)),
+        num_stages=num_stages,
+        num_merged=rng.choice([1500, 5000, 20_000]),
+        num_rows=rng.choice([32, 256]),
+        num_host_merged=rng.choice([0, 2000]),
+        max_tokens=rng.choice([512, 2048, 8192]),
+        is_known=rng.random() < 0.7,
+        tpot_s=rng.uniform(0.11, 0.2),
+    )
+    for index in range(rng.randint(1, 3)):
+        weight, at_s, number = rng.choice([1.0, 1.0, 2.0, 4.0]), rng.uniform(0.0, 12.0), 0
+        while at_s < 20.0:
+            lengths = rng.randint(20, 1500), rng.randint(2, 60)
+            priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
+            world.submit(
+                f"asker{index}-{number}",
+                rng.choice(models),
+                *lengths,
+                at_s,
+                priority=priority,
+                tenant=f"asker{index}",
+                weight=weight,
+            )
+            at_s += lengths[0] * COST.prefill_token_s + lengths[1] * 0.03 + rng.expovariate(0.5)
+            number += 1
+    flooded, at_s, number = rng.choice([models, rng.choice(models)]), 5.0, 0
+    most_prompt, most_output, batch = rng.choice([(500, 100, 16), (3000, 40, 16), (100, 600, 64)])
+    while at_s < 13.0:
+        num_prompt, num_output = rng.randint(20, most_prompt), rng.randint(2, most_output)
+        world.submit(f"flood{number}", rng.choice(flooded), num_prompt, num_output, at_s, tenant="flood")
+        at_s += rng.expovariate(3.0 / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / batch))
         number += 1
     for model in models:
         if rng.random() < 0.8:
@@ -438,13 +515,13 @@ def test_at_a_load_that_fits_everybody_has_what_was_promised(seed):
     num_stages = world.engine.planner._num_stages
     world.run(1000.0)
     assert set(world.ended) == set(world.sent), "all end"
-    if num_stages == 1:
+    if num_stages == 1:  # virtual time has one device, on which the steps of stages come one after the other
         assert not any(end.is_given_up for end in world.ended.values())
     assert _idle_s(world) <= 0.2, "the device is not idle while anybody waits"
     online = [name for name in world.sent if name.startswith("online")]
     assert max(map(world.ttft_s, online)) <= TTFT_S
     assert max(max(world.gaps(name), default=0.0) for name in online) <= 0.5
-    if num_stages == 1:  # virtual time has one device, on which the steps of stages come one after the other
+    if num_stages == 1:
         assert all(world.ended[name].objectives_met()[1] is not False for name in online)
 
 
@@ -458,3 +535,22 @@ def test_beyond_what_fits_all_end_and_nobody_waits_without_bound(seed):
         assert end.num_output_tokens > 0 or (end.is_given_up and name.startswith("line"))
     for times in world.times.values():
         assert max((b - a for a, b in pairwise(times)), default=0.0) < 60.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_asks_little_keeps_its_objectives_beside_a_tenant_that_floods(seed):
+    """Whatever model the flood is of, and however many."""
+    world = _flooded(seed)
+    num_stages, tpot_s = world.engine.planner._num_stages, world.engine._objectives[1]
+    world.run(2000.0)
+    assert set(world.ended) == set(world.sent)
+    assert _idle_s(world) <= 0.2
+    flood = [name for name in world.sent if name.startswith("flood")]
+    assert sum(world.ttft_s(name) > TTFT_S for name in flood) > 20, "it is a flood"
+    askers = [name for name in world.sent if name.startswith("asker")]
+    assert max(map(world.ttft_s, askers)) <= (TTFT_S if num_stages == 1 else 2 * TTFT_S)
+    if num_stages == 1:  # virtual time has one device, on which the steps of stages come one after the other
+        for name in askers:
+            # one gap may be as long as any; else the pace is that of the objective
+            assert max(world.gaps(name), default=0.0) <= allowed_silence_s(tpot_s)
+            assert sum(world.gaps(name)) <= len(world.gaps(name)) * tpot_s + allowed_silence_s(tpot_s)
