@@ -8,13 +8,14 @@ that floods.
 The prompt of a favoured tenant shares its step with nobody else's prompt, nor with others' streams while these may stand
 still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
 where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
-their next request will find.
+their next request will find. They are kept from getting very long for the sake of strangers where named tenants ask more than
+can be done: where a prompt is late and one of them would be dominant beside a stranger.
 """
 
 from __future__ import annotations
 
 from shared.engine.memory.allocator import Allocator
-from shared.engine.model_queue import ModelQueue
+from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.silence import PLANNED_SHARE, allowed_silence_s
 from shared.policies.tenant_shares import TenantShares
@@ -28,8 +29,10 @@ FADING = 0.9
 LEAST_PROGRESS = 0.5
 """Multiple of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
 LONG_STEP_S = 0.015
-"""Seconds of a step after which the next one is planned when it has ended: the device then waits for the host, for a small
-part of that."""
+"""Of a step after which the next one is planned when it has ended: the device then waits for the host, for a small part of
+that."""
+STRANGER_SHARE = 0.05
+"""Of the TTFT objective: what a step with prompts may take where a stranger might come beside a flood."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""
@@ -113,17 +116,31 @@ class Favours:
 
     def waits_for(self, step_s: float, now: float) -> bool:
         """Whether a step in flight that takes so long is to end before the next one is planned: the prompt of an expected
-        tenant would find both."""
-        return step_s >= LONG_STEP_S and self._shortest_s(now) < float("inf")
+        tenant, or a stranger's beside a flood, would find both."""
+        return step_s >= LONG_STEP_S and (self._shortest_s(now) < float("inf") or self._is_flooded(now))
 
     def step_limit_s(self, queue: ModelQueue, now: float) -> float:
         """How long a step of the model with prompts may take."""
         cost, shortest_s = queue.cost_model, self._shortest_s(now)
-        if cost is None or shortest_s == float("inf"):
+        if cost is None:
             return float("inf")
         decodes_s = cost.predict(queue.online_shape(0))
+        if shortest_s == float("inf"):
+            return decodes_s + STRANGER_SHARE * queue.ttft_objective_s if self._is_flooded(now) else float("inf")
         least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
         return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
+
+    def _is_flooded(self, now: float) -> bool:
+        """Whether named tenants ask more than can be done in time, and a stranger would be one that asks little."""
+        tenants = self._tenants
+        if "" in tenants or not tenants.has_dominant(FEW, DOMINANT_SHARE, tenants.mean_weight):
+            return False
+        return any(
+            sequence.first_token_s is None and sequence.ttft_due_s < now
+            for queue in self._memory.queues.values()
+            for priority_class in ONLINE_CLASSES
+            for sequence in queue.runnable(priority_class)
+        )
 
     def _shortest_s(self, now: float) -> float:
         """Seconds of the shortest among the longest recent prompts of the tenants that are expected beside a dominant one;

@@ -64,6 +64,11 @@ class TenantShares:
         """Whether there is anything to share: else all keys are alike."""
         return len(self._here) > 1
 
+    @property
+    def mean_weight(self) -> float:
+        """Of the tenants that are here; 0 if none is."""
+        return self._weight / len(self._here) if self._here else 0.0
+
     def __contains__(self, tenant: str) -> bool:
         """Whether the tenant has a request here."""
         return tenant in self._here

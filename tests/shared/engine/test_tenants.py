@@ -10,6 +10,7 @@ import pytest
 from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Engine
+from shared.engine.favours import STRANGER_SHARE
 from shared.engine.plan import ModelShape
 from shared.engine.requests import Ended, Output
 from shared.engine.sequence import PriorityClass
@@ -27,12 +28,16 @@ COST = CostModel(
 )
 
 
+TTFT_S = 1.5
+
+
 class World:
     """One instance with one model in virtual time."""
 
     def __init__(self, *, num_merged: int = 2000, num_rows: int = 32, ordering: str = "doubling_budget") -> None:
         self.events = Events()
-        self.engine = Engine(num_merged, num_rows, ordering_policy(ordering), SloTokenBudget(2048), steps_in_flight=2)
+        policies = ordering_policy(ordering), SloTokenBudget(2048)
+        self.engine = Engine(num_merged, num_rows, *policies, steps_in_flight=2, ttft_s=TTFT_S)
         self.engine.apply(AddModel(ModelShape("a", 16, 1, 1 << 15, num_layers=32)), 0.0)
         self.engine.apply(SetCostModel("a", COST), 0.0)
         self.first: dict[str, float] = {}
@@ -90,12 +95,12 @@ def test_backlogged_tenants_are_served_by_weight(ordering: str, lengths: tuple[t
     assert served["heavy"] > 1.3 * served["light"]
 
 
-def test_one_tenant_with_whatever_name_is_served_as_if_there_were_none() -> None:
+def test_one_tenant_that_does_not_flood_is_served_as_if_there_were_none() -> None:
     ends = []
     for tenant in ("", "named"):
         world = World()
         for number in range(100):
-            world.submit(f"{tenant}-{number}", 50 + 37 * number % 900, 5 + 11 * number % 100, 0.02 * number)
+            world.submit(f"{tenant}-{number}", 50 + 37 * number % 900, 5 + 11 * number % 100, 0.08 * number)
         world.run(100.0)
         ends.append({name.partition("-")[2]: ended.ended_s for name, ended in world.ended.items()})
     assert len(ends[0]) == 100 and ends[0] == ends[1]
@@ -125,6 +130,21 @@ def test_a_flood_hardly_delays_the_first_tokens_of_a_tenant_that_asks_one_at_a_t
         longest_s.append(longest_first_token_s(world, starts_s))
     assert world.engine.load().models[0].num_waiting > 10, "it is a flood"
     assert longest_s[1] <= 1.3 * longest_s[0]
+
+
+def test_a_strangers_first_request_waits_for_one_short_step_beside_a_flood() -> None:
+    """Each of them is the first of its tenant, and the flood's prompts fill every step."""
+    first_s = []
+    for at_s in (5.0, 5.3, 5.7, 6.1):
+        world = World()
+        for number in range(100):
+            world.submit(f"flood-{number}", 4000, 20, 0.1 * number)
+        world.submit("other-0", 200, 5, at_s)
+        world.run(10.0)
+        first_s.append(world.first["other-0"] - at_s)
+    alone_s = COST.fixed_s + 200 * COST.prefill_token_s
+    # the rest of a step, and a second one of the flood's streams
+    assert max(first_s) <= alone_s + STRANGER_SHARE * TTFT_S + 0.05
 
 
 def test_one_slow_stream_gives_its_tenant_no_right_to_shut_others_out_later() -> None:
