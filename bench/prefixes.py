@@ -24,9 +24,9 @@ from shared.costs.model import CostModel
 from shared.simulation.gateway import Job
 
 LEAST_SHARE = 0.9
-"""Least share of what one instance reaches."""
+"""The cached share to be reached, over that of one instance with the memory of all."""
 MOST_TTFT = 1.02
-"""P99 of first tokens, times that of the system which knows no prefix when it dispatches."""
+"""The P99 of first tokens allowed, over that of the system which knows no prefix when it dispatches."""
 DURATION_S = 60.0
 TURNS, THINKING_S = 6, 8.0
 NUM_SYSTEMS = 24
@@ -92,7 +92,7 @@ SHAPES: dict[str, Callable[[float, np.random.Generator], list[Job]]] = {
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     cached_share: float
-    """Cached share of the tokens of prompts."""
+    """Cached tokens of prompts over all tokens of prompts."""
     mean_ttft_s: float
     p99_ttft_s: float
     num_migrations: int

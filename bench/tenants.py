@@ -85,19 +85,19 @@ def flood(kind: str, device: Device, num_instances: int, duration_s: float, seed
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies of the other tenant, in seconds."""
+    """First tokens of the other tenant, in seconds, and what the flood got."""
 
     first_s: float
-    """Time of its first request, which the other fields leave out."""
+    """The time to the first token of its first request, which the percentiles leave out."""
     p50_s: float
     p99_s: float
     num_requests: int
     flood_tokens_per_s: float
-    """Output."""
+    """Output tokens of the flood."""
 
 
 def run(kind: str | None, device: Device, num_instances: int, duration_s: float, seed: int) -> Result:
-    """`kind`: of the flood; None: there is none."""
+    """Runs the other tenant beside a flood of the `kind`; None: without one."""
     jobs = [] if kind is None else flood(kind, device, num_instances, duration_s, seed)
     cluster = Cluster(device, System(name="tideway"), jobs, num_instances=num_instances, seed=seed)
     asker = Asker(cluster, device, duration_s, seed)

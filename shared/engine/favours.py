@@ -8,8 +8,8 @@ that floods.
 The prompt of a favoured tenant shares its step with nobody else's prompt, nor with others' streams while these may stand
 still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
 where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
-their next request will find. They are kept from getting very long for the sake of strangers where named tenants ask more than
-can be done: where a prompt is late and one of them would be dominant beside a stranger.
+their next request will find. For the sake of strangers they are kept from getting very long where named tenants ask more
+than can be done: where a prompt is late, and one of them would be dominant beside a stranger.
 """
 
 from __future__ import annotations
