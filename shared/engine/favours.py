@@ -29,10 +29,10 @@ FADING = 0.9
 LEAST_PROGRESS = 0.5
 """Multiple of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
 LONG_STEP_S = 0.015
-"""Of a step after which the next one is planned when it has ended: the device then waits for the host, for a small part of
-that."""
+"""Seconds of a step after which the next one is planned when it has ended: the device then waits for the host, for a
+small part of that."""
 STRANGER_SHARE = 0.05
-"""Of the TTFT objective: what a step with prompts may take where a stranger might come beside a flood."""
+"""Share of the TTFT objective: what a step with prompts may take where a stranger might come beside a flood."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""

@@ -204,7 +204,7 @@ class ModelQueue:
         return None if left_s == math.inf else (left_s, self._decodes_s(streams) + need_s)
 
     def _decodes_s(self, streams: list[Sequence]) -> float:
-        """Of a step with these alone; 0 without a cost model."""
+        """Seconds of a step with these alone; 0 without a cost model."""
         context = sum(sequence.num_computed for sequence in streams)
         return 0.0 if self.cost_model is None else self.cost_model.predict(StepShape(0, 0.0, len(streams), context))
 

@@ -309,8 +309,9 @@ class Planner:
         return queue.cost_model.predict(StepShape(0, 0.0, len(running), context))
 
     def _online_groups(self, begins_s: float) -> Iterator[list[Candidate]]:
-        """Of models that could lead alike those come first in which favoured tenants (favours.py) have a prompt, or streams
-        behind the pace of their objectives; streams that have stood still for as long as they may do so too."""
+        """Models that could lead alike, in an order in which those come first in which favoured tenants (favours.py)
+        have a prompt, or streams behind the pace of their objectives; streams that have stood still for as long as they
+        may do so too."""
         for group in self._groups_of_ranks(begins_s):
             favoured = self._favours.favoured() if len(group) > 1 else set()
             first = [one for one in group if self._serves(one, group, favoured, begins_s)] if favoured else []
@@ -358,8 +359,8 @@ class Planner:
         return objectives.slack_s >= ahead_s
 
     def _due(self, high: list[Candidate], normal: list[Candidate], begins_s: float) -> list[Candidate]:
-        """Of the models with normal requests those that must lead now to keep their objectives, while those with requests of
-        high priority keep theirs; favoured tenants' prompts first."""
+        """Models with normal requests that must lead now to keep their objectives, while those with requests of high
+        priority keep theirs; favoured tenants' prompts first."""
         claims = {one.name: one.queue.claims(begins_s) for one in normal}
         step_s = max(self._step_s(one, begins_s) for one in high)
         if room_s([claim for of_model in claims.values() for claim in of_model]) >= step_s:

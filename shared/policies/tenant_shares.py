@@ -66,7 +66,7 @@ class TenantShares:
 
     @property
     def mean_weight(self) -> float:
-        """Of the tenants that are here; 0 if none is."""
+        """Mean weight of the tenants that are here; 0 if none is."""
         return self._weight / len(self._here) if self._here else 0.0
 
     def __contains__(self, tenant: str) -> bool:
