@@ -60,7 +60,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     key = exchange.key = _key(context, request)
     message = await read_message(request, _REQUEST, context.bodies)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    generation, headers = await begin(context, request, exchange, key, chat_request(message))
+    generation, _, headers = await begin(context, request, exchange, key, chat_request(message))
     headers["request-id"] = request.state.request_id
     builder = MessageBuilder(exchange.call.call_id, exchange.call.shown_model, generation)
     if generation.options.is_stream:

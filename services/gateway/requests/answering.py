@@ -111,15 +111,32 @@ async def _generate(
     message = await read_message(request, decoder, context.bodies)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+
+    async def anew() -> Response:
+        generation, _, headers = await begin(context, request, exchange, key, message, wish)
+        return await answer(exchange, generation, headers, keep_alive)
+
+    async def again(record: KeptCall) -> Response:
+        return await answer_again(context, request, exchange, key, record, keep_alive)
+
+    return await answered_once(context, wish, anew, again)
+
+
+async def answered_once(
+    context: GatewayContext,
+    wish: Wish | None,
+    anew: Callable[[], Awaitable[Response]],
+    again: Callable[[KeptCall], Awaitable[Response]],
+) -> Response:
+    """What `anew` makes, or `again` of the call that was made under the same idempotency key. Raises as
+    `KeptCalls.claimed`."""
     record = await context.kept.claimed(wish)
     if record is None:
         try:
-            generation, headers = await begin(context, request, exchange, key, message, wish)
+            return await anew()
         except AlreadyKept as kept:
             record = kept.record
-        else:
-            return await answer(exchange, generation, headers, keep_alive)
-    return await answer_again(context, request, exchange, key, record, keep_alive)
+    return await again(record)
 
 
 async def answer_again(
@@ -160,9 +177,9 @@ async def begin(
     message: ChatRequest | CompletionRequest,
     wish: Wish | None = None,
     opened: Callable[[Options, list[Prompt]], tuple[ResponseObject, tuple[InputItem, ...]]] | None = None,
-) -> tuple[Generation, dict[str, str]]:
-    """Checks, tokenises and places what was asked; also the answer's headers. `wish`: how it is kept. `opened`: of a call of
-    the Responses API. Raises `AlreadyKept`."""
+) -> tuple[Generation, Plan, dict[str, str]]:
+    """Checks, tokenises and places what was asked; also how the answer is made, and its headers. `wish`: how it is kept.
+    `opened`: of a call of the Responses API. Raises `AlreadyKept`."""
     settings, call = context.settings, exchange.call
     call.tenant = key.tenant
     if wish is not None:
@@ -199,10 +216,10 @@ async def begin(
     on_output = functools.partial(context.admission.charge_output, key)
     is_stepwise = wish is not None and opened is not None
     generation = call.plan(message, options, prompts, tokenizer, key.tenant, on_output, is_stepwise=is_stepwise)
+    plan = Plan(options, prompts, *(() if opened is None else opened(options, prompts)))
     if wish is not None:
-        shown = () if opened is None else opened(options, prompts)
         try:
-            call.kept = await context.kept.keep(wish, call.record(Plan(options, prompts, *shown)))
+            call.kept = await context.kept.keep(wish, call.record(plan))
         except BaseException:
             if charged is not None:
                 context.admission.give_back(key, charged)
@@ -221,7 +238,7 @@ async def begin(
     headers = {**exchange.rate_limits(), **call.headers()}
     if traceparent := current_traceparent():
         headers["traceparent"] = traceparent
-    return generation, headers
+    return generation, plan, headers
 
 
 async def prompts_in_time(

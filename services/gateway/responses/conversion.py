@@ -9,16 +9,20 @@ from typing import Any
 import msgspec
 
 from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import ChatRequest
 from services.gateway.responses.messages import (
     InputItem,
     OutputItem,
+    ResponseObject,
     ResponseRequest,
     ShownItem,
     TextFormat,
+    TextOptions,
     TextPart,
 )
 from services.gateway.responses.tools import CUSTOM_ARGUMENT, called_tools, chat_choice, chat_name
+from services.gateway.streams.generation import Prompt
 
 LOGPROBS = "message.output_text.logprobs"
 _NAMES = {
@@ -135,6 +139,35 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
     except msgspec.ValidationError as error:
         raise invalid("input", f"{error}.") from None
+
+
+def opened_response(
+    request: ResponseRequest, response_id: str, created_s: int, model: str, options: Options, prompts: Sequence[Prompt]
+) -> ResponseObject:
+    """The answer before its first item. `model`: as the client calls it."""
+    sampling = prompts[0].sampling
+    return ResponseObject(
+        id=response_id,
+        created_at=created_s,
+        status="in_progress",
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        model=model,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        store=request.store is not False,
+        temperature=sampling.temperature,
+        text=request.text or TextOptions(TextFormat("text")),
+        reasoning=request.reasoning,
+        tool_choice=request.tool_choice or "auto",
+        tools=request.tools or [],
+        top_logprobs=options.num_top_logprobs or 0,
+        top_p=sampling.top_p if request.top_p is None else request.top_p,
+        user=request.user,
+        metadata=request.metadata or {},
+        service_tier=options.service_tier or "default",
+    )
 
 
 def renamed(error: ApiError) -> ApiError:

@@ -14,12 +14,19 @@ from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.parsing import Options, whole_number_of
 from services.gateway.requests import answering
-from services.gateway.requests.answering import answered, begin, first_deltas, keep_alive_of, num_prompt_tokens
+from services.gateway.requests.answering import (
+    answered,
+    answered_once,
+    begin,
+    first_deltas,
+    keep_alive_of,
+    num_prompt_tokens,
+)
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
-from services.gateway.requests.kept_calls import AlreadyKept, Wish
+from services.gateway.requests.kept_calls import Plan, Wish
 from services.gateway.requests.other_routes import json_response
 from services.gateway.requests.resuming import attach, num_events_seen
-from services.gateway.responses.conversion import chat_request, items_of, renamed, shown_items
+from services.gateway.responses.conversion import chat_request, items_of, opened_response, renamed, shown_items
 from services.gateway.responses.messages import (
     DeletedResponse,
     InputItem,
@@ -27,8 +34,6 @@ from services.gateway.responses.messages import (
     ItemList,
     ResponseObject,
     ResponseRequest,
-    TextFormat,
-    TextOptions,
 )
 from services.gateway.responses.store import ID_PREFIX
 from services.gateway.responses.tools import called_tools
@@ -56,27 +61,25 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
         items = await context.responses.conversation(message.previous_response_id, key.tenant) + items
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
-    record = await context.kept.claimed(wish)
-    if record is None:
-        if wish is None and message.stream and message.store is not False and context.settings.resume_s:
-            # Whoever may read it by its id may read its events so, too.
-            wish = Wish(is_asked=False)
+    if wish is None and message.stream and message.store is not False and context.settings.resume_s:
+        # Whoever may read it by its id may read its events so, too.
+        wish = Wish(is_asked=False)
 
-        def opened(options: Options, prompts: list[Prompt]) -> tuple[ResponseObject, tuple[InputItem, ...]]:
-            return _opened(message, exchange, options, prompts), tuple(items)
+    def opened(options: Options, prompts: list[Prompt]) -> tuple[ResponseObject, tuple[InputItem, ...]]:
+        call = exchange.call
+        return opened_response(message, call.call_id, call.created_s, call.shown_model, options, prompts), tuple(items)
 
+    async def anew() -> Response:
         try:
-            generation, headers = await begin(
-                context, request, exchange, key, chat_request(message, items), wish, opened
-            )
+            begun = await begin(context, request, exchange, key, chat_request(message, items), wish, opened)
         except ApiError as error:
             raise renamed(error) from None
-        except AlreadyKept as kept:
-            record = kept.record
-        else:
-            response = _opened(message, exchange, generation.options, generation.prompts)
-            return await _answer(context, exchange, generation, headers, response, items, keep_alive)
-    return await answer_again(context, request, exchange, key, record, keep_alive)
+        return await _answer(context, exchange, *begun, keep_alive)
+
+    async def again(record: KeptCall) -> Response:
+        return await answer_again(context, request, exchange, key, record, keep_alive)
+
+    return await answered_once(context, wish, anew, again)
 
 
 async def answer_again(
@@ -89,23 +92,22 @@ async def answer_again(
 ) -> Response:
     """The rest of a response that another connection began, or the whole where it is no stream."""
     num_seen = num_events_seen(request)
-    generation, plan, headers = await attach(context, request, exchange, key, record, lambda request, plan: ())
-    assert plan.response is not None
-    items = list(plan.items)
-    return await _answer(context, exchange, generation, headers, plan.response, items, keep_alive, num_seen)
+    begun = await attach(context, request, exchange, key, record, lambda request, plan: ())
+    return await _answer(context, exchange, *begun, keep_alive, num_seen)
 
 
 async def _answer(
     context: GatewayContext,
     exchange: Exchange,
     generation: Generation,
+    plan: Plan,
     headers: dict[str, str],
-    response: ResponseObject,
-    items: list[InputItem],
     keep_alive: KeepAlive | None,
     num_seen: int = 0,
 ) -> Response:
-    """`items`: the conversation up to the answer. `num_seen`: events that the client has."""
+    """`num_seen`: events that the client has."""
+    response, items = plan.response, list(plan.items)
+    assert response is not None
     builder = ResponseBuilder(
         response, generation.tokenizer, generation.options.num_top_logprobs, called_tools(response.tools)
     )
@@ -125,32 +127,6 @@ async def _answer(
     await keep(response)
     exchange.end(None)
     return Response(msgspec.json.encode(response), media_type="application/json", headers=headers)
-
-
-def _opened(message: ResponseRequest, exchange: Exchange, options: Options, prompts: list[Prompt]) -> ResponseObject:
-    sampling = prompts[0].sampling
-    return ResponseObject(
-        id=exchange.call.call_id,
-        created_at=exchange.call.created_s,
-        status="in_progress",
-        instructions=message.instructions,
-        max_output_tokens=message.max_output_tokens,
-        model=exchange.call.shown_model,
-        output=[],
-        parallel_tool_calls=message.parallel_tool_calls is not False,
-        previous_response_id=message.previous_response_id,
-        store=message.store is not False,
-        temperature=sampling.temperature,
-        text=message.text or TextOptions(TextFormat("text")),
-        reasoning=message.reasoning,
-        tool_choice=message.tool_choice or "auto",
-        tools=message.tools or [],
-        top_logprobs=options.num_top_logprobs or 0,
-        top_p=sampling.top_p if message.top_p is None else message.top_p,
-        user=message.user,
-        metadata=message.metadata or {},
-        service_tier=options.service_tier or "default",
-    )
 
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
