@@ -123,8 +123,13 @@ class GatewayMetrics:
             "structured_requests", "Requests whose output follows a grammar, by what asks for it", "model", "kind"
         )
         self.kept_calls = gauge("kept_calls", "Calls here that may be resumed and have not ended")
+        self.background_responses = gauge(
+            "background_responses", "Responses in the background that are being made here"
+        )
         self.kept_call_ends = counter(
-            "kept_call_ends", "Such calls that ended here, by how (stored, too_large, failed, given_up)", "outcome"
+            "kept_call_ends",
+            "Such calls that ended here, by how (stored, too_large, failed, given_up, cancelled)",
+            "outcome",
         )
         self.resumed_calls = counter(
             "resumed_calls",

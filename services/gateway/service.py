@@ -38,6 +38,7 @@ from services.gateway.models.catalog import Catalog
 from services.gateway.models.routes import Routes
 from services.gateway.requests.kept_calls import KeptCalls
 from services.gateway.requests.mirrors import Mirrors
+from services.gateway.responses.background import Background
 from services.gateway.responses.store import Responses
 from services.gateway.streams.placing import Placer
 from services.gateway.streams.stream_table import StreamTable
@@ -102,6 +103,7 @@ class GatewayService:
         tenants = TenantPolicy(settings)
         self._key_uses = SharedKeyUses(bus, gateway_id, metrics)
         admission = Admission(keys, read_admin_keys(settings), settings.max_in_flight, tenants, self._key_uses)
+        responses = Responses(bus, metrics, settings.max_responses_bytes)
         self.context = GatewayContext(
             gateway_id=gateway_id,
             settings=settings,
@@ -114,7 +116,8 @@ class GatewayService:
             tokenizers=tokenizers,
             catalog=catalog,
             routes=Routes(bus, catalog),
-            responses=Responses(bus, metrics, settings.max_responses_bytes),
+            responses=responses,
+            background=Background(responses, metrics),
             mirrors=Mirrors(),
             loads=loads,
             table=table,
@@ -194,6 +197,7 @@ class GatewayService:
         await self.context.mirrors.stop()
         await self.context.kept.stop()
         await self.context.table.stop()
+        await self.context.background.stop()
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=ENDING_S)
         if self._server is not None and self._serving is not None:

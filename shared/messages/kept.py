@@ -47,6 +47,12 @@ class IdempotencyClaim(msgspec.Struct, frozen=True, array_like=True):
     """SHA-256 of the request."""
 
 
+class CancelCall(msgspec.Struct, frozen=True, array_like=True):
+    """Gateway to gateways: whoever has this call ends it."""
+
+    call_id: str
+
+
 class TakenOver(msgspec.Struct, frozen=True, array_like=True):
     """Gateway to gateway: somebody reads this call here now."""
 

@@ -106,6 +106,8 @@ class ErrorCode(StrEnum):
     """NATS cannot write to its disk, which is full."""
     NOT_FOUND = "not_found"
     """What an operator names is not there: a folder, or a repository of the hub."""
+    CANCELLED = "cancelled"
+    """Whoever asked for it wants it no more."""
 
 
 PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})

@@ -127,7 +127,6 @@ async def test_what_cannot_be_had_is_told(stack: Stack) -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "tools": [{"type": "teleport"}]}, "tools[0].type"),
         ({"input": "x", "tools": [{"type": "custom"}]}, "tools[0].name"),

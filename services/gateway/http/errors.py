@@ -24,6 +24,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 HANDED_OVER = "handed_over"
+CANCELLED = "cancelled"
 
 
 class ApiError(Exception):
@@ -87,6 +88,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.MODEL_FAILED: (503, "service_unavailable", MODEL_FAILED),
     ErrorCode.LOADING: (503, "service_unavailable", "unavailable"),
     ErrorCode.UNAVAILABLE: (503, "service_unavailable", "unavailable"),
+    ErrorCode.CANCELLED: (409, "invalid_request_error", CANCELLED),
     ErrorCode.HANDED_OVER: (503, "service_unavailable", HANDED_OVER),
 }
 """A passed deadline is 408, not 504: the limit is the client's own (or the operator's), not a defect of a server."""

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from opentelemetry import trace
@@ -63,6 +63,8 @@ from shared.runtime.telemetry import current_traceparent
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MIN_KEEP_ALIVE_S = 1.0
 
 _CHAT = msgspec.json.Decoder(ChatRequest)
@@ -84,7 +86,7 @@ async def _answer(
     return await answered(exchange, _generate(context, request, exchange, decoder))
 
 
-async def answered(exchange: Exchange, work: Awaitable[Response]) -> Response:
+async def answered(exchange: Exchange, work: Awaitable[T]) -> T | Response:
     """What `work` makes; where it fails, the exchange ends."""
     with trace.use_span(exchange.call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
         try:
@@ -125,9 +127,9 @@ async def _generate(
 async def answered_once(
     context: GatewayContext,
     wish: Wish | None,
-    anew: Callable[[], Awaitable[Response]],
-    again: Callable[[KeptCall], Awaitable[Response]],
-) -> Response:
+    anew: Callable[[], Awaitable[T]],
+    again: Callable[[KeptCall], Awaitable[T]],
+) -> T:
     """What `anew` makes, or `again` of the call that was made under the same idempotency key. Raises as
     `KeptCalls.claimed`."""
     record = await context.kept.claimed(wish)

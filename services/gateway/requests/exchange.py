@@ -361,6 +361,11 @@ class Exchange:
         """From now on a client that goes away is noticed at once. The body must have been read."""
         self._watch = asyncio.create_task(self._wait_until_gone())
 
+    def let_client_go(self) -> None:
+        """From now on it goes on without a client, and is not cancelled when that one goes away."""
+        if self._watch is not None:
+            self._watch.cancel()
+
     async def _wait_until_gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass

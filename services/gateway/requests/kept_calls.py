@@ -30,10 +30,10 @@ from services.gateway.streams.generation import Generation, Prompt
 from services.gateway.streams.stream import Stream
 from services.gateway.streams.stream_table import KEPT_MARK, StreamTable
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Subscription
-from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
+from shared.messages.catalogue import CANCEL_CALL, IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.kept import IdempotencyClaim, KeptCall, TakenOver
-from shared.messages.requests import FinishReason, TokenEntry
+from shared.messages.kept import CancelCall, IdempotencyClaim, KeptCall, TakenOver
+from shared.messages.requests import ErrorCode, FinishReason, TokenEntry
 from shared.runtime.settings import GatewaySettings
 from shared.runtime.tasks import TaskSet
 
@@ -61,8 +61,8 @@ class Wish:
     claim: str = ""
     digest: bytes = b""
     """As of `IdempotencyClaim`."""
-    is_asked: bool = True
-    """By the client; else the call goes on all the same where it cannot be kept."""
+    asked_by: str = ""
+    """What of the request asks for it; empty: nothing does, and the call goes on all the same where it cannot be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,14 @@ class Kept:
         self.release()
         await self._calls.forget(self, "failed")
 
+    def cancel(self) -> None:
+        """Nobody wants it any more; those who read it are told."""
+        self.release()
+        for stream in filter(None, self._streams):
+            if stream.is_open:
+                self._calls.table.fail(stream, ErrorCode.CANCELLED, "The request was cancelled.")
+        self._calls.tasks.start(self._calls.forget(self, "cancelled"))
+
     async def _give_up_later(self) -> None:
         await asyncio.sleep(self.record.window_s)
         if not self.num_readers and not self._is_over:
@@ -214,18 +222,21 @@ class KeptCalls:
         self._here: dict[str, Kept] = {}
         self._records: KeyValue[KeptCall]
         self._claims: KeyValue[IdempotencyClaim]
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
         metrics.kept_calls.set_function(lambda: len(self._here))
 
     async def start(self) -> None:
         self._records = await self._bus.key_value(KEPT_CALLS, max_bytes=self._settings.max_resume_bytes)
         self._claims = await self._bus.key_value(IDEMPOTENCY_KEYS)
-        self._subscription = await self._bus.subscribe(TAKEN_OVER, self._on_taken_over)
+        self._subscriptions = [
+            await self._bus.subscribe(TAKEN_OVER, self._on_taken_over),
+            await self._bus.subscribe(CANCEL_CALL, lambda message: self._cancel_here(message.call_id)),
+        ]
 
     async def stop(self) -> None:
         """The calls go on without this gateway. To be called while their streams are open."""
-        if self._subscription is not None:
-            await self._subscription.stop()
+        for subscription in self._subscriptions:
+            await subscription.stop()
         for kept in self._here.values():
             kept.release()
         await self.tasks.wait_all(STOP_S)
@@ -253,12 +264,12 @@ class KeptCalls:
         if not limit_s or (window is None and key is None):
             return None
         if key is None:
-            return Wish(window_s)
+            return Wish(window_s, asked_by=f"the header {WINDOW_HEADER}")
         if not _KEY.fullmatch(key):
             raise invalid(KEY_HEADER, f"The header {KEY_HEADER} must have 1 to 255 printable ASCII characters.")
         claim = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
         digest = hashlib.sha256(path.encode() + b"\0" + msgspec.msgpack.encode(message)).digest()
-        return Wish(window_s, claim, digest)
+        return Wish(window_s, claim, digest, f"the header {KEY_HEADER}")
 
     async def claimed(self, wish: Wish | None) -> KeptCall | None:
         """The call that was made under the same idempotency key. Raises `ApiError` 422 where it was another request,
@@ -320,17 +331,16 @@ class KeptCalls:
         num_bytes = len(msgspec.msgpack.encode(record))
         try:
             if num_bytes > MAX_RECORD_BYTES:
-                header = KEY_HEADER if wish.claim else WINDOW_HEADER
                 message = (
-                    f"A request with the header {header} may take {MAX_RECORD_BYTES} bytes as it is kept, prompts as tokens "
+                    f"A request with {wish.asked_by} may take {MAX_RECORD_BYTES} bytes as it is kept, prompts as tokens "
                     f"among them; this one takes {num_bytes}."
                 )
-                raise invalid(header, message, "too_large_to_keep")
+                raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
             await self._records.put(record.call_id, record)
             if wish.claim:
                 await self._claim(wish, record.call_id, now_s)
         except (ApiError, BusError) as error:
-            if wish.is_asked:
+            if wish.asked_by:
                 raise
             logger.info("%s is not kept: %s", record.call_id, error)
             return None
@@ -385,6 +395,15 @@ class KeptCalls:
         kept = self._here.get(message.call_id)
         if kept is not None and message.gateway_id != self._gateway_id:
             kept.taken_over()
+
+    def cancel(self, call_id: str) -> None:
+        """Ends the call, whichever gateways have it."""
+        self._cancel_here(call_id)
+        self._bus.publish(CANCEL_CALL, CancelCall(call_id))
+
+    def _cancel_here(self, call_id: str) -> None:
+        if (kept := self._here.get(call_id)) is not None:
+            kept.cancel()
 
     async def store(self, kept: Kept, outputs: list[TokenEntry]) -> None:
         """All of the call has come."""

@@ -46,18 +46,21 @@ async def attach(
     key: Key,
     record: KeptCall,
     seen: Callable[[Request, Plan], Sequence[Seen]],
+    *,
+    is_counted: bool = False,
 ) -> tuple[Generation, Plan, dict[str, str]]:
-    """The call's generation, whose tokens come from wherever they are; also the answer's headers. Raises `ApiError`,
-    `BusError`."""
+    """The call's generation, whose tokens come from wherever they are; also how the answer is made, and its headers.
+    `is_counted`: the call counts under its key's limits already. Raises `ApiError`, `BusError`."""
     plan = plan_of(record)
     client_has = seen(request, plan)
     spec = context.catalog.spec(record.model)
     exchange.resume(record)
     if exchange.ticket is None:
-        num_sequences = len(plan.prompts) * plan.options.num_choices
-        exchange.ticket = await context.admission.enter(
-            key, num_sequences, plan.options.request_class, plan.options.priority, context.bus.now()
-        )
+        if not is_counted:
+            num_sequences = len(plan.prompts) * plan.options.num_choices
+            exchange.ticket = await context.admission.enter(
+                key, num_sequences, plan.options.request_class, plan.options.priority, context.bus.now()
+            )
         exchange.watch_client()
     tokenizer = await exchange.unless_gone(context.tokenizers.get(spec))
     generation = await exchange.call.join(record, plan, tokenizer, client_has)

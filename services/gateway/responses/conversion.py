@@ -111,7 +111,7 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
     called = called_tools(request.tools)
     if request.truncation not in (None, "disabled"):
         raise invalid("truncation", "'truncation' is not supported by this server; it may be null, \"disabled\".")
-    for name in ("background", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if getattr(request, name):
             raise invalid(name, f"'{name}' is not supported by this server.", "unsupported_value")
     wants_logprobs = LOGPROBS in (request.include or ()) or request.top_logprobs is not None
@@ -156,6 +156,7 @@ def opened_response(
         output=[],
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
+        background=bool(request.background),
         store=request.store is not False,
         temperature=sampling.temperature,
         text=request.text or TextOptions(TextFormat("text")),

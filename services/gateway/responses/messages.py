@@ -17,13 +17,13 @@ from services.gateway.openai.schemas import (
     MetadataValue,
     Milliseconds,
     ModelName,
-    OnlyFalse,
     OnlyNull,
     ReasoningEffort,
     TopP,
     check_nesting,
 )
 
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -134,7 +134,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     tpot_ms: Milliseconds | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     truncation: Annotated[Any, Meta(extra_json_schema={"enum": [None, "disabled"]})] = None
-    background: OnlyFalse = None
+    background: bool | None = None
+    """It is made without a client: it may be read by its id meanwhile, and cancelled."""
     conversation: OnlyNull = None
     prompt: OnlyNull = None
 
@@ -197,7 +198,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: Literal["response"] = "response"
     created_at: int
     """Unix seconds."""
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
@@ -206,6 +207,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: str | None
+    background: bool = False
     store: bool
     """False too where there was no room for it."""
     temperature: float

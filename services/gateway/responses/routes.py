@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 
 import msgspec
@@ -35,12 +36,14 @@ from services.gateway.responses.messages import (
     ResponseObject,
     ResponseRequest,
 )
-from services.gateway.responses.store import ID_PREFIX
+from services.gateway.responses.store import ID_PREFIX, answered_of
 from services.gateway.responses.tools import called_tools
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
 from services.gateway.streams.generation import Generation, Prompt
+from shared.bus.interface import BusError
 from shared.messages.kept import KeptCall
 
+RETRY_AFTER_S = 2.0
 DEFAULT_ITEMS_LISTED, MAX_ITEMS_LISTED = 20, 100
 
 _REQUEST = msgspec.json.Decoder(ResponseRequest)
@@ -50,10 +53,16 @@ async def create_response(context: GatewayContext, request: Request) -> Response
     """An answer to a message or a conversation; with `previous_response_id` it goes on from a stored one."""
     exchange = Exchange(context, request, "chat")
     exchange.call.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
-    return await answered(exchange, _create(context, request, exchange))
+    made = await answered(exchange, _create(context, request, exchange))
+    if isinstance(made, Response):
+        return made
+    # Its call has no client; this one reads it as others might.
+    reader = Exchange(context, request, "chat")
+    return await answered(reader, _read(context, request, reader, made))
 
 
-async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
+async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response | KeptCall:
+    """A call: one in the background whose events are wanted."""
     key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, _REQUEST, context.bodies)
     items = items_of(message)
@@ -63,23 +72,73 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
     if wish is None and message.stream and message.store is not False and context.settings.resume_s:
         # Whoever may read it by its id may read its events so, too.
-        wish = Wish(is_asked=False)
+        wish = Wish()
+    if message.background:
+        wish = _background_wish(context, message, wish)
 
     def opened(options: Options, prompts: list[Prompt]) -> tuple[ResponseObject, tuple[InputItem, ...]]:
         call = exchange.call
         return opened_response(message, call.call_id, call.created_s, call.shown_model, options, prompts), tuple(items)
 
-    async def anew() -> Response:
+    async def anew() -> Response | KeptCall:
         try:
             begun = await begin(context, request, exchange, key, chat_request(message, items), wish, opened)
         except ApiError as error:
             raise renamed(error) from None
+        if message.background:
+            return await _begin_in_background(context, exchange, *begun)
         return await _answer(context, exchange, *begun, keep_alive)
 
     async def again(record: KeptCall) -> Response:
+        if message.background and not message.stream:
+            exchange.end(None)
+            return await _shown(context, request, key, record.call_id)
         return await answer_again(context, request, exchange, key, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
+
+
+def _background_wish(context: GatewayContext, message: ResponseRequest, wish: Wish | None) -> Wish:
+    """Raises `ApiError` 400."""
+    if message.store is False:
+        raise invalid("background", "'background' needs 'store': the response is read by its id.", "unsupported_value")
+    if not context.settings.resume_s:
+        reason = "the server keeps no calls (TIDEWAY_RESUME_S is 0)"
+        raise invalid("background", f"'background' cannot be had: {reason}.", "unsupported_value")
+    window_s = context.settings.request_timeout_s
+    if wish is None or not wish.asked_by:
+        return Wish(window_s, asked_by="background")
+    return dataclasses.replace(wish, window_s=window_s)
+
+
+async def _begin_in_background(
+    context: GatewayContext, exchange: Exchange, generation: Generation, plan: Plan, headers: dict[str, str]
+) -> Response | KeptCall:
+    kept, response = exchange.call.kept, plan.response
+    assert kept is not None and response is not None
+    queued = msgspec.structs.replace(response, status="queued")
+    await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
+    if not queued.store:
+        kept.cancel()
+        message = "There is no room to keep a response that is made in the background."
+        raise ApiError(503, message, type="service_unavailable", code="unavailable", retry_after_s=RETRY_AFTER_S)
+    context.background.make(exchange, generation, plan)
+    if generation.options.is_stream:
+        return kept.record
+    return Response(msgspec.json.encode(queued), media_type="application/json", headers=headers)
+
+
+async def _read(context: GatewayContext, request: Request, exchange: Exchange, record: KeptCall) -> Response:
+    """The events of a call of this request, which was begun in the background."""
+    key = exchange.key = context.admission.authenticate(request.headers)
+    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
+    begun = await attach(context, request, exchange, key, record, _all, is_counted=True)
+    return await _answer(context, exchange, *begun, keep_alive)
+
+
+def _all(request: Request, plan: Plan) -> tuple[()]:
+    """The events of responses are counted as they are written."""
+    return ()
 
 
 async def answer_again(
@@ -92,8 +151,9 @@ async def answer_again(
 ) -> Response:
     """The rest of a response that another connection began, or the whole where it is no stream."""
     num_seen = num_events_seen(request)
-    begun = await attach(context, request, exchange, key, record, lambda request, plan: ())
-    return await _answer(context, exchange, *begun, keep_alive, num_seen)
+    begun = await attach(context, request, exchange, key, record, _all)
+    is_stream = request.method == "GET" or begun[1].options.is_stream
+    return await _answer(context, exchange, *begun, keep_alive, num_seen, is_stream=is_stream)
 
 
 async def _answer(
@@ -104,8 +164,10 @@ async def _answer(
     headers: dict[str, str],
     keep_alive: KeepAlive | None,
     num_seen: int = 0,
+    *,
+    is_stream: bool | None = None,
 ) -> Response:
-    """`num_seen`: events that the client has."""
+    """`num_seen`: events that the client has. `is_stream`: None: as the call was made."""
     response, items = plan.response, list(plan.items)
     assert response is not None
     builder = ResponseBuilder(
@@ -116,7 +178,7 @@ async def _answer(
     async def keep(response: ResponseObject) -> None:
         await context.responses.keep(response, tenant, items)
 
-    if generation.options.is_stream:
+    if generation.options.is_stream if is_stream is None else is_stream:
         writer = ResponseWriter(builder, keep, num_seen)
         first = await first_deltas(exchange, generation, keep_alive)
         return EventStream(exchange, generation, writer, first, headers, keep_alive)
@@ -130,12 +192,69 @@ async def _answer(
 
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
-    """As it is stored; with `stream=true` its events, `starting_after` one that the client has, while they are kept."""
+    """As it is stored, or as far as it is; with `stream=true` its events, `starting_after` one that the client has, while
+    they are kept."""
     if request.query_params.get("stream") == "true":
         return await resume_stream(context, request, request.path_params["response_id"])
-    tenant = context.admission.authenticate(request.headers).tenant
-    stored = await context.responses.get(request.path_params["response_id"], tenant)
+    key = context.admission.authenticate(request.headers)
+    return await _shown(context, request, key, request.path_params["response_id"])
+
+
+async def _shown(context: GatewayContext, request: Request, key: Key, response_id: str) -> Response:
+    """Raises as `Responses.get`."""
+    stored = await context.responses.get(response_id, key.tenant)
+    if not answered_of(stored).is_over:
+        if (so_far := await _taken_up(context, request, key, response_id)) is not None:
+            return json_response(so_far)
+        stored = await context.responses.get(response_id, key.tenant)
     return Response(stored.body, media_type="application/json")
+
+
+async def _taken_up(context: GatewayContext, request: Request, key: Key, response_id: str) -> ResponseObject | None:
+    """A response in the background as far as it is; from now on it is made here too, whichever gateway began it. None: it is
+    over, or cannot be read now."""
+    if (so_far := context.background.so_far(response_id)) is not None:
+        return so_far
+    exchange = Exchange(context, request, "chat")
+    failure: BaseException | None = None
+    try:
+        record = await context.kept.find(response_id, key.tenant)
+        generation, plan, _ = await attach(context, request, exchange, key, record, _all, is_counted=True)
+        context.background.make(exchange, generation, plan)
+        return plan.response
+    except ApiError as error:
+        failure = error
+        if error.status in (404, 410):
+            await context.responses.fail(response_id, key.tenant, "Its call is gone: it took too long, or was lost.")
+    except BaseException as error:
+        failure = error
+        if not isinstance(error, BusError):
+            raise
+    finally:
+        if failure is not None:
+            exchange.end(failure)
+    return None
+
+
+async def cancel_response(context: GatewayContext, request: Request) -> Response:
+    """Ends a response that is made in the background; one that is over stays as it is."""
+    key = context.admission.authenticate(request.headers)
+    response_id = request.path_params["response_id"]
+    stored = await context.responses.get(response_id, key.tenant)
+    answer = answered_of(stored)
+    if not answer.background:
+        message = "Only responses that are made in the background ('background' true) can be cancelled."
+        raise invalid("response_id", message, "not_in_background")
+    if not answer.is_over:
+        await _cancel(context, request, key, response_id)
+        stored = await context.responses.get(response_id, key.tenant)
+    return Response(stored.body, media_type="application/json")
+
+
+async def _cancel(context: GatewayContext, request: Request, key: Key, response_id: str) -> None:
+    await _taken_up(context, request, key, response_id)
+    context.kept.cancel(response_id)
+    await context.background.wait(response_id)
 
 
 async def list_input_items(context: GatewayContext, request: Request) -> Response:
@@ -191,8 +310,10 @@ async def _resume(context: GatewayContext, request: Request, exchange: Exchange,
 
 
 async def delete_response(context: GatewayContext, request: Request) -> Response:
-    tenant = context.admission.authenticate(request.headers).tenant
+    key = context.admission.authenticate(request.headers)
     response_id = request.path_params["response_id"]
-    await context.responses.delete(response_id, tenant)
+    if not answered_of(await context.responses.get(response_id, key.tenant)).is_over:
+        await _cancel(context, request, key, response_id)
+    await context.responses.delete(response_id, key.tenant)
     await context.kept.remove(response_id)
     return json_response(DeletedResponse(response_id, "response", True))

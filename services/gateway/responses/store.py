@@ -7,10 +7,10 @@ import logging
 import msgspec
 
 from services.gateway.batch.files import is_id
-from services.gateway.http.errors import ApiError
+from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.responses.conversion import items_of_output
-from services.gateway.responses.messages import InputItem, ResponseObject
+from services.gateway.responses.messages import InputItem, ResponseFailure, ResponseObject, ResponseStatus
 from shared.bus.interface import Bus, BusError, KeyValue
 from shared.messages.catalogue import RESPONSES
 from shared.messages.channels import MAX_MESSAGE_BYTES
@@ -25,11 +25,26 @@ MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 4096
 _ITEMS = msgspec.json.Decoder(list[InputItem])
 
 
-class _Answered(msgspec.Struct):
+class Answered(msgspec.Struct):
+    """What is asked of a stored response."""
+
+    status: ResponseStatus
     output: list[msgspec.Raw]
+    background: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in ("queued", "in_progress")
 
 
-_OUTPUT = msgspec.json.Decoder(_Answered)
+_ANSWERED = msgspec.json.Decoder(Answered)
+
+
+_RESPONSE = msgspec.json.Decoder(ResponseObject)
+
+
+def answered_of(stored: StoredResponse) -> Answered:
+    return _ANSWERED.decode(stored.body)
 
 
 class Responses:
@@ -69,15 +84,28 @@ class Responses:
         return entry.value
 
     async def conversation(self, response_id: str, tenant: str) -> list[InputItem]:
-        """Up to and with its answer. Raises as `get`."""
-        return _ITEMS.decode((await self.get(response_id, tenant, "previous_response_id")).conversation)
+        """Up to and with its answer. Raises as `get`, and `ApiError` 400 where it has none yet."""
+        stored = await self.get(response_id, tenant, "previous_response_id")
+        if not answered_of(stored).is_over:
+            message = f"The response '{response_id}' is not over: it can be continued when it is."
+            raise invalid("previous_response_id", message, "response_not_over")
+        return _ITEMS.decode(stored.conversation)
 
     async def input_items(self, response_id: str, tenant: str) -> list[InputItem]:
         """The conversation up to its answer. Raises as `get`."""
         stored = await self.get(response_id, tenant)
         conversation = _ITEMS.decode(stored.conversation)
-        num_answered = len(_OUTPUT.decode(stored.body).output)
+        num_answered = len(answered_of(stored).output)
         return conversation[: len(conversation) - num_answered]
+
+    async def fail(self, response_id: str, tenant: str, why: str) -> None:
+        """One that is not over will never be. Raises as `get`."""
+        stored = await self.get(response_id, tenant)
+        response = _RESPONSE.decode(stored.body)
+        if response.status in ("queued", "in_progress"):
+            response.status, response.error = "failed", ResponseFailure("server_error", why)
+            failed = StoredResponse(tenant, msgspec.json.encode(response), stored.conversation)
+            await self._stored.put(response_id, failed)
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Those that continue it keep what they have of it. Raises as `get`."""

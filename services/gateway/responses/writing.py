@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.http.errors import HANDED_OVER, ApiError
+from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
 from services.gateway.openai.replies import ToolCallChunk, Usage
 from services.gateway.requests.answers import on_one_line
 from services.gateway.responses.messages import (
@@ -188,6 +188,11 @@ class ResponseBuilder:
         events.append(("response.output_item.done", {**self._place, "item": item}))
         return events
 
+    def stop(self, status: Literal["cancelled", "failed"], failure: ResponseFailure | None = None) -> None:
+        """It goes no further."""
+        self._close("incomplete")
+        self.response.status, self.response.error = status, failure
+
     def finish(self, usage: Usage) -> list[Event]:
         """After the last delta."""
         response, is_cut = self.response, self._finish_reason == "length"
@@ -241,8 +246,10 @@ class ResponseWriter:
             told = {"code": error.code, "message": error.message, "param": None, "sequence_number": number}
             return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **told}) + b"\n\n"
         response = self._builder.response
-        response.status, response.error = "failed", ResponseFailure(error.code or "server_error", error.message)
-        return self._begin() + self._encoded([("response.failed", {"response": response})])
+        failure = ResponseFailure(error.code or "server_error", error.message)
+        begun = self._begin()
+        self._builder.stop("cancelled" if error.code == CANCELLED else "failed", failure)
+        return begun + self._encoded([("response.failed", {"response": response})])
 
     def keep_alive(self) -> bytes:
         return b": keep-alive\n\n"

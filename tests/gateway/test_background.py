@@ -1,0 +1,197 @@
+"""Responses in the background, over a real socket, with OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from shared.messages.catalogue import KEPT_CALLS
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, GenerationRequest
+from shared.runtime.settings import BusSettings
+from tests.gateway.conftest import MODEL, Stack, running_gateway
+from tests.gateway.peer import until
+from tests.gateway.test_resuming import TEXT, logging_stack
+
+
+@pytest.fixture
+async def manual(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
+    async with logging_stack(nats_settings, checkpoint) as stack:
+        stack.peer.automatic = False
+        yield stack
+
+
+async def begun(stack: Stack, client: openai.AsyncOpenAI, **more: Any) -> tuple[Response, GenerationRequest]:
+    """A response that has been asked for, and its request."""
+    number = len(stack.peer.submitted)
+    response = await client.responses.create(model=MODEL, input="Hi", background=True, **more)
+    assert response.status == "queued" and response.background and response.output == []
+    return response, await stack.next_request(number)
+
+
+async def over(client: openai.AsyncOpenAI, response_id: str) -> Response:
+    async with asyncio.timeout(20):
+        while (response := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.02)
+    return response
+
+
+async def test_it_is_made_without_its_client(manual: Stack) -> None:
+    async with manual.openai() as client:
+        response, request = await begun(manual, client, metadata={"a": "b"})
+    tokens = manual.ids(TEXT)
+    manual.peer.emit(request, 0, tokens[:4])
+    async with manual.openai() as client:
+        async with asyncio.timeout(20):
+            while not (so_far := await client.responses.retrieve(response.id)).output_text:
+                await asyncio.sleep(0.02)
+        assert so_far.status == "in_progress" and TEXT.startswith(so_far.output_text)
+        with pytest.raises(openai.BadRequestError) as early:
+            await client.responses.create(model=MODEL, input="And?", previous_response_id=response.id)
+        assert early.value.code == "response_not_over"
+        assert [item.type for item in (await client.responses.input_items.list(response.id)).data] == ["message"]
+        await manual.until_metrics("tideway_gateway_background_responses 1.0")
+        manual.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
+        ended = await over(client, response.id)
+        assert ended.status == "incomplete" and ended.output_text == TEXT and ended.metadata == {"a": "b"}
+        assert ended.usage is not None and ended.usage.output_tokens == len(tokens)
+        assert manual.peer.cancelled == []
+        for refused in ({"store": False}, {"store": False, "stream": True}):
+            with pytest.raises(openai.BadRequestError) as unkept:
+                await client.responses.create(model=MODEL, input="x", background=True, **refused)  # type: ignore[call-overload]
+            assert unkept.value.param == "background"
+    await manual.until_metrics("tideway_gateway_background_responses 0.0")
+
+
+async def test_a_cancelled_one_keeps_what_it_has(manual: Stack) -> None:
+    async with manual.openai() as client:
+        response, request = await begun(manual, client)
+        manual.peer.emit(request, 0, manual.ids(TEXT)[:4])
+        async with asyncio.timeout(20):
+            while not (await client.responses.retrieve(response.id)).output_text:
+                await asyncio.sleep(0.02)
+        cancelled = await client.responses.cancel(response.id)
+        assert cancelled.status == "cancelled" and TEXT.startswith(cancelled.output_text) and cancelled.output_text
+        await until(lambda: request.request_id in manual.peer.cancelled)
+        assert (await client.responses.cancel(response.id)).model_dump() == cancelled.model_dump()
+        assert (await client.responses.retrieve(response.id)).status == "cancelled"
+        # What it wrote so far may be gone on from.
+        manual.peer.automatic = True
+        await client.responses.create(model=MODEL, input="And?", previous_response_id=response.id)
+        plain = await client.responses.create(model=MODEL, input="Hi")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.cancel(plain.id)
+        assert refused.value.code == "not_in_background"
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.cancel("resp_unknown")
+    await manual.until_metrics(
+        'tideway_gateway_kept_call_ends_total{outcome="cancelled"} 1.0', "tideway_gateway_open_streams 0.0"
+    )
+
+
+async def test_its_events_are_read_by_whoever_comes(manual: Stack) -> None:
+    tokens = manual.ids(TEXT)
+    async with manual.openai() as client, asyncio.timeout(30):
+        stream = asyncio.create_task(client.responses.create(model=MODEL, input="Hi", background=True, stream=True))
+        request = await manual.next_request()
+        manual.peer.emit(request, 0, tokens[:4])
+        events = await stream
+        seen = [await anext(events) for _ in range(5)]  # type: ignore[arg-type]
+        await events.close()
+        response_id = seen[0].response.id  # type: ignore[union-attr]
+        await asyncio.sleep(0.1)
+        assert (await client.responses.retrieve(response_id)).status == "in_progress"
+        rest = asyncio.create_task(
+            client.responses.retrieve(response_id, stream=True, starting_after=seen[-1].sequence_number)
+        )
+        await asyncio.sleep(0.05)
+        manual.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
+        seen += [event async for event in await rest]
+        assert "".join(event.delta for event in seen if event.type == "response.output_text.delta") == TEXT
+        assert [event.sequence_number for event in seen] == list(range(len(seen)))
+        assert (await over(client, response_id)).output_text == TEXT
+        # One that was asked for without events has them all the same.
+        response, request = await begun(manual, client)
+        manual.peer.emit(request, 0, tokens, FinishReason.LENGTH)
+        again = [event async for event in await client.responses.retrieve(response.id, stream=True)]
+        assert again[-1].type == "response.incomplete" and again[0].type == "response.created"
+        # Whoever reads one that is cancelled is told.
+        response, request = await begun(manual, client)
+        manual.peer.emit(request, 0, tokens[:4])
+        events = await client.responses.retrieve(response.id, stream=True)
+        seen = [await anext(events) for _ in range(3)]
+        await client.responses.cancel(response.id)
+        *_, last = [event async for event in events]
+        assert last.type == "response.failed" and last.response.status == "cancelled"
+
+
+async def test_one_that_fails_says_why(manual: Stack) -> None:
+    async with manual.openai() as client:
+        response, request = await begun(manual, client)
+        error = ErrorInfo(ErrorCode.INTERNAL, "It broke.")
+        manual.peer.emit(request, 0, [], FinishReason.ERROR, error=error)
+        failed = await over(client, response.id)
+        assert failed.status == "failed" and failed.error is not None and failed.error.message == "It broke."
+        # One whose call was lost with all that had it.
+        response, request = await begun(manual, client)
+        making = manual.gateway.context.background._making
+        making[response.id].task.cancel()
+        await until(lambda: not making)
+        records = await manual.peer.bus.key_value(KEPT_CALLS)
+        manual.gateway.context.kept._here.clear()
+        await records.purge(response.id)
+        lost = await over(client, response.id)
+        assert lost.status == "failed" and lost.error is not None and "gone" in lost.error.message
+
+
+async def test_a_deleted_one_ends(manual: Stack) -> None:
+    async with manual.openai() as client:
+        response, request = await begun(manual, client)
+        await client.responses.delete(response.id)
+        await until(lambda: request.request_id in manual.peer.cancelled)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+
+
+async def test_another_gateway_has_it_too(nats_settings: BusSettings, checkpoint: Path) -> None:
+    async with logging_stack(nats_settings, checkpoint) as stack:
+        stack.peer.automatic = False
+        tokens = stack.ids(TEXT)
+        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
+            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
+            async with there:
+                response, _ = await begun(stack, client)
+                assert (await there.responses.cancel(response.id)).status == "cancelled"
+                assert (await over(client, response.id)).status == "cancelled"
+                response, request = await begun(stack, client)
+                stack.peer.emit(request, 0, tokens[:4])
+                assert (await there.responses.retrieve(response.id)).status == "in_progress"
+                # The one that began it goes away in the middle.
+                await stack.gateway.stop()
+                stack.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
+                assert (await over(there, response.id)).output_text == TEXT
+
+
+async def test_a_key_s_limit_counts_it_once(nats_settings: BusSettings, checkpoint: Path) -> None:
+    async with logging_stack(nats_settings, checkpoint, api_keys="k:1") as stack:
+        stack.peer.automatic = False
+        async with stack.openai("k") as client, asyncio.timeout(20):
+            stream = await asyncio.create_task(
+                client.responses.create(model=MODEL, input="Hi", background=True, stream=True, extra_headers=SIGNS)
+            )
+            with pytest.raises(openai.RateLimitError):
+                await client.responses.create(model=MODEL, input="Hi", background=True)
+            request = await stack.next_request()
+            stack.peer.emit(request, 0, stack.ids(TEXT), FinishReason.LENGTH)
+            assert [event async for event in stream][-1].type == "response.incomplete"
+            stack.peer.automatic = True
+            again = await client.responses.create(model=MODEL, input="Hi")
+            assert again.status == "completed" or again.status == "incomplete"
+
+
+SIGNS = {"x-keep-alive-interval": "1"}
