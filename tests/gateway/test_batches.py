@@ -73,6 +73,60 @@ async def test_chats_blank_lines_and_a_last_line_without_an_end(stack: Stack) ->
     assert 7200 <= file.expires_at - file.created_at <= 7201
 
 
+async def test_lines_of_responses_and_messages(stack: Stack) -> None:
+    client = stack.openai()
+    bodies: list[dict[str, Any]] = [
+        {"input": "Hi", "instructions": "Be short.", "max_output_tokens": 20},
+        {"input": "x " * 3000},
+        {"input": "Hi", "tools": [{"type": "web_search"}], "text": {"format": {"type": "json_object"}}},
+    ]
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, **body}}
+             for i, body in enumerate(bodies)]  # fmt: skip
+    batch = await reach(client, (await start(client, lines, endpoint="/v1/responses")).id, ended)
+    assert batch.status == "completed" and batch.endpoint == "/v1/responses"
+    first, third = [each["response"]["body"] for each in await read(client, batch.output_file_id)]
+    answer = openai.types.responses.Response.model_validate(first)
+    assert answer.output_text == "Hello world" and answer.status == "completed" and answer.usage is not None
+    assert (
+        answer.id.startswith("resp_") and first["store"] is False and third["text"]["format"]["type"] == "json_object"
+    )
+    (refused,) = await read(client, batch.error_file_id)
+    assert refused["custom_id"] == "1" and refused["response"]["body"]["error"]["param"] == "input"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(answer.id)
+
+    bodies = [
+        {"max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}], "system": "Be short."},
+        {"max_tokens": 5000, "messages": [{"role": "user", "content": "Hi"}]},
+    ]
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/messages", "body": {"model": MODEL, **body}}
+             for i, body in enumerate(bodies)]  # fmt: skip
+    batch = await reach(client, (await start(client, lines, endpoint="/v1/messages")).id, ended)
+    (only,) = await read(client, batch.output_file_id)
+    message = only["response"]["body"]
+    assert message["content"] == [{"type": "text", "text": "Hello world"}] and message["stop_reason"] == "end_turn"
+    assert message["type"] == "message" and message["usage"]["output_tokens"] > 2
+    (refused,) = await read(client, batch.error_file_id)
+    assert refused["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+async def test_what_a_batch_of_responses_cannot_have(stack: Stack) -> None:
+    client = stack.openai()
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"input": "x", "background": True}, "body.background"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "body.previous_response_id"),
+        ({"input": "x", "stream": True}, "body.stream"),
+        ({"input": "x", "max_output_tokens": 0}, "body.max_output_tokens"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "body.text.format.schema"),
+    ]
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, **body}}
+             for i, (body, _) in enumerate(bodies)]  # fmt: skip
+    batch = await reach(client, (await start(client, lines, endpoint="/v1/responses")).id, ended)
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    assert [problem.param for problem in batch.errors.data] == [param for _, param in bodies]
+    assert not stack.peer.submitted
+
+
 async def test_lines_that_fail_go_to_the_error_file(stack: Stack) -> None:
     client = stack.openai()
     lines = [line(0), line(1, prompt="long " * 400), line(2, prompt=[99_999_999]), line(3)]

@@ -9,6 +9,8 @@ from msgspec import Meta
 
 from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ModelName, StopString, TopP, check_nesting
 
+ID_PREFIX = "msg_"
+
 
 class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of a message: text, reasoning, a call of a tool, or what that returned. Those of tools that Anthropic runs

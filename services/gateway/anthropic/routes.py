@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from services.gateway.access.admission import Key
 from services.gateway.anthropic.conversion import chat_request, renamed
-from services.gateway.anthropic.messages import CountReply, CountRequest, MessageRequest
+from services.gateway.anthropic.messages import ID_PREFIX, CountReply, CountRequest, MessageRequest
 from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
@@ -25,8 +25,6 @@ from services.gateway.requests.answering import (
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.requests.other_routes import json_response
-
-ID_PREFIX = "msg_"
 
 _REQUEST = msgspec.json.Decoder(MessageRequest)
 _COUNT = msgspec.json.Decoder(CountRequest)

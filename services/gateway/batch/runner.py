@@ -38,7 +38,7 @@ from services.gateway.batch.state import (
     is_terminal,
     predicted_finish_s,
 )
-from services.gateway.batch.validation import ENDPOINTS, Body, LineChecker, custom_id_of, read_line
+from services.gateway.batch.validation import Body, LineChecker, custom_id_of, read_line
 from services.gateway.context import GatewayContext
 from services.gateway.http.errors import ApiError, of_info
 from shared.bus.interface import BusError
@@ -391,16 +391,13 @@ class BatchRun:
         return self._context.admission.key_of(self._record.tenant)
 
     async def _attempt(self, custom_id: str, raw: bytes, ticket: Ticket, charge: PromptCharge) -> BatchLineResult:
-        endpoint = self._record.endpoint
-        _, body = read_line(raw, endpoint)
+        line = read_line(raw, self._record.endpoint)
         timeout_s = min(LINE_TIMEOUT_S, max(0.001, self._record.deadline_s - time.time()))
         span = self._span.get_span_context()
-        operation = ENDPOINTS[endpoint][0]
         return await answer_line(
             self._context,
-            custom_id,
-            body,
-            operation,
+            line,
+            self._record.endpoint,
             timeout_s,
             span,
             self._key(),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from services.gateway.anthropic import conversion as anthropic
+from services.gateway.anthropic.messages import MessageRequest
 from services.gateway.batch.state import LinePlan
 from services.gateway.http.errors import ApiError, decode, invalid
 from services.gateway.openai.parsing import (
@@ -20,6 +24,8 @@ from services.gateway.openai.parsing import (
 )
 from services.gateway.openai.schemas import ChatRequest, CompletionRequest
 from services.gateway.requests.answers import Operation
+from services.gateway.responses import conversion as responses
+from services.gateway.responses.messages import ResponseRequest
 from shared.messages.batches import BatchProblem
 
 MAX_PROBLEMS = 100
@@ -46,25 +52,65 @@ class _Id(msgspec.Struct, frozen=True):
 _LINE = msgspec.json.Decoder(BatchLine)
 _ID = msgspec.json.Decoder(_Id)
 
-ENDPOINTS: dict[str, tuple[Operation, msgspec.json.Decoder[Any]]] = {
-    "/v1/chat/completions": ("chat", msgspec.json.Decoder(ChatRequest)),
-    "/v1/completions": ("text_completion", msgspec.json.Decoder(CompletionRequest)),
-}
-
 Body = ChatRequest | CompletionRequest
 
 
-def read_line(raw: bytes, endpoint: str) -> tuple[str, Body]:
-    """The line's custom_id and typed body. Raises `ApiError`."""
+@dataclass(frozen=True, slots=True)
+class LineForm:
+    """How the lines of an endpoint are read."""
+
+    operation: Operation
+    decoder: msgspec.json.Decoder[Any]
+    body_of: Callable[[Any], Body] = lambda asked: asked
+    """What is generated for a decoded line. Raises `ApiError`."""
+    renamed: Callable[[ApiError], ApiError] = lambda error: error
+    """A refusal of that, with the field as the endpoint calls it."""
+
+
+def _body_of_response(asked: ResponseRequest) -> ChatRequest:
+    for name in ("previous_response_id", "background"):
+        if getattr(asked, name):
+            raise invalid(name, f"'{name}' is not possible in a batch.", "unsupported_value")
+    return responses.chat_request(asked, responses.items_of(asked))
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": LineForm("chat", msgspec.json.Decoder(ChatRequest)),
+    "/v1/completions": LineForm("text_completion", msgspec.json.Decoder(CompletionRequest)),
+    "/v1/responses": LineForm("chat", msgspec.json.Decoder(ResponseRequest), _body_of_response, responses.renamed),
+    "/v1/messages": LineForm("chat", msgspec.json.Decoder(MessageRequest), anthropic.chat_request, anthropic.renamed),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLine:
+    custom_id: str
+    asked: Any
+    """As its endpoint has it."""
+    body: Body
+    """What is generated for it."""
+
+
+def read_line(raw: bytes, endpoint: str) -> ReadLine:
+    """Raises `ApiError`."""
     line: BatchLine = decode(_LINE, raw)
     if line.url != endpoint:
         raise invalid("url", f"'url' is {line.url[:200]!r}, but the batch's endpoint is {endpoint!r}.", "invalid_url")
+    form = ENDPOINTS[endpoint]
+    with _within_body(form):
+        asked = decode(form.decoder, bytes(line.body))
+        return ReadLine(line.custom_id, asked, form.body_of(asked))
+
+
+@contextmanager
+def _within_body(form: LineForm) -> Iterator[None]:
+    """Refusals name the field within the line."""
     try:
-        body: Body = decode(ENDPOINTS[endpoint][1], bytes(line.body))
+        yield
     except ApiError as error:
+        error = form.renamed(error)
         error.param = f"body.{error.param}" if error.param else "body"
         raise
-    return line.custom_id, body
 
 
 def custom_id_of(raw: bytes) -> str:
@@ -122,8 +168,8 @@ class LineChecker:
         """`number`: of the line in the file, from 1."""
         model, tokens = "", 0
         try:
-            custom_id, body = read_line(raw, self._endpoint)
-            model, tokens = self._check(custom_id, body)
+            line = read_line(raw, self._endpoint)
+            model, tokens = self._check(line.custom_id, line.body)
         except ApiError as error:
             self._refuse(error.code or "invalid_value", error.message, number, error.param)
         self._model_of.append(self._models.setdefault(model, len(self._models)))
@@ -139,13 +185,10 @@ class LineChecker:
         self._custom_ids.add(custom_id)
         if body.stream:
             raise invalid("body.stream", "Streaming is not possible in a batch.", "unsupported_value")
-        try:
+        with _within_body(ENDPOINTS[self._endpoint]):
             options = options_of(body, {}, float("inf"))
             num_prompts = len(prompts_of(body.prompt)) if isinstance(body, CompletionRequest) else 1
             check_num_sequences(num_prompts, options.num_choices, MAX_SEQUENCES)
-        except ApiError as error:
-            error.param = f"body.{error.param}" if error.param else "body"
-            raise
         if (model := self._model_of_line(body, custom_id)) is None:
             raise invalid("body.model", f"The model '{body.model[:200]}' does not exist.", "model_not_found")
         return model, estimated_tokens(body)

@@ -492,7 +492,7 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 
 class CreateBatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: Annotated[str, Meta(min_length=1, max_length=128)]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
     completion_window: Annotated[str, Meta(max_length=32)]
     """Such as 24h, 10m or 1h30m; at most 30 days."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None

@@ -170,6 +170,8 @@ class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0
+    """Always: nobody pays for what is put into the prefix cache."""
 
 
 class OutputTokensDetails(msgspec.Struct):
