@@ -68,6 +68,8 @@ from services.gateway.requests.kept_calls import STREAM_HEADER
 from services.gateway.requests.resuming import AFTER, MAX_AFTER
 from services.gateway.responses import routes as responses
 from services.gateway.responses.messages import (
+    CompactedResponse,
+    CompactRequest,
     DeletedResponse,
     InputTokens,
     ItemList,
@@ -185,6 +187,14 @@ ROUTES = (
         ResponseRequest,
         InputTokens,
         (*TOKENIZER_ERRORS, 500, 507),
+    ),
+    Route(
+        "POST",
+        "/v1/responses/compact",
+        responses.compact_response,
+        CompactRequest,
+        CompactedResponse,
+        RESPONSE_ERRORS,
     ),
     Route(
         "POST",

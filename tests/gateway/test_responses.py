@@ -383,3 +383,47 @@ async def test_the_input_of_a_stored_response_and_its_tokens(stack: Stack) -> No
             answer = await stack.client.get(f"/v1/responses/{again.id}/input_items?{query}")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
         assert (await stack.client.get("/v1/responses/resp_none/input_items")).status_code == 404
+
+
+async def test_a_conversation_is_made_short(nats_settings: BusSettings, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "long", byte_level_tokenizer(), max_len=MAX_LEN)
+    async with with_room(nats_settings, folder) as stack, stack.openai() as client:
+        stack.say("A greeting was made.")
+        history: list[Any] = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello world"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "done"},
+        ]
+        short = await client.responses.compact(model=MODEL, input=history, instructions="Be short.")
+        assert short.object == "response.compaction" and short.usage.output_tokens > 3
+        user, summary = short.output
+        assert user.type == "message" and user.content[0].text == "Hi"  # type: ignore[union-attr]
+        assert summary.type == "compaction" and "greeting" not in summary.encrypted_content
+        asked = prompt_of(stack)
+        assert asked.startswith("<|system|>Be short.") and "Hello world" in asked and "Write a summary" in asked
+        assert asked.endswith("<|end|><|assistant|>")
+        output = [item.model_dump(exclude_none=True) for item in short.output]
+        await client.responses.create(model=MODEL, input=[*output, {"role": "user", "content": "And?"}])  # type: ignore[list-item]
+        told = "<|user|>Hi<|end|><|user|>A summary of the conversation so far:\nA greeting was made.<|end|>"
+        assert prompt_of(stack) == told + "<|user|>And?<|end|><|assistant|>"
+        first = await client.responses.create(model=MODEL, input="One")
+        short = await client.responses.compact(model=MODEL, previous_response_id=first.id)
+        assert [item.type for item in short.output] == ["message", "compaction"]
+        for body, param in (
+            ({}, "input"),
+            ({"input": [{"type": "compaction", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
+            ({"input": [{"type": "compaction"}]}, "input[0].encrypted_content"),
+        ):
+            answer = await stack.client.post("/v1/responses/compact", json={"model": MODEL, **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_tools_that_the_input_brings(nats_settings: BusSettings, checkpoint: Path) -> None:
+    async with with_room(nats_settings, checkpoint) as stack, stack.openai() as client:
+        stack.say('[{"name": "find", "arguments": {}}]')
+        tools = [{"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}}]
+        brought = {"type": "additional_tools", "role": "developer", "tools": tools}
+        answer = await client.responses.create(model=MODEL, input=[brought, {"role": "user", "content": "Hi"}])  # type: ignore[list-item]
+        (call,) = answer.output
+        assert call.type == "function_call" and call.name == "find" and answer.tools[0].type == "function"

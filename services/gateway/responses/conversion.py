@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,10 +14,12 @@ from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import ChatRequest
 from services.gateway.responses.messages import (
+    Conversed,
     InputItem,
     OutputItem,
     ResponseObject,
     ResponseRequest,
+    ResponseTool,
     ShownItem,
     TextFormat,
     TextOptions,
@@ -35,8 +39,12 @@ _NAMES = {
 """Names of fields, by what they are called in a chat."""
 
 
-def items_of(request: ResponseRequest) -> list[InputItem]:
-    """Input items of a request; those of hosted tools are left out. Raises `ApiError` 400."""
+def items_of(request: Conversed) -> list[InputItem]:
+    """Of a request; those of hosted tools are left out. Raises `ApiError` 400."""
+    if request.input is None:
+        if request.previous_response_id is None:
+            raise invalid("input", "Missing required parameter: 'input'.")
+        return []
     if isinstance(request.input, str):
         return [InputItem(role="user", content=request.input)]
     for index, item in enumerate(request.input):
@@ -47,7 +55,11 @@ def items_of(request: ResponseRequest) -> list[InputItem]:
         if missing := next((name for name in needed or () if getattr(item, name) is None), None):
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")
-    return [item for item in request.input if item.type in _NEEDED]
+    return [
+        _unsealed(item, f"input[{index}].encrypted_content") if item.type in _COMPACTED else item
+        for index, item in enumerate(request.input)
+        if item.type in _NEEDED
+    ]
 
 
 _NEEDED = {
@@ -57,9 +69,47 @@ _NEEDED = {
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
+    "additional_tools": ("tools",),
+    "compaction": ("encrypted_content",),
+    "compaction_summary": ("encrypted_content",),
 }
-_HOSTED_ITEMS = ("_call", "_call_output", "_output", "_list_tools", "_approval_request", "_approval_response")
+_COMPACTED = ("compaction", "compaction_summary")
+_HOSTED_ITEMS = (
+    "program",
+    "program_output",
+    "_call",
+    "_call_output",
+    "_output",
+    "_list_tools",
+    "_approval_request",
+    "_approval_response",
+)
 """How the types end of items of tools that OpenAI runs itself."""
+
+
+_SEAL = "tideway-summary:"
+"""What OpenAI encrypts is here the summary itself, spelled so that clients do not take it for text."""
+
+
+def sealed(summary: str) -> str:
+    """`encrypted_content` of a compaction item."""
+    return _SEAL + base64.urlsafe_b64encode(summary.encode()).decode()
+
+
+def _unsealed(item: InputItem, param: str) -> InputItem:
+    """What a compaction item says to the model. Raises `ApiError` 400 where another server made it."""
+    mark, _, coded = (item.encrypted_content or "").partition(":")
+    with contextlib.suppress(ValueError):
+        if f"{mark}:" == _SEAL:
+            summary = base64.b64decode(coded, "-_", validate=True).decode()
+            return InputItem(role="user", content=f"A summary of the conversation so far:\n{summary}")
+    raise invalid(param, f"'{param}' was not made by this server, which therefore cannot read it.")
+
+
+def tools_of(request: ResponseRequest, items: Iterable[InputItem]) -> list[ResponseTool] | None:
+    """Those of the request, and those that its conversation brings."""
+    added = [tool for item in items for tool in item.tools or ()]
+    return [*(request.tools or ()), *added] if added else request.tools
 
 
 def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
@@ -188,6 +238,8 @@ def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     reasoning = ""
     for item in items:
+        if item.type == "additional_tools":
+            continue
         if item.type == "reasoning":
             reasoning = "\n".join(filter(None, (reasoning, _text(item.content) or _text(item.summary))))
             continue

@@ -54,7 +54,11 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     input: str | None = None
     """Input of a custom tool."""
     summary: list[TextPart] | None = None
-    """Summary of reasoning; `content` has the whole of it."""
+    """Of reasoning; `content` has the whole of it."""
+    encrypted_content: str | None = None
+    """Of a compaction, as `POST /v1/responses/compact` made it; not used of reasoning."""
+    tools: list[ResponseTool] | None = None
+    """Of `additional_tools`: there are these too."""
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -107,12 +111,23 @@ class TextOptions(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True):
+class Conversed(msgspec.Struct, kw_only=True):
+    """What names a conversation."""
+
     model: ModelName
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    """May be left out with `previous_response_id`."""
     instructions: str | None = None
     """Instructions for this response alone: those of the previous one do not go on."""
     previous_response_id: ResponseId | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+
+
+class CompactRequest(Conversed, kw_only=True):
+    """A conversation that is to become shorter."""
+
+
+class ResponseRequest(Conversed, kw_only=True):
     store: bool | None = None
     """Default true: it may be read and continued by its id for a day."""
     stream: bool | None = None
@@ -129,7 +144,6 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
     user: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -241,6 +255,18 @@ class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     input: str | msgspec.UnsetType = msgspec.UNSET
     output: str | list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a compaction."""
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    """Unix seconds."""
+    output: list[ShownItem]
+    """Input of the next request: the user's messages, and the summary."""
+    usage: ResponseUsage
 
 
 class ItemList(msgspec.Struct):

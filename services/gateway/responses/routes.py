@@ -27,8 +27,19 @@ from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.requests.kept_calls import Plan, Wish
 from services.gateway.requests.other_routes import json_response
 from services.gateway.requests.resuming import attach, num_events_seen
-from services.gateway.responses.conversion import chat_request, items_of, opened_response, renamed, shown_items
+from services.gateway.responses.compaction import compacted, summing_up
+from services.gateway.responses.conversion import (
+    chat_request,
+    items_of,
+    opened_response,
+    renamed,
+    shown_items,
+    tools_of,
+)
 from services.gateway.responses.messages import (
+    CompactedResponse,
+    CompactRequest,
+    Conversed,
     DeletedResponse,
     InputItem,
     InputTokens,
@@ -38,7 +49,7 @@ from services.gateway.responses.messages import (
 )
 from services.gateway.responses.store import ID_PREFIX, answered_of
 from services.gateway.responses.tools import called_tools
-from services.gateway.responses.writing import ResponseBuilder, ResponseWriter
+from services.gateway.responses.writing import ResponseBuilder, ResponseWriter, response_usage
 from services.gateway.streams.generation import Generation, Prompt
 from shared.bus.interface import BusError
 from shared.messages.kept import KeptCall
@@ -47,6 +58,7 @@ RETRY_AFTER_S = 2.0
 DEFAULT_ITEMS_LISTED, MAX_ITEMS_LISTED = 20, 100
 
 _REQUEST = msgspec.json.Decoder(ResponseRequest)
+_COMPACT = msgspec.json.Decoder(CompactRequest)
 
 
 async def create_response(context: GatewayContext, request: Request) -> Response:
@@ -65,9 +77,8 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     """A call: one in the background whose events are wanted."""
     key = exchange.key = context.admission.authenticate(request.headers)
     message = await read_message(request, _REQUEST, context.bodies)
-    items = items_of(message)
-    if message.previous_response_id is not None:
-        items = await context.responses.conversation(message.previous_response_id, key.tenant) + items
+    items = await _conversation(context, message, key.tenant)
+    message.tools = tools_of(message, items)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
     if wish is None and message.stream and message.store is not False and context.settings.resume_s:
@@ -96,6 +107,14 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
         return await answer_again(context, request, exchange, key, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
+
+
+async def _conversation(context: GatewayContext, message: Conversed, tenant: str) -> list[InputItem]:
+    """The stored one that the request goes on from, and what it brings. Raises `ApiError`, `BusError`."""
+    items = items_of(message)
+    if message.previous_response_id is None:
+        return items
+    return await context.responses.conversation(message.previous_response_id, tenant) + items
 
 
 def _background_wish(context: GatewayContext, message: ResponseRequest, wish: Wish | None) -> Wish:
@@ -280,14 +299,39 @@ async def count_input_tokens(context: GatewayContext, request: Request) -> Respo
     """How many tokens the prompt of a response would have."""
     tenant = context.admission.authenticate(request.headers).tenant
     message = await read_message(request, _REQUEST, context.bodies)
-    items = items_of(message)
-    if message.previous_response_id is not None:
-        items = await context.responses.conversation(message.previous_response_id, tenant) + items
+    items = await _conversation(context, message, tenant)
+    message.tools = tools_of(message, items)
     try:
         num_tokens = await num_prompt_tokens(context, chat_request(message, items))
     except ApiError as error:
         raise renamed(error) from None
     return json_response(InputTokens("response.input_tokens", num_tokens))
+
+
+async def compact_response(context: GatewayContext, request: Request) -> Response:
+    """A shorter conversation in place of a long one: its user messages, and the model's summary of it all."""
+    exchange = Exchange(context, request, "chat")
+    return await answered(exchange, _compact(context, request, exchange))
+
+
+async def _compact(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
+    key = exchange.key = context.admission.authenticate(request.headers)
+    message = await read_message(request, _COMPACT, context.bodies)
+    items = await _conversation(context, message, key.tenant)
+    try:
+        generation, _, headers = await begin(context, request, exchange, key, summing_up(message, items))
+    except ApiError as error:
+        raise renamed(error) from None
+    texts: list[str] = []
+    while not generation.is_done:
+        texts += [delta.text for delta in await exchange.next_deltas(generation)]
+    call = exchange.call
+    response_id = ID_PREFIX + call.call_id.rpartition("-")[2]
+    output = compacted(items, response_id, "".join(texts))
+    usage = response_usage(generation.usage())
+    exchange.end(None)
+    short = CompactedResponse(id=response_id, created_at=call.created_s, output=output, usage=usage)
+    return Response(msgspec.json.encode(short), media_type="application/json", headers=headers)
 
 
 async def get_stream(context: GatewayContext, request: Request) -> Response:

@@ -23,6 +23,7 @@ HOSTED_TOOLS = (
     "image_generation",
     "local_shell",
     "mcp",
+    "programmatic_tool_calling",
     "shell",
     "tool_search",
     "web_search",

@@ -37,6 +37,16 @@ Event = tuple[str, dict[str, Any]]
 """Type, and fields beside it."""
 
 
+def response_usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+        usage.total_tokens,
+    )
+
+
 class ResponseBuilder:
     def __init__(
         self,
@@ -199,13 +209,7 @@ class ResponseBuilder:
         events = [] if response.output else self._take_text("")
         response.status = "incomplete" if is_cut else "completed"
         response.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut else None
-        response.usage = ResponseUsage(
-            usage.prompt_tokens,
-            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
-            usage.completion_tokens,
-            OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
-            usage.total_tokens,
-        )
+        response.usage = response_usage(usage)
         return events + self._close("incomplete" if is_cut else "completed")
 
 
