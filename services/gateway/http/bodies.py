@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from typing import TypeVar
 
 import msgspec
@@ -11,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.http.encodings import decompressed
 from services.gateway.http.errors import ApiError, decode
 
 T = TypeVar("T")
@@ -50,40 +50,6 @@ class BodyRoom:
 
     def release(self, num_bytes: int) -> None:
         self._num_bytes -= max(0, num_bytes - FREE_BYTES)
-
-
-MAX_ENCODINGS = 3
-
-
-def decompressed(body: bytes | bytearray, encodings: str, max_bytes: int) -> bytes | bytearray:
-    """The body without its content encodings, named as in the header. Raises `ApiError`: 415 for one that is not known, 413
-    where more than `max_bytes` come of it, 400 where it is broken."""
-    names = [name for one in encodings.lower().split(",") if (name := one.strip()) not in ("", "identity")]
-    if len(names) > MAX_ENCODINGS or not _WINDOW_BITS.keys() >= set(names):
-        raise ApiError(
-            415,
-            f"Content-Encoding '{encodings[:100]}' is not supported here; {' and '.join(_WINDOW_BITS)} are.",
-            param="content-encoding",
-            code="unsupported_content_encoding",
-        )
-    for name in reversed(names):
-        engine = zlib.decompressobj(_WINDOW_BITS[name])
-        try:
-            body = engine.decompress(body, max_bytes + 1)
-            if len(body) > max_bytes:
-                raise ApiError(
-                    413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large"
-                )
-            if not engine.eof:
-                raise zlib.error("it is cut off")
-        except zlib.error as error:
-            message = f"The request body is not what its Content-Encoding says ({name}): {error}."
-            raise ApiError(400, message, param="content-encoding", code="invalid_body") from None
-    return body
-
-
-_WINDOW_BITS = {"gzip": 31, "deflate": 15}
-"""Window bits of zlib."""
 
 
 async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room: BodyRoom) -> T:

@@ -99,7 +99,7 @@ async def answered(exchange: Exchange, work: Awaitable[T]) -> T | Response:
             raise of_info(error.info) from error
         except ApiError as error:
             exchange.end(error)
-            error.more_headers = exchange.rate_limits()
+            error.more_headers |= exchange.rate_limits()
             raise
         except BaseException as error:
             exchange.end(error)

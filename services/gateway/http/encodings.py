@@ -1,0 +1,106 @@
+"""Content encodings of request bodies: each undone within a bound on what comes of it. Pure.
+
+gzip and deflate are always there; zstd (which Codex sends) and br where the packages `zstandard` and `brotli` are
+installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from services.gateway.http.errors import ApiError
+
+
+def _installed(name: str) -> Any:
+    """The module; None: it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+zstandard, brotli = _installed("zstandard"), _installed("brotli")
+
+MAX_ENCODINGS = 3
+MAX_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024
+"""What RFC 8878 would have every reader take; more would be memory that a small body asks for."""
+PIECE_BYTES = 64 * 1024
+
+Undo = Callable[[bytes, int], bytes]
+"""Of a body and a number of bytes: what it was, or more than so many bytes of it. Raises `ValueError` where it is broken."""
+
+
+def _inflated(window_bits: int, body: bytes, max_bytes: int) -> bytes:
+    engine = zlib.decompressobj(window_bits)
+    try:
+        plain = engine.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(plain) <= max_bytes and not engine.eof:
+        raise ValueError("it is cut off")
+    return plain
+
+
+def _of_zstd(body: bytes, max_bytes: int) -> bytes:
+    engine = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
+    try:
+        plain = engine.stream_reader(body, read_across_frames=True).read(max_bytes + 1)
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+    if len(plain) < size <= max_bytes:
+        raise ValueError("it is cut off")
+    return bytes(plain)
+
+
+def _of_brotli(body: bytes, max_bytes: int) -> bytes:
+    engine, plain = brotli.Decompressor(), bytearray()
+    try:
+        piece = engine.process(body, output_buffer_limit=PIECE_BYTES)
+        while piece and len(plain) <= max_bytes:
+            plain += piece
+            piece = b"" if engine.can_accept_more_data() else engine.process(b"", output_buffer_limit=PIECE_BYTES)
+    except brotli.error as error:
+        raise ValueError(str(error)) from None
+    if len(plain) <= max_bytes and not engine.is_finished():
+        raise ValueError("it is cut off")
+    return bytes(plain)
+
+
+ENCODINGS: dict[str, Undo] = {
+    "gzip": functools.partial(_inflated, 31),
+    "deflate": functools.partial(_inflated, 15),
+    **({} if zstandard is None else {"zstd": _of_zstd}),
+    **({} if brotli is None else {"br": _of_brotli}),
+}
+
+
+def decompressed(body: bytes | bytearray, encodings: str, max_bytes: int) -> bytes | bytearray:
+    """The body without its content encodings, named as in the header. Raises `ApiError`: 415 for one that is not known, 413
+    where more than `max_bytes` come of it, 400 where it is broken."""
+    names = [name for one in encodings.lower().split(",") if (name := one.strip()) not in ("", "identity")]
+    if len(names) > MAX_ENCODINGS or not ENCODINGS.keys() >= set(names):
+        known = [*ENCODINGS]
+        error = ApiError(
+            415,
+            f"Content-Encoding '{encodings[:100]}' is not supported here; {', '.join(known[:-1])} and {known[-1]} are.",
+            param="content-encoding",
+            code="unsupported_content_encoding",
+        )
+        error.more_headers = {"accept-encoding": ", ".join(known)}
+        raise error
+    for name in reversed(names):
+        try:
+            body = ENCODINGS[name](bytes(body), max_bytes)
+        except ValueError as error:
+            message = f"The request body is not what its Content-Encoding says ({name}): {error}."
+            raise ApiError(400, message, param="content-encoding", code="invalid_body") from None
+        if len(body) > max_bytes:
+            raise ApiError(
+                413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large"
+            )
+    return body
