@@ -29,6 +29,7 @@ from services.gateway.console import pages
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import EarlyAnswer
 from services.gateway.http.errors import ApiError, of_info
+from services.gateway.http.ignored_fields import IGNORED_HEADER
 from services.gateway.http.origins import Origins
 from services.gateway.openai.openapi import Route, describe
 from services.gateway.openai.replies import (
@@ -308,7 +309,7 @@ def make_app(context: GatewayContext) -> FastAPI:
             allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", STREAM_HEADER, *RATE_LIMIT_HEADERS],
+            expose_headers=["x-request-id", "retry-after", STREAM_HEADER, IGNORED_HEADER, *RATE_LIMIT_HEADERS],
         )
     return app
 
@@ -371,7 +372,7 @@ class _Paths:
 
 
 class _RequestIds:
-    """Every answer carries the client's X-Request-Id, or one made here."""
+    """Every answer carries the client's X-Request-Id, or one made here, and what of the request had no effect."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -387,7 +388,10 @@ class _RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if ignored := scope["state"].get("ignored_fields"):
+                    headers[IGNORED_HEADER] = ignored
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -32,6 +32,7 @@ from services.gateway.batch.service import BatchService
 from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import BodyRoom
+from services.gateway.http.ignored_fields import IgnoredFields
 from services.gateway.http.limits import Connections, LimitedProtocol
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models.catalog import Catalog
@@ -112,7 +113,7 @@ class GatewayService:
             metrics=metrics,
             admission=admission,
             connections=Connections(_within_descriptors(settings), metrics),
-            bodies=BodyRoom(settings.max_body_bytes, settings.max_body_bytes_in_flight),
+            bodies=BodyRoom(settings.max_body_bytes, settings.max_body_bytes_in_flight, IgnoredFields(metrics)),
             tokenizers=tokenizers,
             catalog=catalog,
             routes=Routes(bus, catalog),

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.http.encodings import decompressed
 from services.gateway.http.errors import ApiError, decode
+from services.gateway.http.ignored_fields import IgnoredFields
 
 T = TypeVar("T")
 
@@ -24,7 +25,9 @@ RETRY_AFTER_S = 1.0
 class BodyRoom:
     """What bodies may take: one by itself, and all that are being read together."""
 
-    def __init__(self, max_body_bytes: int, max_total_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, max_total_bytes: int, ignored_fields: IgnoredFields | None = None) -> None:
+        """`ignored_fields`: who tells of fields that nobody knows; None: nobody does."""
+        self.ignored_fields = ignored_fields
         self.max_body_bytes = max_body_bytes
         self._max_total_bytes = max_total_bytes
         self._num_bytes = 0
@@ -80,13 +83,21 @@ async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room:
             room.grow(num_taken, max(num_taken, len(plain)))
             num_taken = max(num_taken, len(plain))
         if num_taken <= FREE_BYTES:
-            return decode(decoder, plain)
+            return _decoded(request, decoder, plain, room)
         async with room.turn:
-            message = decode(decoder, plain)
+            message = _decoded(request, decoder, plain, room)
             await asyncio.sleep(0)
         return message
     finally:
         room.release(num_taken)
+
+
+def _decoded(request: Request, decoder: msgspec.json.Decoder[T], body: bytes | bytearray, room: BodyRoom) -> T:
+    message = decode(decoder, body)
+    kind = type(message)
+    if room.ignored_fields is not None and issubclass(kind, msgspec.Struct):
+        room.ignored_fields.note(request, kind, body)
+    return message
 
 
 class EarlyAnswer(Response):

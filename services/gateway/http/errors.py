@@ -121,7 +121,7 @@ def _choices(struct: type, path: str) -> str:
     other fields."""
     parent, _, name = re.sub(r"\[[^]]*\]", "", path).rpartition(".")
     owners = _structs(struct, parent)
-    forms = [form for owner in owners for form in _forms(get_type_hints(owner).get(name))]
+    forms = [form for owner in owners for form in forms_of(get_type_hints(owner).get(name))]
     tags = [owner.__struct_config__.tag for owner in owners if owner.__struct_config__.tag_field == name]
     values = [value for form in forms if get_origin(form) is Literal for value in get_args(form)]
     return ", ".join(map(repr, values + tags))
@@ -131,15 +131,15 @@ def _structs(struct: type, path: str) -> list[Any]:
     """The structs of which one is at that place of the struct (`messages[0]`); the struct itself where the path is empty."""
     forms: list[Any] = [struct]
     for name in filter(None, re.sub(r"\[[^]]*\]", "", path).split(".")):
-        forms = [form for owner in forms for form in _forms(get_type_hints(owner).get(name))]
+        forms = [form for owner in forms for form in forms_of(get_type_hints(owner).get(name))]
         forms = [form for form in forms if isinstance(form, type) and issubclass(form, msgspec.Struct)]
     return forms
 
 
-def _forms(annotation: Any) -> list[Any]:
+def forms_of(annotation: Any) -> list[Any]:
     """The types that a value, or an item of it, may have."""
     arguments = () if get_origin(annotation) is Literal else get_args(annotation)
-    return [form for argument in arguments for form in _forms(argument)] or [annotation]
+    return [form for argument in arguments for form in forms_of(argument)] or [annotation]
 
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -1,0 +1,82 @@
+"""Fields of a request that nobody here knows: they change nothing, and the client is told so in a header of the answer, the
+operator once in the log."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from typing import get_type_hints
+
+import msgspec
+from starlette.requests import Request
+
+from services.gateway.http.errors import forms_of
+from services.gateway.metrics import GatewayMetrics
+from shared.runtime.nearest import near
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-tideway-ignored-fields"
+MAX_NAMED = 20
+"""In one header."""
+MAX_NAME_CHARACTERS = 100
+MAX_LOGGED = 1000
+"""Pairs of a field and a key; after so many nothing more is logged."""
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class IgnoredFields:
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._logged: set[tuple[bytes, str]] = set()
+
+    def note(self, request: Request, kind: type[msgspec.Struct], body: bytes | bytearray) -> None:
+        """`kind`: what `body` was decoded to. The header is set where the answer begins."""
+        names = list(_unknown(kind, body, ""))
+        if not names:
+            return
+        self._metrics.ignored_fields.inc(len(names))
+        shown = [_UNSAFE.sub("?", name[:MAX_NAME_CHARACTERS]) for name in names[:MAX_NAMED]]
+        request.state.ignored_fields = ", ".join(shown)
+        # Whose key it is is not logged, and not kept in words.
+        key = hashlib.sha256(repr((request.headers.get("authorization"), request.headers.get("x-api-key"))).encode())
+        for name in shown:
+            pair = (key.digest()[:8], name)
+            if pair not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(pair)
+                meant = near(name, _known(kind))
+                logger.info(
+                    "%s: the field '%s' is not known and has no effect%s",
+                    request.url.path,
+                    name,
+                    f"; is '{meant}' meant?" if meant else "",
+                )
+
+
+def _unknown(kind: type[msgspec.Struct], body: bytes | bytearray | msgspec.Raw, path: str) -> Iterator[str]:
+    """Of an object, and of the objects that are its fields."""
+    known = _known(kind)
+    for name, raw in _OBJECT.decode(body).items():
+        if name not in known:
+            yield path + name
+        elif (inner := known[name]) is not None and bytes(raw).lstrip().startswith(b"{"):
+            yield from _unknown(inner, raw, f"{path}{name}.")
+
+
+@functools.cache
+def _known(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    """Its fields by name, with the struct that a field is, where it can be one only."""
+    hints = get_type_hints(kind)
+    known: dict[str, type[msgspec.Struct] | None] = {}
+    for field in msgspec.structs.fields(kind):
+        forms = forms_of(hints[field.name])
+        structs = [form for form in forms if isinstance(form, type) and issubclass(form, msgspec.Struct)]
+        known[field.encode_name] = structs[0] if len(structs) == 1 else None
+    if kind.__struct_config__.tag_field is not None:
+        known[kind.__struct_config__.tag_field] = None
+    return known
