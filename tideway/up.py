@@ -39,6 +39,8 @@ from tideway.liveness import probe_for_ever, restart_when_there_is_space
 from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 
+CHANGE_TIMEOUT_S = 120.0
+"""Of a change of the models: a checkpoint is read first."""
 POLL_INTERVAL_S = 0.1
 NATS_TIMEOUT_S = 15.0
 MAX_CRASHES_AT_START = 3
@@ -164,6 +166,7 @@ class Up:
                     await self._wait_for(self._process_steps(http))
                     if view is None:
                         view = await ClusterView.connect(load(BusSettings, {**os.environ, **bus}), NATS_TIMEOUT_S)
+                    await self._replace_changed_models(http, await view.configured())
                     models = ModelChecks(view)
                     names = [spec.name for spec in self._options.models]
                     await self._wait_for([Step(f"model {name}", models.settled(name), "worker") for name in names])
@@ -278,15 +281,45 @@ class Up:
             )
 
     def _report_earlier_models(self, configured: dict[str, ModelSpec]) -> None:
-        """What placement remembers goes before what is asked for now, because it may have been changed at run time."""
-        asked = {spec.name: spec for spec in self._options.models}
-        for name, spec in configured.items():
-            if name not in asked:
-                self._reporter.done(
-                    f"model {name}", f"is kept from an earlier start (DELETE /admin/models/{name} drops it)"
-                )
-            elif spec.source != asked[name].source:
-                self._reporter.warn(f"model {name} stays what it was, {spec.source}; remove it first to change it")
+        """What was added at run time, or asked for at an earlier start."""
+        for name in configured.keys() - {spec.name for spec in self._options.models}:
+            self._reporter.done(
+                f"model {name}", f"is kept from an earlier start (DELETE /admin/models/{name} drops it)"
+            )
+
+    async def _replace_changed_models(self, http: httpx.AsyncClient, configured: dict[str, ModelSpec]) -> None:
+        """Models of earlier starts whose names are asked for now with other checkpoints. Raises `OperatorError` where a new
+        one is refused; the earlier one is put back then."""
+        for spec in self._options.models:
+            earlier = configured.get(spec.name)
+            if earlier is None or earlier.source == spec.source:
+                continue
+            await self._change_models(http, "DELETE", f"/{spec.name}")
+            try:
+                await self._change_models(http, "POST", "", spec)
+            except OperatorError as error:
+                await self._change_models(http, "POST", "", earlier)
+                raise OperatorError(f"model {spec.name}: {error} It stays what it was, {earlier.source}.") from None
+            self._reporter.done(f"model {spec.name}", f"is {spec.source} now, and was {earlier.source}")
+
+    async def _change_models(
+        self, http: httpx.AsyncClient, method: str, path: str, spec: ModelSpec | None = None
+    ) -> None:
+        key = self._gateway.admin_api_key or self._data.credentials().admin_api_key
+        # The API has the spec's own names, and takes what is absent for the default.
+        body = None if spec is None else {name: value for name, value in msgspec.to_builtins(spec).items() if value}
+        try:
+            answer = await http.request(
+                method,
+                f"{self._options.address}/admin/models{path}",
+                json=body,
+                headers={"authorization": f"Bearer {key}"} if self._has_api_keys else {},
+                timeout=CHANGE_TIMEOUT_S,
+            )
+        except httpx.HTTPError as error:
+            raise OperatorError(f"The models cannot be changed: {error!r}.") from None
+        if answer.status_code != 200:
+            raise OperatorError(answer.json()["error"]["message"])
 
     def _say_ready(self, models: list[str]) -> None:
         options, say = self._options, self._reporter.say

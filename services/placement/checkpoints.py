@@ -11,6 +11,7 @@ from shared.models.checkpoint import (
     CheckpointError,
     CheckpointMissing,
     CheckpointShape,
+    check_shapes,
     check_tokenizer,
     describe,
     resolve,
@@ -23,6 +24,7 @@ def read_shape(source: str) -> CheckpointShape:
     """Blocking; `CheckpointError`."""
     folder = resolve(source)
     shape = describe(folder)
+    check_shapes(folder)
     check_tokenizer(folder)
     return shape
 

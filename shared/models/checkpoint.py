@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,9 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _LONG_ROPE = ("longrope", "su")
 _FIXED_LENGTH_ROPE = ("default", "llama3", "longrope", "su", "mrope")
 """Rope types whose `max_position_embeddings` already counts the scaling; with the others the factor multiplies it."""
+
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class CheckpointError(Exception):
@@ -180,6 +184,40 @@ def describe(path: Path) -> CheckpointShape:
         eos_token_ids=_eos_token_ids(path, config, positive_int(config, "vocab_size", file)),
         depends_on_length=_depends_on_length(config, architecture),
     )
+
+
+def check_shapes(path: Path) -> None:
+    """That the weights of a model with a torch module here are those which config.json tells of: as many layers, the
+    vocabulary, and the widths of embeddings and attention. Quantised layers are left to the worker. Raises
+    `CheckpointError`."""
+    config, shape = read_config(path), describe(path)
+    family, _ = _family(path, config)
+    if family is TRANSFORMERS:
+        return
+    num_heads = positive_int(config, family.keys.num_heads, path / "config.json")
+    width = int(config.get("word_embed_proj_dim") or shape.hidden_size)
+    expected = {
+        "embed_tokens.weight": [shape.vocab_size, width],
+        "lm_head.weight": [shape.vocab_size, width],
+        "q_proj.weight": [num_heads * shape.head_dim, shape.hidden_size],
+        "k_proj.weight": [shape.num_kv_heads * shape.head_dim, shape.hidden_size],
+        "v_proj.weight": [shape.num_kv_heads * shape.head_dim, shape.hidden_size],
+    }
+    layers = set()
+    for file in weight_files(path):
+        for name, tensor in read_safetensors_header(file).items():
+            if found := _LAYER.search(name):
+                layers.add(int(found[1]))
+            wanted = expected.get(".".join(name.rsplit(".", 2)[-2:]))
+            if wanted is not None and tensor["dtype"] in _HEADER_DTYPES and tensor["shape"] != wanted:
+                raise CheckpointError(
+                    f"{file}: {name} has the shape {tensor['shape']}, where config.json wants {wanted}."
+                )
+    if layers and layers != set(range(shape.num_layers)):
+        raise CheckpointError(
+            f"{path} has weights of {len(layers)} layers, up to number {max(layers)}, where config.json wants "
+            f"{shape.num_layers}, numbered from 0."
+        )
 
 
 def run_dtype(asked: str, stored: str, device: str) -> str:

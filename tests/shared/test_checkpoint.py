@@ -375,3 +375,45 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str) -> None:
 def test_a_model_has_room_for_a_prompt_and_an_answer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="max_position_embeddings is 1, in which"):
         checkpoint.describe(make(tmp_path, max_position_embeddings=1))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({}, ""),
+        ({"lm_head.weight": ("I8", [1, 1], 1)}, ""),
+        (
+            {"model.embed_tokens.weight": ("BF16", [101, 64], 12928)},
+            r"shape \[101, 64\], where config.json wants \[100, 64\]",
+        ),
+        ({"lm_head.weight": ("BF16", [100, 32], 6400)}, "lm_head.weight has the shape"),
+        ({"model.layers.0.self_attn.q_proj.weight": ("BF16", [32, 64], 4096)}, "q_proj.weight has the shape"),
+        ({"model.layers.1.self_attn.k_proj.weight": ("BF16", [64, 64], 8192)}, "k_proj.weight has the shape"),
+        ({"model.layers.2.mlp.up_proj.weight": ("BF16", [1, 64], 128)}, "weights of 3 layers, up to number 2"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config(
+    tmp_path: Path, tensors: dict[str, tuple[str, list[int], int]], reason: str
+) -> None:
+    make(tmp_path)
+    layers = {f"model.layers.{i}.self_attn.v_proj.weight": ("BF16", [16, 64], 2048) for i in range(2)}
+    whole = {"model.embed_tokens.weight": ("BF16", [100, 64], 12800), **layers, **tensors}
+    write_safetensors(tmp_path / "model.safetensors", **whole)
+    if not reason:
+        checkpoint.check_shapes(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.check_shapes(tmp_path)
+
+
+def test_a_layer_that_is_missing(tmp_path: Path) -> None:
+    make(tmp_path)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    write_safetensors(tmp_path / "model.safetensors", **{name: ("BF16", [16, 64], 2048)})
+    with pytest.raises(CheckpointError, match=r"weights of 1 layers, up to number 1, where config\.json wants 2"):
+        checkpoint.check_shapes(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tideway-demo-llama", "tideway-demo-opt"])
+def test_the_demonstration_models_are_as_their_configs_say(name: str) -> None:
+    checkpoint.check_shapes(Path(__file__).parents[2] / "models" / name)

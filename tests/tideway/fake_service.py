@@ -2,8 +2,9 @@
 
 python -m tests.tideway.fake_service ROLE, settings by environment. ROLE:
   plain      nothing but /health
-  gateway    /ready on TIDEWAY_PORT too
-  placement  puts each model of FAKE_MODELS on one instance, but "none/..." is too large, and "removed/..." is not there
+  gateway    /ready on TIDEWAY_PORT too, and takes changes of the models, but for "bad/..."
+  placement  remembers models of earlier starts; puts each of FAKE_MODELS on one instance, but "none/..." is too large, and
+             "removed/..." is not there
   worker     that instance, with all models ready
   broken     ends at once with exit code 1, after a line in its log
   refusing   ends at once as a service does whose settings cannot be used
@@ -25,6 +26,18 @@ class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path in ("/health", "/live", "/ready") else 404)
         self.end_headers()
+
+    def do_DELETE(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        print(self.path, body.decode(), flush=True)
+        is_bad = json.loads(body)["source"].startswith("bad/")
+        self.send_response(400 if is_bad else 200)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "its template is broken."}}')
 
     def log_message(self, format: str, *args: object) -> None:
         print(format % args, flush=True)
@@ -65,9 +78,10 @@ async def _register(role: str) -> None:
         # The others may not make them.
         await bus.key_value(INSTANCES)
         await bus.key_value(NODES)
+        configured = await bus.key_value(MODELS)
         for model in models:
-            if not model.source.startswith("removed/"):
-                await (await bus.key_value(MODELS)).put(bucket_key(model.name), model)
+            if not model.source.startswith("removed/") and await configured.get(bucket_key(model.name)) is None:
+                await configured.put(bucket_key(model.name), model)
         await (await bus.key_value(PLANS)).put("current", plan)
         _serve_http(int(os.environ["TIDEWAY_METRICS_PORT"]))
         await asyncio.Event().wait()

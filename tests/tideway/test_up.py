@@ -259,6 +259,30 @@ async def test_models_of_an_earlier_start_are_named(tmp_path: Path) -> None:
     assert "model ebb is kept from an earlier start (DELETE /admin/models/ebb drops it)" in run.text
 
 
+async def test_a_name_that_is_asked_for_with_another_checkpoint_has_that(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.until_ready()
+    await run.stop()
+    changed = ModelSpec("tide", "org/new", max_model_len=64, quantization="int8")
+    run = Run(tmp_path, models=[changed, MODELS[1]])
+    await run.until_ready()
+    await run.stop()
+    assert "model tide is org/new now, and was org/tide" in run.text
+    log = run.up._supervisor.children["gateway"].log_path.read_text()
+    assert log.count("DELETE /admin/models/tide") == 1 and log.count("POST /admin/models") == 1
+    body = json.loads(next(line for line in log.splitlines() if "org/new" in line).partition(" ")[2])
+    assert body == {"name": "tide", "source": "org/new", "dtype": "auto", "max_model_len": 64, "quantization": "int8"}
+    # One that is refused leaves the earlier one.
+    run = Run(tmp_path, models=[ModelSpec("tide", "bad/one"), MODELS[1]])
+    with pytest.raises(OperatorError, match=r"model tide: its template is broken\. It stays what it was, org/tide"):
+        await run.start()
+    log = run.up._supervisor.children["gateway"].log_path.read_text()
+    assert [json.loads(line.partition(" ")[2])["source"] for line in log.splitlines() if "{" in line][-2:] == [
+        "bad/one",
+        "org/tide",
+    ]
+
+
 async def test_what_was_drained_is_named_and_may_be_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "FAILURE_STANDS_AFTER_S", 0.2)
     monkeypatch.setenv("FAKE_DRAINING", '[["two", "three"], ["three"]]')
