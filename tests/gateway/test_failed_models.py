@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from shared.messages.catalogue import MODELS, PLANS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import InstanceInfo, LoadedModel
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack
 from tests.gateway.peer import until
 
@@ -67,34 +71,49 @@ async def test_a_checkpoint_that_placement_cannot_use(stack: Stack) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
 
 
-async def test_a_model_on_demand_is_listed_with_its_state_and_its_failure_is_told_to_those_that_wait(
-    stack: Stack,
+BROKEN_AT_TOOLS = "{% for m in messages %}{{ m.content.strip() }}{% endfor %}{% if tools %}{{ tools.x.y }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokenizer_config.json": '{"chat_template": "{% for m in %}"}'}, "The chat template of"),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages.x.y }}"}'}, "a chat with a user's message"),
+        ({"tokenizer_config.json": '{"chat_template": "{{ raise_exception(0) }}"}'}, "a chat with a user's message"),
+        ({"chat_template.jinja": BROKEN_AT_TOOLS}, "a chat with tools"),
+        ({"tokenizer.json": "{}"}, "tokenizer"),
+        ({"config.json": {"vocab_size": 100}}, "its vocabulary 100"),
+    ],
+)
+async def test_what_could_not_serve_chats_is_refused_before_it_is_added(
+    stack: Stack, tmp_path: Path, change: dict[str, object], reason: str
 ) -> None:
-    catalog = stack.gateway.context.catalog
-    spec = msgspec.structs.replace(catalog.spec(MODEL), on_demand=True)
-    await (await stack.peer.bus.key_value(MODELS)).put(bucket_key(MODEL), spec)
-    await until(lambda: catalog.is_on_demand(MODEL), "the model")
+    folder = write_checkpoint(tmp_path / "model", byte_level_tokenizer(), GOOD)
+    add = {"name": "new", "source": str(folder)}
+    assert (await stack.client.post("/admin/models", json=add)).status_code == 200
+    assert (await stack.client.delete("/admin/models/new")).status_code in (200, 404)
+    for name, content in change.items():
+        file = folder / name
+        text = json.dumps(json.loads(file.read_text()) | content) if isinstance(content, dict) else str(content)
+        file.write_text(text)
+    answer = await stack.client.post("/admin/models", json=add | {"name": "bad"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "source") and reason in error["message"], error
+    assert "bad" not in [model["name"] for model in (await stack.client.get("/admin/models")).json()["models"]]
 
-    async def listed() -> list[str]:
-        return [model["state"] for model in (await stack.client.get("/v1/models")).json()["data"]]
 
-    for states, shown in ((("ready",), "ready"), (("host",), "host"), ((), "disk"), (("loading",), "loading")):
-        await set_state(stack, *(LoadedModel(name=MODEL, state=state) for state in states))
-        assert await listed() == [shown]
-        assert (await stack.client.get("/ready")).status_code == 200
-    stack.peer.automatic = False
-    waiting = stack.read()
-    await stack.next_request()
-    await set_state(stack, failed(is_final=False))
-    await waiting.end()
-    assert waiting.status == 503 and REASON.encode() in waiting.failed_body
-    assert await listed() == ["failed"]
-    await set_state(stack)
-    plan = msgspec.structs.replace(stack.peer.plan, asleep={MODEL: "no_room"})
-    await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
-    await until(lambda: catalog.failure(MODEL), "the plan")
-    answer = await stack.post("/v1/completions", prompt="x")
-    assert (
-        answer.status_code == 503 and "no instance has memory for it" in answer.text and "retry-after" in answer.headers
-    )
-    assert (await stack.client.get("/ready")).status_code == 503
+async def test_one_that_failed_is_corrected_under_its_name(stack: Stack, tmp_path: Path) -> None:
+    await set_state(stack, failed(is_final=True))
+    await until(lambda: stack.gateway.context.catalog.failure(MODEL), "the failure")
+    folder = write_checkpoint(tmp_path / "model", byte_level_tokenizer(), GOOD)
+    answer = await stack.client.post("/admin/models", json={"name": MODEL, "source": str(folder)})
+    assert answer.status_code == 200, answer.text
+    entry = await (await stack.peer.bus.key_value(MODELS)).get(bucket_key(MODEL))
+    assert entry is not None and entry.value.source == str(folder)
+    # One that is served is not replaced so.
+    await set_state(stack, LoadedModel(name=MODEL, state="ready"))
+    answer = await stack.client.post("/admin/models", json={"name": MODEL, "source": str(folder)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "name")
+
+
+GOOD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"

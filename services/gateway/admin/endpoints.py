@@ -17,6 +17,7 @@ from services.gateway.admin.audit import audited
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid, of_info
+from services.gateway.model_checks import check_model
 from services.gateway.models.catalog import loaded_model
 from services.gateway.openai.parsing import whole_number_of
 from services.gateway.openai.replies import AuditLog
@@ -251,6 +252,12 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         bool(message.on_demand),
         DEFAULT_IDLE_S if message.idle_s is None else message.idle_s,
     )
+    await check_model(context, spec)
+    if context.catalog.failure(spec.name) is not None:
+        # Nobody serves it, and the operator has mended it.
+        await api_errors(
+            context.bus.request(PLACEMENT_REMOVE_MODEL, RemoveModel(spec.name), timeout_s=PLACEMENT_TIMEOUT_S)
+        )
     return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 
 

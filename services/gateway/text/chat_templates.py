@@ -160,8 +160,27 @@ def _rendered(template: jinja2.Template, messages: list[dict[str, Any]], given: 
         raise invalid("messages", f"The model's chat template fails on these messages: {error!r}") from None
 
 
+_FILES = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+)
+
+
+def template_stamp(folder: Path) -> tuple[int, ...]:
+    """When the files were written that `load_template` reads, in nanoseconds; 0: there is none."""
+    times = []
+    for name in _FILES:
+        try:
+            times.append((folder / name).stat().st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return tuple(times)
+
+
 def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
-    """The template of the checkpoint in `folder`; `config` is its tokenizer_config.json."""
+    """The template of the checkpoint in `folder`; `config` is its tokenizer_config.json. Raises `CheckpointError`."""
     source, tool_source = _source(folder, config), _tool_source(folder, config)
     if source is None:
         logger.warning("%s has no chat template; the default is used (one line a message, 'Role: text')", folder)
@@ -172,7 +191,12 @@ def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 special_tokens[name] = text
-    return ChatTemplate(source, special_tokens, tool_source)
+    try:
+        return ChatTemplate(source, special_tokens, tool_source)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(
+            f"The chat template of {folder} cannot be read: line {error.lineno}: {error.message}."
+        ) from None
 
 
 def _source(folder: Path, config: dict[str, Any]) -> str | None:

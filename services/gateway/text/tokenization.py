@@ -280,6 +280,10 @@ class Tokenizers:
         future.add_done_callback(on_loaded)
         return future
 
+    async def load_anew(self, spec: ModelSpec) -> ModelTokenizer:
+        """As the checkpoint is now, whatever was loaded of it before. Raises `CheckpointError`."""
+        return await asyncio.get_running_loop().run_in_executor(self._loaders, load_tokenizer, spec)
+
     def loaded(self, spec: ModelSpec) -> ModelTokenizer | None:
         """None: it is not loaded, or being so."""
         future = self._loading.get(spec)

@@ -24,7 +24,7 @@ import msgspec
 from services.gateway.http.errors import ApiError
 from services.gateway.openai.conversations import plain_messages
 from services.gateway.openai.schemas import ChatMessage
-from services.gateway.text.chat_templates import ChatTemplate, load_template
+from services.gateway.text.chat_templates import ChatTemplate, load_template, template_stamp
 from shared.messages.cluster import ModelSpec
 from shared.models.checkpoint import read_tokenizer_config
 
@@ -90,8 +90,13 @@ decode_task = msgspec.msgpack.Decoder(Render | Encode | TryGrammar).decode
 decode_result = msgspec.msgpack.Decoder(Result).decode
 
 
-@functools.lru_cache(MAX_TEMPLATES)
 def _template(folder: str) -> ChatTemplate:
+    return _loaded_template(folder, template_stamp(Path(folder)))
+
+
+@functools.lru_cache(MAX_TEMPLATES)
+def _loaded_template(folder: str, stamp: tuple[int, ...]) -> ChatTemplate:
+    """`stamp`: of its files, so that one that was corrected in its place is read again."""
     return load_template(Path(folder), read_tokenizer_config(Path(folder)))
 
 
