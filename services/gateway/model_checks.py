@@ -20,7 +20,11 @@ LOAD_TIMEOUT_S = 20.0
 """After which a checkpoint is taken as it is: one of the hub may take minutes to come."""
 
 _USER = ChatMessage("user", "Will it rain in Oslo?")
-_CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+_CALL: dict[str, Any] = {
+    "id": "call12345",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+}
 _TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from services.gateway.http.errors import invalid
-from services.gateway.openai.schemas import ChatMessage, is_nested_deep
+from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatMessage, is_nested_deep
 
 Message = dict[str, Any]
 Form = Callable[[Sequence[Message]], list[Message]]
@@ -53,12 +53,28 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 def _with_arguments(call: dict[str, Any], param: str) -> dict[str, Any]:
     """A tool call whose arguments, JSON text in OpenAI's API, are the object that templates go through. `param`: what it is
     called in the request. Raises `ApiError` 400."""
+    if call.get("type") == "custom":
+        custom = call.get("custom")
+        if not isinstance(custom, dict):
+            raise invalid(f"{param}.custom", f"Invalid value for '{param}.custom': an object is expected.")
+        arguments = {CUSTOM_ARGUMENT: custom.get("input", "")}
+        return {
+            "id": call.get("id"),
+            "type": "function",
+            "function": {"name": custom.get("name"), "arguments": arguments},
+        }
     function = call.get("function", {})
     if not isinstance(function, dict):
         raise invalid(f"{param}.function", f"Invalid value for '{param}.function': an object is expected.")
     if not function:
         return call
     return {**call, "function": {**function, "arguments": arguments_object(function.get("arguments"))}}
+
+
+def custom_input(arguments: str) -> str:
+    """Of a custom tool, from the arguments of the function that it is to the model."""
+    value = arguments_object(arguments).get(CUSTOM_ARGUMENT)
+    return value if isinstance(value, str) else arguments
 
 
 def arguments_object(written: Any) -> dict[str, Any]:

@@ -70,10 +70,19 @@ class CalledFunction(msgspec.Struct):
     """JSON, as the model wrote it."""
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, tag_field="type", tag="function"):
     id: str
-    type: Literal["function"]
     function: CalledFunction
+
+
+class CalledCustomTool(msgspec.Struct):
+    name: str
+    input: str
+
+
+class CustomToolCall(msgspec.Struct, tag_field="type", tag="custom"):
+    id: str
+    custom: CalledCustomTool
 
 
 class FunctionChunk(msgspec.Struct):
@@ -90,12 +99,21 @@ class ToolCallChunk(msgspec.Struct):
     type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
 
 
+class CustomCallChunk(msgspec.Struct):
+    """A call of a custom tool in a stream; all of it comes at once."""
+
+    index: int
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     """None: it has tool calls alone."""
     refusal: None = None
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     """The same by another name."""

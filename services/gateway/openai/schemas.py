@@ -318,9 +318,58 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
         check_nesting(parameters=self.parameters)
 
 
+class CustomGrammar(msgspec.Struct, frozen=True):
+    definition: Source
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "grammar" and self.grammar is None:
+            raise ValueError("Object missing required field `grammar`")
+        if self.grammar is not None and self.grammar.syntax == "lark":
+            raise ValueError("Not supported by this server, where calls are JSON; a regex is - at `$.grammar.syntax`")
+
+
+class CustomDefinition(msgspec.Struct, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+    """Of its input; none is any text. A regex holds where calls are forced (`tool_choice` required, or this tool's name)."""
+
+
+CUSTOM_ARGUMENT = "input"
+"""To a model a custom tool is a function with this text as its only argument."""
+
+
+def custom_parameters(pattern: str | None = None) -> dict[str, Any]:
+    """The schema of that function's arguments. `pattern`: a regular expression of the text."""
+    return {
+        "type": "object",
+        "properties": {CUSTOM_ARGUMENT: {"type": "string", **({} if pattern is None else {"pattern": pattern})}},
+        "required": [CUSTOM_ARGUMENT],
+        "additionalProperties": False,
+    }
+
+
 class Tool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: Literal["function", "custom"]
+    function: FunctionDefinition = None  # type: ignore[assignment]
+    """Of a custom tool, what it is to the model."""
+    custom: CustomDefinition | None = None
+    """A tool with a text in place of arguments."""
+
+    def __post_init__(self) -> None:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+        if self.type == "custom" and self.custom is not None:
+            wanted = self.custom.format
+            pattern = None if wanted is None or wanted.grammar is None else f"^(?:{wanted.grammar.definition})$"
+            function = FunctionDefinition(self.custom.name, self.custom.description, custom_parameters(pattern), True)
+            msgspec.structs.force_setattr(self, "function", function)
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -331,9 +380,17 @@ class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     function: NamedFunction
 
 
+class NamedCustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    custom: NamedFunction
+
+    @property
+    def function(self) -> NamedFunction:
+        return self.custom
+
+
 class AllowedTools(msgspec.Struct, frozen=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
@@ -364,7 +421,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
 

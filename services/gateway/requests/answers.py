@@ -24,9 +24,12 @@ from services.gateway.openai.replies import (
     ChatCompletion,
     Completion,
     CompletionChoice,
+    CustomCallChunk,
+    CustomToolCall,
     FinishedBy,
     PromptLogprobs,
     ToolCall,
+    ToolCallChunk,
     Usage,
 )
 from services.gateway.streams.generation import Delta, Seen
@@ -39,7 +42,7 @@ class _Part:
     texts: list[str] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: FinishedBy = "length"
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    calls: dict[int, ToolCall | CustomToolCall] = field(default_factory=dict)
     reasoning: list[str] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
@@ -49,8 +52,12 @@ class _Part:
         self.finish_reason = delta.finish_reason or self.finish_reason
         for chunk in delta.calls:
             if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
-                self.calls[chunk.index] = ToolCall(chunk.id, "function", CalledFunction(chunk.function.name, ""))
-            self.calls[chunk.index].function.arguments += chunk.function.arguments
+                self.calls[chunk.index] = ToolCall(chunk.id, CalledFunction(chunk.function.name, ""))
+            call = self.calls[chunk.index]
+            assert isinstance(call, ToolCall)
+            call.function.arguments += chunk.function.arguments
+        for custom in delta.custom_calls:
+            self.calls[custom.index] = CustomToolCall(custom.id, custom.custom)
 
     def message(self) -> AssistantMessage:
         text = "".join(self.texts)
@@ -58,7 +65,7 @@ class _Part:
         return AssistantMessage(
             "assistant",
             (text or None) if self.calls else text,
-            tool_calls=list(self.calls.values()) or msgspec.UNSET,
+            tool_calls=[self.calls[index] for index in sorted(self.calls)] or msgspec.UNSET,
             reasoning_content=reasoning,
             reasoning=reasoning,
         )
@@ -200,7 +207,7 @@ class ChunkWriter:
         end = self._end if usage is None else b'],"usage":' + _ENCODE(usage) + b"}\n\n"
         parts: list[bytes] = []
         for delta in deltas:
-            is_plain = not (delta.is_first or delta.tokens or delta.calls or delta.reasoning)
+            is_plain = not (delta.is_first or delta.tokens or delta.calls or delta.custom_calls or delta.reasoning)
             if delta.finish_reason is None and is_plain:
                 if delta.text:
                     self._note(delta)
@@ -245,10 +252,12 @@ class ChunkWriter:
         fields: dict[str, object] = {"role": "assistant"} if delta.is_first else {}
         if delta.reasoning:
             fields |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+        calls: list[ToolCallChunk | CustomCallChunk] = [*delta.calls, *delta.custom_calls]
+        calls.sort(key=lambda call: call.index)
         if delta.text or delta.is_first:
-            fields["content"] = delta.text if delta.text or not (delta.calls or delta.reasoning) else None
-        if delta.calls:
-            fields["tool_calls"] = delta.calls
+            fields["content"] = delta.text if delta.text or not (calls or delta.reasoning) else None
+        if calls:
+            fields["tool_calls"] = calls
         content = _ENCODE(fields)
         return b'{"index":%b,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
             index,

@@ -12,7 +12,7 @@ import msgspec
 
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.parsing import Options
-from services.gateway.openai.schemas import ChatRequest
+from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatRequest
 from services.gateway.responses.messages import (
     Conversed,
     InputItem,
@@ -25,7 +25,7 @@ from services.gateway.responses.messages import (
     TextOptions,
     TextPart,
 )
-from services.gateway.responses.tools import CUSTOM_ARGUMENT, called_tools, chat_choice, chat_name
+from services.gateway.responses.tools import called_tools, chat_choice, chat_name
 from services.gateway.streams.generation import Prompt
 
 LOGPROBS = "message.output_text.logprobs"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.gateway.http.errors import ApiError, invalid
-from services.gateway.openai.conversations import arguments_object
+from services.gateway.openai.schemas import CUSTOM_ARGUMENT, custom_parameters
 from services.gateway.responses.messages import ResponseTool, ToolChoice
 
 HOSTED_TOOLS = (
@@ -29,7 +29,6 @@ HOSTED_TOOLS = (
     "web_search",
 )
 """Whatever follows, such as a date."""
-CUSTOM_ARGUMENT = "input"
 _SEPARATOR = "__"
 
 
@@ -81,19 +80,11 @@ def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) ->
         fields = {
             "name": chat_name(tool.name, namespace),
             "description": _custom_description(tool) if is_custom else tool.description,
-            "parameters": _CUSTOM_PARAMETERS if is_custom else tool.parameters,
+            "parameters": custom_parameters() if is_custom else tool.parameters,
             "strict": None if is_custom else tool.strict,
         }
         function = {"type": "function", "function": fields}
         yield Called("custom" if is_custom else "function", tool.name, namespace, function)
-
-
-_CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
-    "required": [CUSTOM_ARGUMENT],
-    "additionalProperties": False,
-}
 
 
 def _custom_description(tool: ResponseTool) -> str | None:
@@ -102,12 +93,6 @@ def _custom_description(tool: ResponseTool) -> str | None:
     if not isinstance(definition, str):
         return tool.description
     return "\n\n".join(filter(None, (tool.description, f"'{CUSTOM_ARGUMENT}' follows this grammar:\n{definition}")))
-
-
-def custom_input(arguments: str) -> str:
-    """Input of a custom tool, from the arguments of the function that it is to the model."""
-    value = arguments_object(arguments).get(CUSTOM_ARGUMENT)
-    return value if isinstance(value, str) else arguments
 
 
 def chat_choice(choice: str | ToolChoice | None, called: Sequence[Called]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
+from services.gateway.openai.conversations import custom_input
 from services.gateway.openai.replies import ToolCallChunk, Usage
 from services.gateway.requests.answers import on_one_line
 from services.gateway.responses.messages import (
@@ -28,7 +29,7 @@ from services.gateway.responses.messages import (
     ResponseObject,
     ResponseUsage,
 )
-from services.gateway.responses.tools import Called, custom_input
+from services.gateway.responses.tools import Called
 from services.gateway.streams.generation import Delta
 from services.gateway.text.logprobs import ShownToken, chat_logprobs
 from services.gateway.text.tokenization import ModelTokenizer

@@ -18,6 +18,7 @@ from services.gateway.metrics import CallMetrics
 from services.gateway.openai.parsing import SEED_MASK, Options
 from services.gateway.openai.replies import (
     CompletionTokensDetails,
+    CustomCallChunk,
     FinishedBy,
     PromptTokensDetails,
     ToolCallChunk,
@@ -53,6 +54,7 @@ class Delta:
     tokens: Sequence[ShownToken] = ()
     """Those whose text is shown by now, where log-probabilities were asked for."""
     calls: Sequence[ToolCallChunk] = ()
+    custom_calls: Sequence[CustomCallChunk] = ()
     reasoning: str = ""
     """Before the text."""
     num_tokens: int = 0
@@ -199,6 +201,7 @@ class Choice:
             self.finish_reason,
             tokens,
             told.calls,
+            told.custom_calls,
             told.reasoning,
             self.num_tokens,
         )

@@ -6,7 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.gateway.openai.replies import FinishedBy, FunctionChunk, ToolCallChunk
+import msgspec
+
+from services.gateway.openai.conversations import custom_input
+from services.gateway.openai.replies import CalledCustomTool, CustomCallChunk, FinishedBy, FunctionChunk, ToolCallChunk
 from services.gateway.tools.formats import ToolFormat
 from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser
 from services.gateway.tools.reasoning import ReasoningSplitter
@@ -20,6 +23,7 @@ class Told:
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCallChunk] = field(default_factory=list)
+    custom_calls: list[CustomCallChunk] = field(default_factory=list)
 
 
 class OutputReader:
@@ -48,7 +52,10 @@ class OutputReader:
         self._max_calls = None if use is None or use.is_parallel else 1
         self._parsed = Parsed()
         self._arguments: dict[int, str] = {}
-        """Arguments of each call so far."""
+        """Of each call, so far."""
+        self._custom_names = frozenset() if use is None else use.custom_names
+        self._custom: dict[int, tuple[str, str]] = {}
+        """Calls of custom tools that are not told of yet: id and name."""
         self._held = ""
         """Content of an output that has to be calls."""
 
@@ -93,10 +100,20 @@ class OutputReader:
         chunks = []
         for call in one_per_call(calls):
             self._arguments[call.index] = self._arguments.get(call.index, "") + call.arguments
-            chunks.append(self._chunk(call))
+            chunk = self._chunk(call)
+            if chunk.id is not msgspec.UNSET and call.name in self._custom_names:
+                self._custom[call.index] = chunk.id, call.name
+            elif call.index not in self._custom:
+                chunks.append(chunk)
         if self._use is not None and self._use.is_required:
             self._held, parsed.content = self._held + parsed.content, ""
-        return Told(parsed.reasoning if self._shows_reasoning else "", parsed.content, chunks)
+        whole = [index for index in self._custom if index < max(self._arguments)]
+        custom = [self._custom_call(index) for index in whole]
+        return Told(parsed.reasoning if self._shows_reasoning else "", parsed.content, chunks, custom)
+
+    def _custom_call(self, index: int) -> CustomCallChunk:
+        call_id, name = self._custom.pop(index)
+        return CustomCallChunk(index, call_id, "custom", CalledCustomTool(name, custom_input(self._arguments[index])))
 
     def end(self, finished_by: FinishedBy) -> tuple[Told, FinishedBy]:
         """What is left, and why the output ended: by calls only where the arguments of each are a JSON object."""
@@ -109,6 +126,10 @@ class OutputReader:
         if self._parser is not None:
             self._add(self._parser.flush(is_cut))
         told = self.take()
+        # One that is cut off is no call: nobody could tell that its text is not whole.
+        told.custom_calls += [
+            self._custom_call(i) for i in [*self._custom] if not is_cut or _is_object(self._arguments[i])
+        ]
         if not self._arguments:
             told.content += "" if is_cut else self._held
         elif finished_by == "stop" and all(map(_is_object, self._arguments.values())):

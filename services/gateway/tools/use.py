@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.http.errors import invalid
-from services.gateway.openai.schemas import AllowedToolsChoice, ChatRequest, FunctionDefinition, NamedTool, Tool
+from services.gateway.openai.schemas import (
+    AllowedToolsChoice,
+    ChatRequest,
+    FunctionDefinition,
+    NamedCustomTool,
+    NamedTool,
+    Tool,
+)
 from services.gateway.openai.structured import Grammar, encoded, lark_grammar
 from services.gateway.tools.formats import ToolFormat
 
@@ -28,6 +35,11 @@ class ToolUse:
     def schemas(self) -> dict[str, dict[str, Any] | None]:
         """Schemas of the arguments of tools that may be called, by name."""
         return {tool.function.name: tool.function.parameters for tool in self.tools}
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Of the tools whose calls bring a text."""
+        return frozenset(tool.function.name for tool in self.tools if tool.type == "custom")
 
     def definitions(self) -> list[dict[str, Any]]:
         """As templates are given them."""
@@ -65,8 +77,8 @@ def tool_use_of(request: ChatRequest) -> ToolUse | None:
         raise invalid("tools", f"'tools' has two functions of the name '{name}'.")
     if choice == "none":
         return None
-    chosen, is_required = tools, choice == "required" or isinstance(choice, NamedTool)
-    named: list[NamedTool] = [choice] if isinstance(choice, NamedTool) else []
+    chosen, is_required = tools, choice == "required" or isinstance(choice, NamedTool | NamedCustomTool)
+    named: list[NamedTool | NamedCustomTool] = [choice] if isinstance(choice, NamedTool | NamedCustomTool) else []
     if isinstance(choice, AllowedToolsChoice):
         named, is_required = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
     if named:
@@ -79,5 +91,5 @@ def tool_use_of(request: ChatRequest) -> ToolUse | None:
         tools=chosen,
         all_tools=tools,
         is_required=is_required,
-        is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+        is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedTool | NamedCustomTool),
     )
