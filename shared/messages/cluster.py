@@ -14,6 +14,8 @@ from shared.plugins import installed
 TOOL_FORMATS = (
     "harmony",
     "kimi",
+    "deepseek-v3.2",
+    "deepseek-v4",
     "deepseek-v3",
     "deepseek-v3.1",
     "minimax",

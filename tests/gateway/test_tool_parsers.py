@@ -64,6 +64,24 @@ MINIMAX = "\n".join(
         '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     )
 )
+_MARK = "\uff5cDSML\uff5c"
+
+
+def dsml(name: str, *arguments: tuple[str, bool, str]) -> str:
+    """A call as DeepSeek V3.2 writes it; of each argument its name, whether it is a text, and how it is spelled."""
+    lines = (
+        f'<{_MARK}parameter name="{key}" string="{str(is_text).lower()}">{value}</{_MARK}parameter>'
+        for key, is_text, value in arguments
+    )
+    return "\n".join((f'<{_MARK}invoke name="{name}">', *lines, f"</{_MARK}invoke>"))
+
+
+DSML_CODE = dsml("code", *((key, key == "text", value) for key, value in SHOWN.items()))
+DSML = f"<{_MARK}function_calls>\n{DSML_CODE}\n{dsml('now')}\n</{_MARK}function_calls>"
+_TYPED = dsml(
+    "weather", ("a", True, "1"), ("b", False, "1"), ("c", True, "\n x\n"), ("d", False, "[1]"), ("e", False, "no")
+)
+DSML_TYPES = f"<{_MARK}function_calls>{_TYPED}</{_MARK}function_calls>"
 KIMI = (
     "<|tool_calls_section_begin|>"
     f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
@@ -143,6 +161,11 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("glm", f"<tool_call>{call()}</tool_call>", f"<tool_call>{call()}</tool_call>", []),
     ("minimax", MINIMAX, "", [CODE, NOW]),
     ("minimax", f"Well.\n{MINIMAX}\nDone", "Well.\n\nDone", [CODE, NOW]),
+    ("deepseek-v3.2", DSML, "", [CODE, NOW]),
+    ("deepseek-v3.2", f"Well.\n\n{DSML}", "Well.", [CODE, NOW]),
+    ("deepseek-v3.2", DSML_TYPES, "", [("weather", {"a": "1", "b": 1, "c": "\n x\n", "d": [1], "e": "no"})]),
+    ("deepseek-v3.2", "a <\uff5cDSML\uff5cfunc", "a <\uff5cDSML\uff5cfunc", []),
+    ("deepseek-v4", DSML.replace("function_calls", "tool_calls"), "", [CODE, NOW]),
     ("kimi", KIMI, "", [WEATHER, NOW]),
     ("kimi", f"Well. {KIMI}", "Well.", [WEATHER, NOW]),
     ("kimi", KIMI.replace("<|tool_calls_section_begin|>", ""), "", [WEATHER, NOW]),
@@ -164,6 +187,8 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 
 
 PIECES = [
+    f"<{_MARK}function_calls>", f'<{_MARK}invoke name="now">', f'<{_MARK}parameter name="a" string="true">',
+    f"</{_MARK}parameter>", f"</{_MARK}invoke>", '" string="', "false",
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|py",
     "{", "}", "[", "]", '"', ": ", ",", ";", " ", "\n", "\\", "\\ud83d", '"name"', '"arguments"', '"now"',
     "<function=", "now>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg",
@@ -266,6 +291,8 @@ def test_arguments_come_as_they_are_written() -> None:
         ("qwen3-coder", CODED[:70], "", 1),
         ("glm", "<tool_call>wea", "", 0),
         ("minimax", '<minimax:tool_call>\n<invoke name="wea', "", 0),
+        ("deepseek-v3.2", DSML[:45], "", 0),
+        ("deepseek-v3.2", DSML[:130], "", 1),
         ("kimi", KIMI[:60], "", 0),
         ("kimi", KIMI[:-80], "", 1),
         ("deepseek-v3", DEEPSEEK_V3[:50], "", 0),
@@ -377,6 +404,8 @@ SPELLED = {
     ),
     "glm": f"{GLM}\n<tool_call>now\n</tool_call>",
     "minimax": MINIMAX,
+    "deepseek-v3.2": DSML,
+    "deepseek-v4": DSML.replace("function_calls", "tool_calls"),
     "kimi": KIMI,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v3.1": DEEPSEEK_V31,
@@ -437,6 +466,8 @@ def test_the_template_says_which_format() -> None:
     assert format_of("[TOOL_CALLS]").name == "mistral"
     assert format_of("[TOOL_CALLS] [ARGS]").name == "mistral-named"
     assert format_of("<tool_call><function=x>").name == "qwen3-coder"
+    assert format_of("<{{ dsml }}function_calls> {% set dsml = '\uff5cDSML\uff5c' %}").name == "deepseek-v3.2"
+    assert format_of("<\uff5cDSML\uff5ctool_calls>").name == "deepseek-v4"
     assert format_of("{{ messages }}").name == "json"
     assert format_of("{{ messages }}", "hermes").name == "hermes"
     assert len(FORMATS["mistral"].new_id("chatcmpl-1-0/0")) == 9

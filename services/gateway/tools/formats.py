@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.openai.conversations import calls_as_text
+from services.gateway.openai.json_schemas import types_of
 from services.gateway.openai.schemas import FunctionDefinition
 from services.gateway.openai.structured import Grammar, behind, json_grammar, lark_text
 from services.gateway.tools.harmony import MARKS as HARMONY_MARKS
@@ -153,23 +154,28 @@ def _keyed_rules(
     required, parts, rules = schema.get("required") or [], [], []
     for place, (key, own) in enumerate((schema.get("properties") or {}).items()):
         rule = f"call_{number}_{place}"
-        texts = texts_of(own, schema)
+        texts, spellings = texts_of(own, schema), []
         if texts:
-            value = f"({' | '.join(map(lark_text, texts))}) {literal(after)}"
+            spellings.append((True, f"({' | '.join(map(lark_text, texts))}) {literal(after)}"))
         elif texts is not None:
-            value = text or f"{rule}_text"
+            spellings.append((True, text or f"{rule}_text"))
             if not text:
                 rules.append(f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/")
-        else:
+        if texts is None or (marks.key_attribute and set(types_of(own, schema)) != {"string"}):
             named = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             of_value = {**own, **named} if isinstance(own, dict) else {}
-            value = f"%json {_json_of(of_value, function)} {literal(after)}"
-        rules.append(f"{rule}: {literal(marks.key_begin + key + before)} {value}")
+            spellings.append((False, f"%json {_json_of(of_value, function)} {literal(after)}"))
+        marked = [
+            f"{literal(marks.key_begin + key + marks.after_key(is_text=is_text) + before)} {value}"
+            for is_text, value in spellings
+        ]
+        rules.append(f"{rule}: {' | '.join(marked)}")
         parts.append(rule if key in required else f"({rule})?")
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         rule = f"call_{number}_any"
         value = text or f"{rule}_text"
-        rules += [f"{rule}: {literal(marks.key_begin)} /[\\w.-]{{1,128}}/ {literal(before)} {value}"]
+        behind_key = literal(marks.after_key(is_text=True) + before)
+        rules += [f"{rule}: {literal(marks.key_begin)} /[\\w.-]{{1,128}}/ {behind_key} {value}"]
         rules += [] if text else [f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/"]
         parts.append(f"({rule})*")
     head = literal(f"{marks.name_begin}{function.name}{marks.name_end[0]}{marks.after_name}")
@@ -358,6 +364,38 @@ DEEPSEEK_V3 = _deepseek(
 """DeepSeek V3 and R1."""
 DEEPSEEK_V31 = _deepseek("deepseek-v3.1", lambda template: _DEEPSEEK_MARKS[0] in template, "", "SEP", "")
 """DeepSeek V3.1."""
+
+
+def _dsml(name: str, calls: str) -> ToolFormat:
+    """`calls`: what the marks around all calls are called."""
+    marks = KeyedMarks(
+        begin=f"<\uff5cDSML\uff5c{calls}>",
+        end=f"</\uff5cDSML\uff5c{calls}>",
+        name_begin='<\uff5cDSML\uff5cinvoke name="',
+        name_end=('">',),
+        key_begin='<\uff5cDSML\uff5cparameter name="',
+        key_attribute='" string="',
+        key_end='">',
+        value_end="</\uff5cDSML\uff5cparameter>",
+        call_end="</\uff5cDSML\uff5cinvoke>",
+    )
+    return ToolFormat(
+        name=name,
+        suits=lambda template: "\uff5cDSML\uff5c" in template and f"{calls}>" in template,
+        parser=lambda names: KeyedParser(names, marks),
+        begin=marks.begin + "\n",
+        separator="\n",
+        end="\n" + marks.end,
+        # The line break is none, but has to be read by itself: what comes after it may be a call, or the end.
+        marks=("\uff5cDSML\uff5c", "\n"),
+        keyed=marks,
+    )
+
+
+DEEPSEEK_V32 = _dsml("deepseek-v3.2", "function_calls")
+"""DeepSeek V3.2, whose arguments say whether they are texts."""
+DEEPSEEK_V4 = _dsml("deepseek-v4", "tool_calls")
+"""DeepSeek V4."""
 HARMONY = ToolFormat(
     name="harmony",
     suits=lambda template: "<|channel|>" in template,
@@ -383,18 +421,14 @@ PLAIN = ToolFormat(
 )
 """Format of models with a template of none of these: it tells them of no tools, so `INSTRUCTIONS` do."""
 
-FORMATS: Registry[ToolFormat] = Registry(
-    "tool format",
-    "tideway.tool_formats",
-    {
-        one.name: one
-        for one in (
-            *(HARMONY, KIMI, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
-            *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
-        )
-    },
-)
-"""By name, in the order in which a template is tried; those of other packages go before them."""
+FORMATS: dict[str, ToolFormat] = {
+    one.name: one
+    for one in (
+        *(HARMONY, KIMI, DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
+        *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
+    )
+}
+"""By name, in the order in which a template is tried."""
 
 INSTRUCTIONS = (
     "You can call these functions, each given as JSON:\n{tools}\n"

@@ -1,5 +1,5 @@
 """Calls in which each argument stands between marks of its own, as plain text that its schema gives a type: Qwen3-Coder's,
-GLM's, MiniMax's and Seed-OSS's."""
+GLM's, MiniMax's, Seed-OSS's and DeepSeek V3.2's."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class KeyedMarks:
     """Empty: it is `end`."""
     after_name: str = "\n"
     """How that is spelled which comes after `name_end`."""
+    key_attribute: str = ""
+    """Between the key and `key_end`, before a true or false: whether the value is a text. Empty: nothing says so."""
     has_value_on_lines: bool = False
     """It is spelled between two line breaks."""
 
@@ -42,6 +44,10 @@ class KeyedMarks:
         space = "\n" if self.has_value_on_lines else ""
         between = "\n" + self.value_begin if self.value_begin else ""
         return self.key_end + between + space, space + self.value_end + "\n"
+
+    def after_key(self, *, is_text: bool) -> str:
+        """How the attribute is spelled."""
+        return f"{self.key_attribute}{str(is_text).lower()}" if self.key_attribute else ""
 
 
 class KeyedParser(ToolParser):
@@ -55,6 +61,8 @@ class KeyedParser(ToolParser):
         self._schemas: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
         self._name = ""
         self._key: str | None = None
+        self._is_text: bool | None = None
+        """What the argument's attribute says of its value."""
         self._num_arguments = 0
         self._opened: str | None = ""
         """What was taken before the name that is read, content if it is none; None: behind another call."""
@@ -125,6 +133,10 @@ class KeyedParser(ToolParser):
                 after = after.removeprefix(marks.value_begin)
             if not found:
                 return False
+            self._is_text = None
+            if marks.key_attribute:
+                key, told, says = key.partition(marks.key_attribute)
+                self._is_text = says == "true" if told else None
             self._key, self._rest = key.strip(), after
             return True
         if rest.startswith((call_end, marks.end)):
@@ -148,7 +160,9 @@ class KeyedParser(ToolParser):
         return True
 
     def _tell_value(self, key: str, text: str) -> None:
-        value = typed(_without_line_breaks(text), self._schemas.get(self._name), key)
+        value: Any = text
+        if not self._is_text:
+            value = typed(_without_line_breaks(text), self._schemas.get(self._name), key)
         written = f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
         self._tell_arguments(("{" if self._num_arguments == 0 else ", ") + in_utf8(written))
         self._num_arguments += 1
