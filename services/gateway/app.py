@@ -274,7 +274,7 @@ ROUTES = (
     Route("GET", "/admin/plan", admin_routes.show_plan, None, ShownPlan, (404, *ADMIN_ERRORS)),
     Route("POST", "/admin/plan", admin_routes.change_plan, ChangePlanRequest, ReplacementState, PLACEMENT_ERRORS),
 )
-PAGES = (("/console", pages.show_page), ("/console/{file}", pages.show_file))
+PAGES = (("/", pages.show_root), ("/console", pages.show_page), ("/console/{file}", pages.show_file))
 """For browsers, and no part of the API."""
 DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_prefix_cache, None, None),)
 

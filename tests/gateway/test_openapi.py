@@ -44,3 +44,47 @@ async def test_no_input_makes_a_server_error(stack: Stack, tmp_path: Path, phase
     assert f"Tested: {sum(map(len, description['paths'].values()))}" in output.decode()
     answered = (await stack.client.get("/metrics")).text
     assert 'tideway_gateway_requests_total{class="online",model="tide",outcome="ok"}' in answered, "some are valid"
+
+
+async def test_each_field_of_a_request_is_described_and_each_operation_has_its_place(stack: Stack) -> None:
+    description = (await stack.client.get("/openapi.json")).json()
+    schemas = description["components"]["schemas"]
+    pending, seen, bare = [], set(), []
+    for path in description["paths"].values():
+        for operation in path.values():
+            assert operation["summary"] and len(operation["tags"]) == 1
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                pending.append(content["schema"])
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending += schema
+        elif isinstance(schema, dict):
+            name = schema.get("$ref", "").rpartition("/")[2]
+            if name and name not in seen:
+                seen.add(name)
+                fields = schemas[name].get("properties", {})
+                bare += [f"{name}.{field}" for field, one in fields.items() if not one.get("description")]
+                pending.append(schemas[name])
+            pending += schema.values()
+    assert len(seen) > 30 and bare == []
+
+
+async def test_the_examples_work(stack: Stack) -> None:
+    description = (await stack.client.get("/openapi.json")).json()
+    tried = 0
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            if body is None or path.startswith(("/admin", "/v1/batches")) or path.endswith("_lora_adapter"):
+                continue
+            answer = await stack.client.post(path, json={**body["example"], "model": MODEL})
+            assert answer.status_code == 200, (path, answer.text)
+            tried += 1
+    assert tried == 11
+
+
+async def test_the_root_leads_to_the_console(stack: Stack) -> None:
+    answer = await stack.client.get("/")
+    assert (answer.status_code, answer.headers["location"]) == (302, "/console")
+    assert (await stack.client.get("/", follow_redirects=True)).status_code == 200

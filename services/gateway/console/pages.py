@@ -7,7 +7,7 @@ from hashlib import blake2b
 from importlib.resources import files
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from services.gateway.context import GatewayContext
 from services.gateway.http.errors import ApiError
@@ -38,6 +38,11 @@ def _files() -> dict[str, tuple[bytes, str, str]]:
             content = file.read_bytes()
             found[file.name] = content, kind, f'"{blake2b(content, digest_size=12).hexdigest()}"'
     return found
+
+
+async def show_root(context: GatewayContext, request: Request) -> Response:
+    """To the console: what a browser is looking for."""
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/console", 302)
 
 
 async def show_page(context: GatewayContext, request: Request) -> Response:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import re
+import textwrap
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from starlette.responses import Response
 
+from services.gateway.field_texts import FIELD_TEXTS
+from services.gateway.http.errors import forms_of
 from services.gateway.openai.replies import ErrorReply
 
 _REF = "#/components/schemas/{name}"
@@ -54,6 +60,33 @@ _RULES_OVER_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+_MODEL = "tideway-demo-llama"
+_SHORT = {"max_tokens": 16}
+_HI = [{"role": "user", "content": "What is a compiler?"}]
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": _MODEL, "messages": _HI, **_SHORT},
+    "/v1/completions": {"model": _MODEL, "prompt": "An operating system is", **_SHORT},
+    "/v1/responses": {"model": _MODEL, "input": "What is a compiler?", "max_output_tokens": 16},
+    "/v1/responses/input_tokens": {"model": _MODEL, "input": "What is a compiler?"},
+    "/v1/responses/compact": {"model": _MODEL, "input": "What is a compiler?"},
+    "/v1/messages": {"model": _MODEL, "messages": _HI, **_SHORT},
+    "/v1/messages/count_tokens": {"model": _MODEL, "messages": _HI},
+    "/tokenize": {"model": _MODEL, "prompt": "An operating system is"},
+    "/v1/tokenize": {"model": _MODEL, "messages": _HI},
+    "/detokenize": {"model": _MODEL, "tokens": [1, 2, 3]},
+    "/v1/detokenize": {"model": _MODEL, "tokens": [1, 2, 3]},
+    "/v1/batches": {"input_file_id": "file-ID", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    "/v1/load_lora_adapter": {"lora_name": "poet", "lora_path": "/path/to/adapter", "base_model_name": _MODEL},
+    "/v1/unload_lora_adapter": {"lora_name": "poet"},
+    "/admin/models": {"name": "another", "source": "/path/to/checkpoint"},
+    "/admin/models/{model:path}/scale": {"replicas": 1},
+    "/admin/scale": {"instances": 2},
+    "/admin/routes": {"name": "chat", "arms": {_MODEL: 1}},
+    "/admin/plan": {"action": "search"},
+}
+"""Of bodies, by path; with the demonstration models."""
+
+
 @dataclass(frozen=True)
 class Route:
     method: str
@@ -81,6 +114,7 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     for name, schema in components.items():
         schema.update(_RULES_OVER_FIELDS.get(name, {}))
+    _describe_fields(ordered, components)
     schema_of = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -96,6 +130,59 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
         },
         "security": [{}, {"apiKey": []}],
     }
+
+
+def _describe_fields(types: Sequence[type[Any]], components: dict[str, dict[str, Any]]) -> None:
+    """Each by the text below it in its struct, else by what is said of its name everywhere."""
+    known: dict[str, type[msgspec.Struct]] = {}
+    pending: list[Any] = list(types)
+    while pending:
+        kind = pending.pop()
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or kind.__name__ in known:
+            continue
+        known[kind.__name__] = kind
+        pending += [form for hint in get_type_hints(kind).values() for form in forms_of(hint)]
+    for name, component in components.items():
+        texts = FIELD_TEXTS | (field_docs(known[name]) if name in known else {})
+        for field, schema in component.get("properties", {}).items():
+            is_without_effect = None in schema.get("enum", ())
+            if text := texts.get(field) or ("Not supported: no other value is taken." if is_without_effect else ""):
+                schema.setdefault("description", text)
+
+
+@functools.cache
+def field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """The texts that stand below the fields of a struct and of those that it is made from, by the fields' names in JSON."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base is msgspec.Struct or not issubclass(base, msgspec.Struct):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for statement, below in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                if is_text and isinstance(below.value.value, str):  # type: ignore[attr-defined]
+                    docs[statement.target.id] = " ".join(below.value.value.split())  # type: ignore[attr-defined]
+    names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
+    return {names[name]: text for name, text in docs.items() if name in names}
+
+
+def _tag(path: str) -> str:
+    """What of the API a path belongs to."""
+    parts = path.strip("/").split("/")
+    if parts[0] == "admin" or path.endswith("_lora_adapter"):
+        return "operators"
+    if parts[0] == "v1":
+        return {"chat": "chat", "completions": "completions", "detokenize": "tokenize"}.get(parts[1], parts[1])
+    return {"tokenize": "tokenize", "detokenize": "tokenize"}.get(parts[0], "server")
+
+
+def _summary(route: Route) -> str:
+    """In a few words: the first sentence of the handler's own, else its name."""
+    first = (route.handler.__doc__ or "").strip().split(". ")[0].split(".\n")[0].rstrip(".")
+    name = route.handler.__name__.replace("_", " ").strip().capitalize()
+    return " ".join(first.split()) if 0 < len(first) <= 80 else name
 
 
 def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
@@ -119,6 +206,8 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
         responses["503"] = {"description": "Nothing can be served now", "content": content}
     words = re.sub(r"\{\w+(:path)?\}|\W", " ", route.path).split()
     operation: dict[str, Any] = {
+        "tags": [_tag(route.path)],
+        "summary": _summary(route),
         "operationId": "_".join([route.method.lower(), *words, *in_path]),
         "parameters": parameters,
         "responses": responses,
@@ -128,7 +217,10 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if route.form is not None:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     if route.request is not None:
-        content = {"application/json": {"schema": schema_of[route.request]}}
+        body: dict[str, Any] = {"schema": schema_of[route.request]}
+        if (example := EXAMPLES.get(route.path)) is not None:
+            body["example"] = example
+        content = {"application/json": body}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
