@@ -22,7 +22,7 @@ from services.gateway.openai.schemas import (
 from services.gateway.tools.formats import HERMES
 from services.gateway.tools.output_reader import OutputReader
 from services.gateway.tools.use import tool_use_of
-from shared.messages.requests import FinishReason
+from shared.messages.requests import FinishReason, unpack_tokens
 from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack
@@ -130,3 +130,17 @@ def test_however_the_output_is_cut_the_call_is_the_same(is_cut: bool) -> None:
         (call,) = [call for each in told for call in each.custom_calls]
         assert (call.custom.name, call.custom.input) == ("patch", TEXT)
         assert not any(each.calls for each in told) and "".join(each.content for each in told).strip() == "Now."
+
+
+async def test_what_tools_make_of_a_prompt_is_told_and_what_they_may_leave_out(tools: Stack) -> None:
+    tools.say("Well.")
+    answer = await tools.post("/v1/chat/completions", messages=HI, tools=[FIND])
+    assert answer.status_code == 200
+    told = (await tools.post("/tokenize", messages=HI, tools=[FIND])).json()["tokens"]
+    assert told == unpack_tokens(tools.peer.submitted[-1].prompt)
+    history = [*HI, {"role": "tool", "tool_call_id": "a", "content": None}]
+    assert (await tools.post("/v1/chat/completions", messages=history, tools=[FIND])).status_code == 200
+    listed = {"type": "mcp_list_tools", "server_label": "s", "tools": [{"name": "a b c", "input_schema": {}}]}
+    assert (await tools.post("/v1/responses", input=[listed, *HI])).status_code == 200
+    brought = {"type": "additional_tools", "tools": [{"type": "function", "name": "a b c"}]}
+    assert (await tools.post("/v1/responses", input=[brought, *HI])).json()["error"]["param"] == "input"

@@ -43,7 +43,7 @@ async def test_they_are_named_to_the_client_and_once_in_the_log(stack: Stack, ca
 
 async def test_what_is_known_is_not_named_and_errors_name_it_too(stack: Stack) -> None:
     format_ = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "unknown": 1}}}
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "response_format": format_,
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "response_format": format_, "unknown": None,
             "chat_template_kwargs": {"any": 1}, "logit_bias": {"7": 1}}  # fmt: skip
     answer = await stack.client.post("/v1/chat/completions", json=body)
     assert IGNORED_HEADER not in answer.headers

@@ -62,8 +62,10 @@ def _unknown(kind: type[msgspec.Struct], body: bytes | bytearray | msgspec.Raw, 
     """Of an object, and of the objects that are its fields."""
     known = _known(kind)
     for name, raw in _OBJECT.decode(body).items():
-        if name not in known:
+        if name not in known and bytes(raw) != b"null":  # which asks for nothing
             yield path + name
+        elif name not in known:
+            continue
         elif (inner := known[name]) is not None and bytes(raw).lstrip().startswith(b"{"):
             yield from _unknown(inner, raw, f"{path}{name}.")
 

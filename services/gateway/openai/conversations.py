@@ -32,7 +32,7 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
         if isinstance(content, list):
             content = "\n".join(part.shown for part in content)
         elif content is None:
-            if message.role != "assistant":
+            if message.role not in ("assistant", *_RESULTS):  # a tool may return nothing
                 raise invalid(f"messages[{i}].content", f"Invalid value for 'messages[{i}].content': it is missing.")
             content = message.refusal or ""
         fields: Message = {"role": message.role, "content": content}

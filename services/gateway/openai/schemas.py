@@ -443,6 +443,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    """That the chat template tells the model of."""
 
     def __post_init__(self) -> None:
         check_nesting(chat_template_kwargs=self.chat_template_kwargs)

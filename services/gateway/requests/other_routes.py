@@ -24,6 +24,7 @@ from services.gateway.openai.replies import (
 )
 from services.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.requests.answering import chat_ids, rendered_chat
+from services.gateway.tools.use import plain_tool
 from services.gateway.vllm_metrics import vllm_text
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE
 from shared.messages.cluster import AdapterSpec, ModelSpec
@@ -111,7 +112,9 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     spec = _spec(context, message.model)
     tokenizer = await context.tokenizers.get(spec)
     if message.prompt is None:
-        ids = await chat_ids(context, tokenizer, message, await rendered_chat(context, tokenizer, message))
+        tools = [plain_tool(tool) for tool in message.tools or ()] or None
+        text = await rendered_chat(context, tokenizer, message, tools=tools)
+        ids = await chat_ids(context, tokenizer, message, text)
     else:
         add_special = message.add_special_tokens is not False
         (ids,) = await context.tokenizers.encode(tokenizer, [message.prompt], add_special, "prompt")

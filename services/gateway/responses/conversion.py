@@ -107,8 +107,14 @@ def _unsealed(item: InputItem, param: str) -> InputItem:
 
 
 def tools_of(request: ResponseRequest, items: Iterable[InputItem]) -> list[ResponseTool] | None:
-    """Those of the request, and those that its conversation brings."""
-    added = [tool for item in items for tool in item.tools or ()]
+    """Those of the request, and those that its conversation brings. Raises `ApiError` 400."""
+    added: list[ResponseTool] = []
+    for item in items:
+        if item.type == "additional_tools":
+            try:
+                added += msgspec.convert(item.tools, list[ResponseTool])
+            except msgspec.ValidationError as error:
+                raise invalid("input", f"The tools of an additional_tools item cannot be read: {error}.") from None
     return [*(request.tools or ()), *added] if added else request.tools
 
 

@@ -57,7 +57,7 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of reasoning; `content` has the whole of it."""
     encrypted_content: str | None = None
     """Of a compaction, as `POST /v1/responses/compact` made it; not used of reasoning."""
-    tools: list[ResponseTool] | None = None
+    tools: list[dict[str, Any]] | None = None
     """Of `additional_tools`: there are these too."""
 
 

@@ -43,7 +43,7 @@ class ToolUse:
 
     def definitions(self) -> list[dict[str, Any]]:
         """As templates are given them."""
-        return [_plain(tool) for tool in self.all_tools]
+        return [plain_tool(tool) for tool in self.all_tools]
 
     def grammar_with(
         self, wanted: Grammar | None, spelled: ToolFormat, special_token_id: Callable[[str], int | None]
@@ -58,7 +58,7 @@ class ToolUse:
         return encoded(lark_grammar(source), "tools", "tools")
 
 
-def _plain(tool: Tool) -> dict[str, Any]:
+def plain_tool(tool: Tool) -> dict[str, Any]:
     """Without what is absent, in the order that templates print."""
     function: FunctionDefinition = tool.function
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
