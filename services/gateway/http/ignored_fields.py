@@ -13,7 +13,7 @@ from typing import get_type_hints
 import msgspec
 from starlette.requests import Request
 
-from services.gateway.http.errors import forms_of
+from services.gateway.http.errors import BYTE_ORDER_MARK, forms_of
 from services.gateway.metrics import GatewayMetrics
 from shared.runtime.nearest import near
 
@@ -37,7 +37,7 @@ class IgnoredFields:
 
     def note(self, request: Request, kind: type[msgspec.Struct], body: bytes | bytearray) -> None:
         """`kind`: what `body` was decoded to. The header is set where the answer begins."""
-        names = list(_unknown(kind, body, ""))
+        names = list(_unknown(kind, body.removeprefix(BYTE_ORDER_MARK), ""))
         if not names:
             return
         self._metrics.ignored_fields.inc(len(names))
