@@ -40,7 +40,7 @@ from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 
 CHANGE_TIMEOUT_S = 120.0
-"""Of a change of the models: a checkpoint is read first."""
+"""Time limit of a change of the models: a checkpoint is read first."""
 POLL_INTERVAL_S = 0.1
 NATS_TIMEOUT_S = 15.0
 MAX_CRASHES_AT_START = 3

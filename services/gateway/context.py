@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from services.gateway.requests.kept_calls import KeptCalls
     from services.gateway.requests.mirrors import Mirrors
     from services.gateway.responses.background import Background
+    from services.gateway.responses.store import Responses
+    from services.gateway.streams.stream_table import StreamTable
+    from services.gateway.streams.timelines import Timelines
+    from services.gateway.text.tokenization import Tokenizers
+    from shared.bus.interface import Bus
+    from shared.runtime.settings import GatewaySettings
+    from shared.runtime.telemetry import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True)

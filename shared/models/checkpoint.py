@@ -187,8 +187,8 @@ def describe(path: Path) -> CheckpointShape:
 
 
 def check_shapes(path: Path) -> None:
-    """That the weights of a model with a torch module here are those which config.json tells of: as many layers, the
-    vocabulary, and the widths of embeddings and attention. Quantised layers are left to the worker. Raises
+    """Checks that the weights of a model with a torch module here are those which config.json tells of: as many layers,
+    the vocabulary, and the widths of embeddings and attention. Quantised layers are left to the worker. Raises
     `CheckpointError`."""
     config, shape = read_config(path), describe(path)
     family, _ = _family(path, config)

@@ -117,3 +117,36 @@ async def test_one_that_failed_is_corrected_under_its_name(stack: Stack, tmp_pat
 
 
 GOOD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+
+
+async def test_a_model_on_demand_is_listed_with_its_state_and_its_failure_is_told_to_those_that_wait(
+    stack: Stack,
+) -> None:
+    catalog = stack.gateway.context.catalog
+    spec = msgspec.structs.replace(catalog.spec(MODEL), on_demand=True)
+    await (await stack.peer.bus.key_value(MODELS)).put(bucket_key(MODEL), spec)
+    await until(lambda: catalog.is_on_demand(MODEL), "the model")
+
+    async def listed() -> list[str]:
+        return [model["state"] for model in (await stack.client.get("/v1/models")).json()["data"]]
+
+    for states, shown in ((("ready",), "ready"), (("host",), "host"), ((), "disk"), (("loading",), "loading")):
+        await set_state(stack, *(LoadedModel(name=MODEL, state=state) for state in states))
+        assert await listed() == [shown]
+        assert (await stack.client.get("/ready")).status_code == 200
+    stack.peer.automatic = False
+    waiting = stack.read()
+    await stack.next_request()
+    await set_state(stack, failed(is_final=False))
+    await waiting.end()
+    assert waiting.status == 503 and REASON.encode() in waiting.failed_body
+    assert await listed() == ["failed"]
+    await set_state(stack)
+    plan = msgspec.structs.replace(stack.peer.plan, asleep={MODEL: "no_room"})
+    await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
+    await until(lambda: catalog.failure(MODEL), "the plan")
+    answer = await stack.post("/v1/completions", prompt="x")
+    assert (
+        answer.status_code == 503 and "no instance has memory for it" in answer.text and "retry-after" in answer.headers
+    )
+    assert (await stack.client.get("/ready")).status_code == 503

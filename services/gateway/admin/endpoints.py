@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from services.gateway.access.admission import AdminRole
 from services.gateway.admin.audit import audited
+from services.gateway.admin.model_checks import check_model
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid, of_info
-from services.gateway.model_checks import check_model
 from services.gateway.models.catalog import loaded_model
 from services.gateway.openai.parsing import whole_number_of
 from services.gateway.openai.replies import AuditLog

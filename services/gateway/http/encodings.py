@@ -31,7 +31,8 @@ MAX_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024
 PIECE_BYTES = 64 * 1024
 
 Undo = Callable[[bytes, int], bytes]
-"""Of a body and a number of bytes: what it was, or more than so many bytes of it. Raises `ValueError` where it is broken."""
+"""Decodes a body, given a number of bytes: what it was, or more than so many bytes of it. Raises `ValueError` where it
+is broken."""
 
 
 def _inflated(window_bits: int, body: bytes, max_bytes: int) -> bytes:

@@ -59,7 +59,7 @@ class IgnoredFields:
 
 
 def _unknown(kind: type[msgspec.Struct], body: bytes | bytearray | msgspec.Raw, path: str) -> Iterator[str]:
-    """Of an object, and of the objects that are its fields."""
+    """Unknown fields of an object, and of the objects that are its fields."""
     known = _known(kind)
     for name, raw in _OBJECT.decode(body).items():
         if name not in known and bytes(raw) != b"null":  # which asks for nothing

@@ -72,7 +72,7 @@ def _with_arguments(call: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def custom_input(arguments: str) -> str:
-    """Of a custom tool, from the arguments of the function that it is to the model."""
+    """Input of a custom tool, from the arguments of the function that it is to the model."""
     value = arguments_object(arguments).get(CUSTOM_ARGUMENT)
     return value if isinstance(value, str) else arguments
 

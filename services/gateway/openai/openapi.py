@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 import msgspec
 from starlette.responses import Response
 
-from services.gateway.field_texts import FIELD_TEXTS
 from services.gateway.http.errors import forms_of
+from services.gateway.openai.field_texts import FIELD_TEXTS
 from services.gateway.openai.replies import ErrorReply
 
 _REF = "#/components/schemas/{name}"
@@ -84,7 +84,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/admin/routes": {"name": "chat", "arms": {_MODEL: 1}},
     "/admin/plan": {"action": "search"},
 }
-"""Of bodies, by path; with the demonstration models."""
+"""Examples of bodies, by path; with the demonstration models."""
 
 
 @dataclass(frozen=True)

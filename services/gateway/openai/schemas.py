@@ -338,7 +338,8 @@ class CustomDefinition(msgspec.Struct, frozen=True):
     name: FunctionName
     description: str | None = None
     format: CustomFormat | None = None
-    """Of its input; none is any text. A regex holds where calls are forced (`tool_choice` required, or this tool's name)."""
+    """Format of its input; none is any text. A regex holds where calls are forced (`tool_choice` required, or this
+    tool's name)."""
 
 
 CUSTOM_ARGUMENT = "input"
@@ -358,7 +359,7 @@ def custom_parameters(pattern: str | None = None) -> dict[str, Any]:
 class Tool(msgspec.Struct, frozen=True):
     type: Literal["function", "custom"]
     function: FunctionDefinition = None  # type: ignore[assignment]
-    """Of a custom tool, what it is to the model."""
+    """The function that a custom tool is to the model."""
     custom: CustomDefinition | None = None
     """A tool with a text in place of arguments."""
 
@@ -444,7 +445,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    """That the chat template tells the model of."""
+    """Tools that the chat template shows the model."""
 
     def __post_init__(self) -> None:
         check_nesting(chat_template_kwargs=self.chat_template_kwargs)

@@ -40,7 +40,7 @@ _NAMES = {
 
 
 def items_of(request: Conversed) -> list[InputItem]:
-    """Of a request; those of hosted tools are left out. Raises `ApiError` 400."""
+    """Input items of a request; those of hosted tools are left out. Raises `ApiError` 400."""
     if request.input is None:
         if request.previous_response_id is None:
             raise invalid("input", "Missing required parameter: 'input'.")

@@ -54,11 +54,11 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     input: str | None = None
     """Input of a custom tool."""
     summary: list[TextPart] | None = None
-    """Of reasoning; `content` has the whole of it."""
+    """Summary of reasoning; `content` has the whole of it."""
     encrypted_content: str | None = None
-    """Of a compaction, as `POST /v1/responses/compact` made it; not used of reasoning."""
+    """Content of a compaction, as `POST /v1/responses/compact` made it; not used of reasoning."""
     tools: list[dict[str, Any]] | None = None
-    """Of `additional_tools`: there are these too."""
+    """Further tools, of an item `additional_tools`."""
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -256,7 +256,7 @@ class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     input: str | msgspec.UnsetType = msgspec.UNSET
     output: str | list[TextPart] | msgspec.UnsetType = msgspec.UNSET
     encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
-    """Of a compaction."""
+    """Content of a compaction."""
 
 
 class CompactedResponse(msgspec.Struct, kw_only=True):

@@ -421,14 +421,18 @@ PLAIN = ToolFormat(
 )
 """Format of models with a template of none of these: it tells them of no tools, so `INSTRUCTIONS` do."""
 
-FORMATS: dict[str, ToolFormat] = {
-    one.name: one
-    for one in (
-        *(HARMONY, KIMI, DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
-        *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
-    )
-}
-"""By name, in the order in which a template is tried."""
+FORMATS: Registry[ToolFormat] = Registry(
+    "tool format",
+    "tideway.tool_formats",
+    {
+        one.name: one
+        for one in (
+            *(HARMONY, KIMI, DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
+            *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
+        )
+    },
+)
+"""By name, in the order in which a template is tried; those of other packages go before them."""
 
 INSTRUCTIONS = (
     "You can call these functions, each given as JSON:\n{tools}\n"

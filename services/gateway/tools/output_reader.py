@@ -52,7 +52,7 @@ class OutputReader:
         self._max_calls = None if use is None or use.is_parallel else 1
         self._parsed = Parsed()
         self._arguments: dict[int, str] = {}
-        """Of each call, so far."""
+        """Arguments of each call so far."""
         self._custom_names = frozenset() if use is None else use.custom_names
         self._custom: dict[int, tuple[str, str]] = {}
         """Calls of custom tools that are not told of yet: id and name."""

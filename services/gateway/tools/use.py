@@ -38,7 +38,7 @@ class ToolUse:
 
     @property
     def custom_names(self) -> frozenset[str]:
-        """Of the tools whose calls bring a text."""
+        """Names of the tools whose calls bring a text."""
         return frozenset(tool.function.name for tool in self.tools if tool.type == "custom")
 
     def definitions(self) -> list[dict[str, Any]]:
