@@ -40,11 +40,14 @@ from services.gateway.openai.replies import (
     Completion,
     DeletedFile,
     DetokenizeReply,
+    Embeddings,
     FileList,
     FileObject,
     ModelCard,
     ModelList,
+    Ranking,
     ReadyReply,
+    Scores,
     TokenizeReply,
     VersionReply,
 )
@@ -55,9 +58,12 @@ from services.gateway.openai.schemas import (
     CompletionRequest,
     CreateBatchRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     LoadAdapterRequest,
+    RerankRequest,
     ScaleModelRequest,
     ScaleRequest,
+    ScoreRequest,
     SetRouteRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -208,9 +214,14 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
     Route("POST", "/v1/messages", messages.create_message, MessageRequest, MessageObject, GENERATION_ERRORS, True),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, CountReply, TOKENIZER_ERRORS),
+    Route("POST", "/v1/embeddings", pooling_routes.answer_embeddings, EmbeddingRequest, Embeddings, GENERATION_ERRORS),
     *(
-        Route("POST", path, pooling_routes.refuse_pooling, None, dict, (400, 401))
-        for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")
+        Route("POST", path, pooling_routes.answer_rerank, RerankRequest, Ranking, GENERATION_ERRORS)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Route("POST", path, pooling_routes.answer_score, ScoreRequest, Scores, GENERATION_ERRORS)
+        for path in ("/v1/score", "/score")
     ),
     Route("POST", "/v1/files", file_routes.upload_file, None, FileObject, (400, 413, 415, *FILE_ERRORS), form=_UPLOAD),
     Route("GET", "/v1/files", file_routes.list_files, None, FileList, (400, *FILE_ERRORS), query=_FILE_LIST_QUERY),

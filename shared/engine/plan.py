@@ -105,8 +105,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """At least 0: the step was interrupted at a safepoint after this share of its layers and is kept to be resumed;
     nothing was sampled."""
     prompt_logprobs: list[tuple[int, bytes]] = []
-    """(index of a column, packed log-probabilities of the prompt's tokens after each that it computed), of sequences that
-    asked for them."""
+    """(index of a column, packed log-probabilities of the prompt's tokens after each that it computed, or what was pooled of
+    the whole prompt), of sequences that asked for them."""
     unguided: list[tuple[int, str]] = []
     """(index among the tokens, why) of those whose grammar could not be followed: their requests are over."""
 

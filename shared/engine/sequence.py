@@ -213,9 +213,9 @@ class Sequence:
         self.lookup: PromptLookup | None = None
         """Where drafts were looked for (drafting.py)."""
         self.prompt_logprobs: bytearray | None = None
-        """Packed, of the prompt's tokens from the second on, as far as they are known. None: nobody asked, or they went out
-        with the first token."""
-        if sampling.prompt_logprobs >= 0 and not request.prior:
+        """Packed, of the prompt's tokens from the second on, as far as they are known; or what was pooled of it. None:
+        nobody asked, or they went out with the first token."""
+        if (sampling.prompt_logprobs >= 0 or sampling.pooled is not None) and not request.prior:
             self.prompt_logprobs = bytearray()
 
     @property
@@ -241,15 +241,19 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """How many of its first tokens need not be computed where their KV is found: all but the last, or as many as have
-        given the log-probability of the token after them, where that is asked for."""
-        if self.prompt_logprobs is None:
-            return self.total - 1
+        given the log-probability of the token after them, where that is asked for. None where all are pooled."""
+        pooled = self.request.sampling.pooled
+        if self.prompt_logprobs is None or pooled is not None:
+            return 0 if pooled is not None and pooled.is_whole else self.total - 1
         return len(self.prompt_logprobs) // packed_logprob_bytes(self.request.sampling.prompt_logprobs)
 
     def add_prompt_logprobs(self, start: int, packed: bytes) -> None:
         """Adds log-probabilities of the prompt's tokens after position `start`. What is known from before a preemption is
-        left as it is. Where some before them were never computed here, none are told of."""
+        left as it is. Where some before them were never computed here, none are told of. What is pooled comes once."""
         if self.prompt_logprobs is None:
+            return
+        if self.request.sampling.pooled is not None:
+            self.prompt_logprobs[:] = packed
             return
         first = start * packed_logprob_bytes(self.request.sampling.prompt_logprobs)
         if first > len(self.prompt_logprobs):

@@ -122,6 +122,17 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     retry_after_s: Seconds = 0.0
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a request wants of a model that embeds or scores texts, in place of output: its one token means nothing."""
+
+    num_dimensions: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Number of the vector's first dimensions that are kept; 0: all."""
+    num_first: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Tokens of the first of two texts, in models that tell them apart; 0: there is one text."""
+    is_whole: bool = False
+    """Every token is computed: KV that is found does not do."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How tokens are chosen. Field meanings as in OpenAI's and vLLM's APIs."""
 
@@ -150,6 +161,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     grammar: str = ""
     """Grammar that the output follows, as llguidance takes it (JSON); empty: none. Whoever runs the request makes its
     matcher from this and the output so far, so that nothing else of it travels."""
+    pooled: Pooled | None = None
+    """The prompt's hidden states are made into a vector or a score, which comes with the first output token; so that needs
+    `logprobs` of 0 or more."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
@@ -232,7 +246,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     rank: Count = 0
     """1 is the most likely."""
     prompt: bytes = b""
-    """With a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`)."""
+    """With a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`), or
+    what was pooled of it, float32 in the machine's order (`unpack_vector`)."""
 
 
 UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
@@ -255,6 +270,13 @@ def unpack_logprobs(packed: bytes, num_top: int) -> list[TokenLogprob]:
         TokenLogprob(logprob, tuple(rest[:num_top]), tuple(rest[num_top:]), rank)
         for logprob, rank, *rest in row.iter_unpack(packed)
     ]
+
+
+def unpack_vector(packed: bytes) -> array[float]:
+    """What was pooled of a prompt: `[num_dimensions]` float32."""
+    vector = array("f")
+    vector.frombytes(packed)
+    return vector
 
 
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):

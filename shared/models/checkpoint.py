@@ -18,7 +18,8 @@ import msgspec
 
 from shared.engine.memory.slab import KvGeometry
 from shared.models import sentencepiece
-from shared.models.families import TRANSFORMERS, ModelFamily, families, family_of
+from shared.models.families import ENCODERS, TRANSFORMERS, ModelFamily, families, family_of
+from shared.models.pooling import BARE, CLASSIFIER, MODULES_FILE, Pooling, PoolingError, pooling_of
 from shared.models.quantization import (
     QUANTIZATIONS,
     QuantizationError,
@@ -85,6 +86,9 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     """How the weights are quantised, by the checkpoint or by `quantized`; empty: they are not."""
     adapter_bytes: int = 0
     """On each device, beside the weights, for LoRA adapters."""
+    pooling: Pooling | None = None
+    """What its hidden states are made into; None: it generates text. A pooled prompt counts with the one token behind it
+    that is never computed, so that `max_model_len` is one more than the positions."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
         """KV geometry of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than
@@ -147,7 +151,12 @@ def describe(path: Path) -> CheckpointShape:
     """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`. Refuses what the
     worker could not run, as far as that can be known without the weights."""
     config, file = read_config(path), path / "config.json"
-    family, architecture = _family(path, config)
+    pooling = read_pooling(path, config)
+    family, architecture = _family(path, config, pooling)
+    if pooling is not None and family is ENCODERS:
+        return _describe_encoder(path, config, architecture, pooling)
+    if pooling is not None:
+        pooling = _of_decoder(path, pooling)
     keys = family.keys
     stored = read_stored_quantization(path, config)
     if family is TRANSFORMERS:
@@ -175,7 +184,7 @@ def describe(path: Path) -> CheckpointShape:
         head_dim=int(config.get(keys.head_dim) or hidden_size // num_heads),
         hidden_size=hidden_size,
         vocab_size=positive_int(config, "vocab_size", file),
-        max_model_len=_max_model_len(config, architecture, num_positions),
+        max_model_len=_max_model_len(config, architecture, num_positions) + (pooling is not None),
         dtype=_dtype(path, config),
         weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)) + (linear_bytes if is_widened else 0),
         linear_bytes=linear_bytes,
@@ -183,6 +192,7 @@ def describe(path: Path) -> CheckpointShape:
         stored_as="" if stored is None else stored.method,
         eos_token_ids=_eos_token_ids(path, config, positive_int(config, "vocab_size", file)),
         depends_on_length=_depends_on_length(config, architecture),
+        pooling=pooling,
     )
 
 
@@ -191,8 +201,8 @@ def check_shapes(path: Path) -> None:
     the vocabulary, and the widths of embeddings and attention. Quantised layers are left to the worker. Raises
     `CheckpointError`."""
     config, shape = read_config(path), describe(path)
-    family, _ = _family(path, config)
-    if family is TRANSFORMERS:
+    family, _ = _family(path, config, read_pooling(path, config))
+    if family in (TRANSFORMERS, ENCODERS):
         return
     num_heads = positive_int(config, family.keys.num_heads, path / "config.json")
     width = int(config.get("word_embed_proj_dim") or shape.hidden_size)
@@ -218,6 +228,56 @@ def check_shapes(path: Path) -> None:
             f"{path} has weights of {len(layers)} layers, up to number {max(layers)}, where config.json wants "
             f"{shape.num_layers}, numbered from 0."
         )
+
+
+_ENCODERS_HEAD = 64
+"""Encoders have no KV: the least that blocks of it may hold is a head of this size, which every back end runs."""
+
+
+def _describe_encoder(path: Path, config: Mapping[str, Any], architecture: str, pooling: Pooling) -> CheckpointShape:
+    """Shape of an encoder that transformers runs, whole texts at a time."""
+    file, words = path / "config.json", _in_llamas_words(config)
+    if config.get("is_encoder_decoder"):
+        raise CheckpointError(f"{file}: is_encoder_decoder: {architecture} has a decoder too, which is not supported.")
+    if read_stored_quantization(path, config) is not None:
+        raise CheckpointError(f"{file}: quantization_config: {architecture} is an encoder, and run as it is trained.")
+    positions = positive_int(words, "max_position_embeddings", file)
+    if words.get("position_embedding_type", "absolute") == "absolute" and "roberta" in str(config.get("model_type")):
+        positions -= int(config.get("pad_token_id") or 0) + 1  # the first ones stand for padding
+    limit = path / "sentence_bert_config.json"
+    longest = read_json(limit).get("max_seq_length") if limit.is_file() else None
+    vocab_size = positive_int(words, "vocab_size", file)
+    return CheckpointShape(
+        architecture=architecture,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=_ENCODERS_HEAD,
+        hidden_size=positive_int(words, "hidden_size", file),
+        vocab_size=vocab_size,
+        max_model_len=min(positions, longest if isinstance(longest, int) and longest > 0 else positions) + 1,
+        dtype=_dtype(path, config),
+        weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)),
+        eos_token_ids=_eos_token_ids(path, config, vocab_size),
+        is_divisible=False,
+        pooling=msgspec.structs.replace(pooling, is_whole=True),
+    )
+
+
+def _of_decoder(path: Path, pooling: Pooling) -> Pooling:
+    """The first token of a causal model has seen nothing: a classifier, and what names no pooling, takes the last one."""
+    if pooling.mode == "cls" and pooling.task == "embed":
+        raise CheckpointError(f"{path}: pooling of the first token (cls) has no meaning for a causal language model.")
+    is_named = pooling.task == "embed" and (path / MODULES_FILE).is_file()
+    mode = pooling.mode if is_named else "lasttoken"
+    return msgspec.structs.replace(pooling, mode=mode, is_whole=mode == "mean")
+
+
+def read_pooling(path: Path, config: Mapping[str, Any]) -> Pooling | None:
+    """What the checkpoint in `path` makes of hidden states; None: it generates text. Raises `CheckpointError`."""
+    try:
+        return pooling_of(path, config, read_json)
+    except PoolingError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def run_dtype(asked: str, stored: str, device: str) -> str:
@@ -319,10 +379,21 @@ def read_stored_quantization(path: Path, config: Mapping[str, Any]) -> StoredQua
         raise CheckpointError(f"{path / 'config.json'}: {error}.") from None
 
 
-def _family(path: Path, config: Mapping[str, Any]) -> tuple[ModelFamily, str]:
+def _family(path: Path, config: Mapping[str, Any], pooling: Pooling | None) -> tuple[ModelFamily, str]:
     """With the first supported entry of `architectures`."""
     named = [str(name) for name in config.get("architectures") or []]
     try:
+        if pooling is not None and named:
+            causal = named[0].removesuffix(BARE).removesuffix(CLASSIFIER).removesuffix("ForCausalLM") + "ForCausalLM"
+            is_causal = config.get("is_causal") is not False and not config.get("use_bidirectional_attention")
+            family = family_of(causal)
+            if is_causal and family is not None and family.pools:
+                return family, causal
+            if pooling.token_ids:
+                raise CheckpointError(
+                    f"{path / 'config.json'}: {named[0]} cannot score pairs by the logits of tokens here."
+                )
+            return ENCODERS, named[0]
         for architecture in named:
             if (family := family_of(architecture)) is not None:
                 return family, architecture
@@ -345,7 +416,7 @@ _OTHER_WORDS = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
 }
 """Under which keys architectures beyond the native ones have what `ConfigKeys` names."""

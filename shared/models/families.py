@@ -52,6 +52,8 @@ class ModelFamily:
     """Last names of the modules that LoRA adapters may change."""
     loader: str = ""
     """Import path `module:attribute` of its torch module, where it is another package's."""
+    pools: bool = False
+    """Its hidden states can be made into vectors and scores."""
 
 
 _EMBEDDINGS = {"embed_tokens": OUTPUTS, "lm_head": OUTPUTS}
@@ -98,6 +100,7 @@ FAMILIES = (
             "qkv_proj",
             "gate_up_proj",
         ),
+        pools=True,
     ),
     ModelFamily(
         "opt",
@@ -110,6 +113,9 @@ FAMILIES = (
 
 TRANSFORMERS = ModelFamily("transformers", (), {})
 """Every other causal language model that transformers can run over our KV blocks, on one device."""
+
+ENCODERS = ModelFamily("encoder", (), {})
+"""What transformers runs over whole texts, whose tokens see each other: models that embed or score, and do not generate."""
 
 
 def families() -> Iterator[ModelFamily]:

@@ -195,7 +195,7 @@ async def test_files_that_are_no_batch(nats_settings: BusSettings, checkpoint: P
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
         ({"completion_window": "0s"}, "completion_window"),

@@ -340,10 +340,17 @@ async def test_a_checkpoint_that_cannot_be_read(nats_settings: BusSettings, chec
         assert (await stack.post("/v1/completions", prompt="x")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])
-async def test_endpoints_of_other_models_say_what_to_use(stack: Stack, path: str) -> None:
-    error = error_of(await stack.client.post(path, json={"model": "tide", "input": "x"}), 400)
-    assert error["code"] == "unsupported_endpoint" and "causal" in error["message"] and "Serve a" in error["message"]
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("/v1/score", {"text_1": "x", "text_2": "y"}),
+    ],
+)
+async def test_a_model_that_generates_has_no_vectors(stack: Stack, path: str, fields: dict[str, Any]) -> None:
+    error = error_of(await stack.client.post(path, json={"model": MODEL, **fields}), 400)
+    assert error["code"] == "unsupported_model" and f"generates text; {path} needs an embedding" in error["message"]
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -129,6 +129,7 @@ _WRITTEN: dict[str, Callable[[Any, Call, Generation], Written]] = {
     "/v1/completions": _WrittenChoices,
     "/v1/responses": _WrittenResponse,
     "/v1/messages": _WrittenMessage,
+    "/v1/embeddings": _WrittenChoices,
 }
 
 

@@ -22,8 +22,9 @@ from services.gateway.openai.parsing import (
     options_of,
     prompts_of,
 )
-from services.gateway.openai.schemas import ChatRequest, CompletionRequest
+from services.gateway.openai.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from services.gateway.requests.answers import Operation
+from services.gateway.requests.pooling import PooledRequest, of_embedding
 from services.gateway.responses import conversion as responses
 from services.gateway.responses.messages import ResponseRequest
 from shared.messages.batches import BatchProblem
@@ -79,6 +80,7 @@ ENDPOINTS = {
     "/v1/completions": LineForm("text_completion", msgspec.json.Decoder(CompletionRequest)),
     "/v1/responses": LineForm("chat", msgspec.json.Decoder(ResponseRequest), _body_of_response, responses.renamed),
     "/v1/messages": LineForm("chat", msgspec.json.Decoder(MessageRequest), anthropic.chat_request, anthropic.renamed),
+    "/v1/embeddings": LineForm("embeddings", msgspec.json.Decoder(EmbeddingRequest), of_embedding),
 }
 
 
@@ -188,7 +190,8 @@ class LineChecker:
         with _within_body(ENDPOINTS[self._endpoint]):
             options = options_of(body, {}, float("inf"))
             num_prompts = len(prompts_of(body.prompt)) if isinstance(body, CompletionRequest) else 1
-            check_num_sequences(num_prompts, options.num_choices, MAX_SEQUENCES)
+            if not isinstance(body, PooledRequest):
+                check_num_sequences(num_prompts, options.num_choices, MAX_SEQUENCES)
         if (model := self._model_of_line(body, custom_id)) is None:
             raise invalid("body.model", f"The model '{body.model[:200]}' does not exist.", "model_not_found")
         return model, estimated_tokens(body)

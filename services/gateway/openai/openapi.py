@@ -71,6 +71,15 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses/compact": {"model": _MODEL, "input": "What is a compiler?"},
     "/v1/messages": {"model": _MODEL, "messages": _HI, **_SHORT},
     "/v1/messages/count_tokens": {"model": _MODEL, "messages": _HI},
+    "/v1/embeddings": {"model": "an-embedding-model", "input": "What is a compiler?"},
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        {"model": "a-reranker", "query": "What is a compiler?", "documents": ["A translator of programs.", "A fruit."]},
+    ),
+    **dict.fromkeys(
+        ("/v1/score", "/score"),
+        {"model": "a-reranker", "text_1": "What is a compiler?", "text_2": ["A translator of programs.", "A fruit."]},
+    ),
     "/tokenize": {"model": _MODEL, "prompt": "An operating system is"},
     "/v1/tokenize": {"model": _MODEL, "messages": _HI},
     "/detokenize": {"model": _MODEL, "tokens": [1, 2, 3]},

@@ -27,6 +27,62 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
+class PooledUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Text: base64 of little-endian float32."""
+
+
+class Embeddings(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PooledUsage
+
+
+class RankedText(msgspec.Struct):
+    text: str
+
+
+class RankedDocument(msgspec.Struct):
+    index: int
+    """Index of the document in the request."""
+    relevance_score: float
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(msgspec.Struct):
+    """The most relevant comes first."""
+
+    id: str
+    model: str
+    usage: PooledUsage
+    results: list[RankedDocument]
+
+
+class Score(msgspec.Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PooledUsage
+
+
 class TopLogprob(msgspec.Struct):
     token: str
     logprob: float

@@ -274,6 +274,57 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class PooledFields(msgspec.Struct, kw_only=True):
+    """What the endpoints of models that embed or score take."""
+
+    model: ModelName
+    user: str | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Number of first tokens that are taken of a longer text; of a pair the second text is cut; -1: as many as the
+    model takes. Else it is refused."""
+    priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
+    """As of completions; so are those below."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    ttft_ms: Milliseconds | None = None
+    request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")
+    """Seconds that the request may take."""
+
+
+class EmbeddingRequest(PooledFields, kw_only=True):
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64: of little-endian float32."""
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Dimensions of the vectors; fewer than the model's where it was trained for that (Matryoshka)."""
+    add_special_tokens: bool | None = None
+
+
+class RerankText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class RerankRequest(PooledFields, kw_only=True):
+    query: str
+    """Text that the documents are compared with."""
+    documents: Annotated[list[str | RerankText], Meta(min_length=1)]
+    """Texts to be ranked."""
+    top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Results at most; all where it is not given."""
+    return_documents: bool | None = None
+    """Whether results repeat the documents' texts; default true."""
+
+
+class ScoreRequest(PooledFields, kw_only=True):
+    text_1: str | list[str] | None = None
+    """One text, or as many as `text_2`."""
+    text_2: str | list[str] | None = None
+    """Texts that are scored against `text_1`."""
+    queries: str | list[str] | None = None
+    """Another name of `text_1`."""
+    documents: str | list[str] | None = None
+    """Another name of `text_2`."""
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     """A piece of text, as chats or responses name it, or a refusal, as an assistant's message may have it."""
 
@@ -552,7 +603,7 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 
 class CreateBatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: Annotated[str, Meta(min_length=1, max_length=128)]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"]
     completion_window: Annotated[str, Meta(max_length=32)]
     """Such as 24h, 10m or 1h30m; at most 30 days."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None

@@ -49,6 +49,7 @@ from services.gateway.requests.exchange import (
     silence_s,
 )
 from services.gateway.requests.kept_calls import STREAM_HEADER, AlreadyKept, Plan, Wish
+from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, pooled_prompts, refuse_generation
 from services.gateway.requests.resuming import attach, seen_by
 from services.gateway.responses.messages import InputItem, ResponseObject
 from services.gateway.responses.store import ID_PREFIX as RESPONSE_PREFIX
@@ -195,7 +196,10 @@ async def begin(
     call.note_state(spec.name)
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
-    num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
+    if isinstance(message, PooledRequest):
+        num_sequences = min(len(texts_or_ids), POOLED_AT_ONCE, limit)
+    else:
+        num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
     exchange.ticket = await context.admission.enter(
         key, num_sequences, options.request_class, options.priority, context.bus.now()
     )
@@ -290,6 +294,9 @@ async def make_prompts(
     options: Options,
     texts_or_ids: list[str] | list[list[int]],
 ) -> list[Prompt]:
+    if isinstance(message, PooledRequest):
+        return await pooled_prompts(context, spec, tokenizer, message)
+    refuse_generation(tokenizer, message.model)
     max_model_len = context.catalog.max_model_len(spec, tokenizer)
     opening, chat_text = None, ""
     if isinstance(message, ChatRequest):

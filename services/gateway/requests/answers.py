@@ -124,7 +124,7 @@ class Collector:
         return msgspec.json.encode(answer)
 
 
-Operation = Literal["chat", "text_completion"]
+Operation = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
 
 DONE = b"data: [DONE]\n\n"
 _OBJECTS = {"chat": "chat.completion.chunk", "text_completion": "text_completion"}

@@ -29,6 +29,7 @@ from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import GenerationFields
 from services.gateway.requests.answers import Collector, Operation, StreamWriter
 from services.gateway.requests.kept_calls import STREAM_HEADER, Kept, Plan
+from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, pooled_body
 from services.gateway.requests.tracing import (
     queue_s,
     request_attributes,
@@ -51,7 +52,13 @@ T = TypeVar("T")
 
 CLIENT_GONE_STATUS = 499
 MODEL_HEADER = "x-tideway-model"
-ID_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
+ID_PREFIXES = {
+    "chat": "chatcmpl-",
+    "text_completion": "cmpl-",
+    "embeddings": "embd-",
+    "rerank": "rerank-",
+    "score": "score-",
+}
 
 
 class ClientGone(Exception):
@@ -98,6 +105,7 @@ class Call:
         self.metrics: CallMetrics | None = None
         """None before it is understood."""
         self.generation: Generation | None = None
+        self._message: GenerationFields | None = None
         self._model = "unknown"
         self._cold_model = ""
         """The one that was not loaded when the call was placed."""
@@ -165,7 +173,7 @@ class Call:
         """What is to be generated; `Generation.start` places it. `tenant`: id of whom it is for. `on_output`, `is_stepwise`:
         see there."""
         assert self.metrics is not None
-        self.tenant = tenant
+        self.tenant, self._message = tenant, message
         name, policy = name_of(tenant), self.context.admission.tenants
         if self.span.is_recording() and name:
             self.span.set_attribute("tideway.tenant", name)
@@ -207,12 +215,14 @@ class Call:
             now=self.context.bus.now,
             on_output=on_output,
             is_stepwise=is_stepwise,
+            max_open=POOLED_AT_ONCE if isinstance(message, PooledRequest) else 0,
         )
         return self.generation
 
     def record(self, plan: Plan) -> KeptCall:
         """All that another gateway needs of the planned call; how it is to be kept is missing."""
         assert self.generation is not None
+        assert self.operation == "chat" or self.operation == "text_completion", "others are not kept"
         return KeptCall(
             call_id=self.call_id,
             tenant=self.tenant,
@@ -267,6 +277,8 @@ class Call:
         """Body of the answer in one piece."""
         options, tokenizer = generation.options, generation.tokenizer
         created, usage = self.created_s, generation.usage()
+        if isinstance(self._message, PooledRequest):
+            return pooled_body(self._message, self.call_id, created, self.shown_model, generation)
         prompts = [
             msgspec.UNSET
             if options.prompt_logprobs is None

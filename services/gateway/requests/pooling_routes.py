@@ -1,30 +1,51 @@
-"""Endpoints of models that compare texts. Tideway serves causal language models, which are trained for another thing: each
-answer says so, and what to use instead."""
+"""Endpoints of models that embed or score texts: a generation of one token each, whose answer is what was pooled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.context import GatewayContext
-from services.gateway.http.errors import ApiError
+from services.gateway.http.bodies import read_message
+from services.gateway.openai.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from services.gateway.requests.answering import answer, answered, begin
+from services.gateway.requests.exchange import Exchange
+from services.gateway.requests.pooling import PooledRequest, Task, of_embedding, of_rerank, of_score
 
-_CAUSAL = (
-    "This server runs causal language models, which are trained to predict the next token and not to compare texts; "
-    "what pooling of their hidden states gives is no good measure of meaning. "
-)
-_ELSEWHERE = "Serve {kind} model beside it, say with text-embeddings-inference or vLLM."
-_REASONS = {
-    "/v1/embeddings": _CAUSAL + _ELSEWHERE.format(kind="an embedding"),
-    "/v1/rerank": _CAUSAL + _ELSEWHERE.format(kind="a reranking"),
-    "/v1/score": (
-        _CAUSAL + _ELSEWHERE.format(kind="a cross-encoder") + " For how likely a model finds a text, ask "
-        "/v1/completions with 'echo': true, 'logprobs': 1 and 'max_tokens': 0."
-    ),
-}
+_EMBEDDING = msgspec.json.Decoder(EmbeddingRequest)
+_RERANK = msgspec.json.Decoder(RerankRequest)
+_SCORE = msgspec.json.Decoder(ScoreRequest)
 
 
-async def refuse_pooling(context: GatewayContext, request: Request) -> Response:
-    """Not served: a causal language model has no honest answer. The error says what to use instead."""
-    context.admission.authenticate(request.headers)
-    raise ApiError(400, _REASONS[request.url.path], code="unsupported_endpoint")
+async def answer_embeddings(context: GatewayContext, request: Request) -> Response:
+    return await _answer(context, request, "embeddings", _EMBEDDING, of_embedding)
+
+
+async def answer_rerank(context: GatewayContext, request: Request) -> Response:
+    return await _answer(context, request, "rerank", _RERANK, of_rerank)
+
+
+async def answer_score(context: GatewayContext, request: Request) -> Response:
+    return await _answer(context, request, "score", _SCORE, of_score)
+
+
+async def _answer(
+    context: GatewayContext,
+    request: Request,
+    task: Task,
+    decoder: msgspec.json.Decoder[Any],
+    pooled: Callable[[Any], PooledRequest],
+) -> Response:
+    exchange = Exchange(context, request, task)
+
+    async def work() -> Response:
+        key = exchange.key = context.admission.authenticate(request.headers)
+        message = pooled(await read_message(request, decoder, context.bodies))
+        generation, _, headers = await begin(context, request, exchange, key, message)
+        return await answer(exchange, generation, headers, None)
+
+    return await answered(exchange, work())

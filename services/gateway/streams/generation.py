@@ -31,6 +31,7 @@ from services.gateway.text.logprobs import ShownToken
 from services.gateway.text.tokenization import ModelTokenizer
 from services.gateway.tools.output_reader import OutputReader, Told
 from services.gateway.tools.reasoning import Opening, ReasoningSplitter
+from shared.bus.interface import ServiceError
 from shared.messages.requests import (
     ErrorInfo,
     FinishReason,
@@ -41,6 +42,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_logprobs,
 )
+from shared.runtime.tasks import TaskSet
 
 
 @dataclass(slots=True)
@@ -252,6 +254,11 @@ class Choice:
         known = [] if first is None else unpack_logprobs(first.prompt, num_top)
         return [None, *known] if len(known) == num_tokens - 1 else [None] * num_tokens
 
+    def pooled(self) -> bytes:
+        """What was pooled of the prompt; empty where the instance that had it is gone and its successor has it not."""
+        known = self.stream.state.logprobs if self.stream is not None else ()
+        return known[0].prompt if known else b""
+
     def _echoed_tokens(self) -> Sequence[ShownToken]:
         """Those of the prompt, where it is part of the text and log-probabilities were asked for."""
         if self._hidden is None or not self._options.echo:
@@ -294,6 +301,8 @@ class Generation:
     """How far the client has each choice, where another answer began this one."""
     is_stepwise: bool = False
     """As of `Choice`."""
+    max_open: int = 0
+    """Choices that are placed at once; the others follow as these end. 0: all."""
 
     def __post_init__(self) -> None:
         self.failure: ErrorInfo | None = None
@@ -317,6 +326,8 @@ class Generation:
         self.listener: Callable[[], None] | None = None
         """Called at news instead of ending the wait in `news`; it must not block."""
         self._dirty: list[Choice] = []
+        self._unopened = deque(self.choices[self.max_open :] if self.max_open else ())
+        self._opening = TaskSet()
         self._news = asyncio.Event()
 
     @property
@@ -327,11 +338,12 @@ class Generation:
         """Places all sequences. Raises `ServiceError` with the first refusal; then none is left running."""
         self.submitted_at = self.now()
         try:
-            if len(self.choices) == 1:
-                await self._open(self.choices[0])
+            first = self.choices[: self.max_open or None]
+            if len(first) == 1:
+                await self._open(first[0])
             else:
                 async with asyncio.TaskGroup() as group:
-                    for choice in self.choices:
+                    for choice in first:
                         group.create_task(self._open(choice))
         except BaseExceptionGroup as errors:
             self.close()
@@ -357,6 +369,13 @@ class Generation:
         if choice.prompt.sampling.max_tokens > 0:
             choice.stream = await self.table.open(self._request(choice), self.arrived_at, choice.listener)
         self._on_news(choice)
+
+    async def _open_later(self, choice: Choice) -> None:
+        try:
+            await self._open(choice)
+        except ServiceError as error:
+            self.failure = error.info
+            self.wake()
 
     def _request(self, choice: Choice) -> GenerationRequest:
         choice.listener = functools.partial(self._on_news, choice)
@@ -425,6 +444,8 @@ class Generation:
 
     def _finish(self, choice: Choice) -> None:
         self._num_unfinished -= 1
+        if self._unopened:
+            self._opening.start(self._open_later(self._unopened.popleft()))
         if choice.num_tokens > 1:
             self.metrics.max_inter_token.observe(choice.max_itl_s)
         if choice.stream is not None:
@@ -433,6 +454,8 @@ class Generation:
 
     def close(self) -> None:
         """Cancels what has not ended. May be called twice."""
+        self._unopened.clear()
+        self._opening.cancel_all()
         for choice in self.choices:
             if choice.stream is not None:
                 self.table.leave(choice.stream, choice.listener)

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from shared.models.checkpoint import (
     sampling_defaults,
     tokenizer_json,
 )
+from shared.models.pooling import Pooling
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class ModelTokenizer:
         takes_tools: bool = False,
         reasoning_format: ReasoningFormat | None = None,
         defaults: SamplingDefaults | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
         tokenizer_config.json. `spec`: with the checkpoint's folder as its source. `tool_format`: of the calls that the model
@@ -100,6 +102,8 @@ class ModelTokenizer:
         self.reasoning_format = reasoning_format
         self.defaults = defaults or SamplingDefaults()
         """As the checkpoint's maker would have it sampled."""
+        self.pooling = pooling
+        """Pooling of a model that embeds or scores; None: it generates text."""
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -138,7 +142,35 @@ class ModelTokenizer:
             ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise _failed(error, "cannot read this text") from None
-        if add_special_tokens and self._bos_id is not None and self._add_bos is not None:
+        return self._begun(ids) if add_special_tokens else ids
+
+    def encode_cut(self, first: str, second: str | None, num_tokens: int | None) -> tuple[list[int], int]:
+        """A text, or a pair as the tokenizer joins them, with special tokens; the ids, and where the second text begins
+        (0: there is none). Of more than `num_tokens` the last text is cut at its end, before what ends it. Raises
+        `ApiError`."""
+        tokenizer, is_pair = self._tokenizer, second is not None
+        try:
+            parts = [
+                tokenizer.encode(text, add_special_tokens=False)
+                for text in ((first,) if second is None else (first, second))
+            ]
+            if num_tokens is not None:
+                room = num_tokens - tokenizer.num_special_tokens_to_add(is_pair)
+                for part in parts[:-1]:
+                    part.truncate(min(len(part), max(0, room)))
+                    room -= len(part)
+                parts[-1].truncate(min(len(parts[-1]), max(0, room)))
+            whole = tokenizer.post_process(parts[0], parts[1] if is_pair else None)
+        except BaseException as error:
+            raise _failed(error, "cannot read this text") from None
+        ids: list[int] = whole.ids
+        num_first = whole.type_ids.index(1) if is_pair and 1 in whole.type_ids else 0
+        begun = self._begun(ids)
+        begun = begun if num_tokens is None else begun[:num_tokens]
+        return begun, num_first + len(begun) - len(ids) if num_first else 0
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        if self._bos_id is not None and self._add_bos is not None:
             # The setting goes before what the tokenizer file does by itself, as in transformers.
             begins = ids[:1] == [self._bos_id]
             if self._add_bos and not begins:
@@ -230,6 +262,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
             takes_tools=template.takes_tools,
             reasoning_format=reasoning_format_of(template.sources),
             defaults=sampling_defaults(folder),
+            pooling=shape.pooling,
         )
     except CheckpointError:
         raise
@@ -322,6 +355,22 @@ class Tokenizers:
             if num_characters > SHORT_CHARACTERS:
                 return await self._pool.encode(Encode(tokenizer.spec, texts, add_special_tokens), num_characters, param)
             return await self._on_thread(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
+
+    async def encode_cut(
+        self, tokenizer: ModelTokenizer, texts: Sequence[tuple[str, str | None]], num_tokens: int | None
+    ) -> list[tuple[list[int], int]]:
+        """As `ModelTokenizer.encode_cut` of each. Raises `ApiError`."""
+        limit = None if num_tokens is None else tokenizer.max_characters(num_tokens)
+        cut = [(first[:limit], second if second is None else second[:limit]) for first, second in texts]
+        num_characters = sum(len(first) + len(second or "") for first, second in cut)
+
+        def work() -> list[tuple[list[int], int]]:
+            return [tokenizer.encode_cut(first, second, num_tokens) for first, second in cut]
+
+        if num_characters <= INLINE_CHARACTERS:
+            return work()
+        with self._pool.room(num_characters):
+            return await self._on_thread(work)
 
     async def render(
         self,

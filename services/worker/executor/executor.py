@@ -31,6 +31,7 @@ import torch
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.executor.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Vocabulary
+from services.worker.executor.pooling import PooledRows, Pooler, load_pooler
 from services.worker.executor.sampling import SampledTokens
 from services.worker.executor.sequence_rows import SequenceRows
 from services.worker.executor.suspension import PartialForward, Safepoints, cuda_event
@@ -50,7 +51,7 @@ from services.worker.ranks.shared_memory import RankMemory
 from shared.engine.memory import slab
 from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import Adapter
+from shared.messages.requests import UNKNOWN_LOGPROB, Adapter
 from shared.models import checkpoint
 from shared.models.adapters import AdapterFiles, describe_adapter
 from shared.models.checkpoint import CheckpointError
@@ -84,6 +85,8 @@ class PreparedModel:
     vocabulary: Vocabulary | str = "no grammar is followed here"
     """For grammars; or why there is none."""
     identity: Identity | None = None
+    pooler: Pooler | None = None
+    """What its hidden states go to; None: it generates text."""
 
 
 @dataclass
@@ -99,6 +102,7 @@ class _Loaded:
     layers_per_safepoint: int
     vocabulary: Vocabulary | str
     identity: Identity | None
+    pooler: Pooler | None
 
 
 @dataclass
@@ -128,6 +132,8 @@ class _Launched:
     error: str = ""
     suspended_share: float = -1.0
     prompt_logprobs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    is_pooled: bool = False
+    """`prompt_logprobs` are vectors of whole prompts, and its tokens stand for nothing."""
     guides: Guides | None = None
     """Guides of its samples that follow a grammar, until they have been told what was sampled."""
     unguided: list[tuple[int, str]] = field(default_factory=list)
@@ -198,6 +204,7 @@ class Executor:
         self._adapters: dict[str, _LoadedAdapter] = {}
         """By version."""
         self._rows = SequenceRows(num_rows, self.device, one_by_one=deterministic)
+        self._pooled = PooledRows()
         self._grammars = GrammarRows()
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
@@ -219,7 +226,8 @@ class Executor:
         kept = self._host_weights.take(spec.name, identity)
         with beside_steps(self.device):
             model = self._weights.get(identity) if kept is None else kept[0]
-            num_layers = checkpoint.describe(path).num_layers
+            shape = checkpoint.describe(path)
+            num_layers = shape.num_layers
             if num_layers < self._group.num_stages:
                 raise CheckpointError(f"{num_layers} layers do not divide over {self._group.num_stages} stages.")
             is_new = model is None
@@ -239,16 +247,17 @@ class Executor:
             prepared = PreparedModel(
                 spec.name, model, max_model_len, block_size, backend, num_layers, identity=identity
             )
+            prepared.pooler = load_pooler(path, shape, self.device)
             if self._group is ALONE and self._numerics is INVARIANT:
                 prepared.fingerprint = _fingerprint(model, backends[chosen], block_size, max_model_len)
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
-            if self._group is ALONE and self._new_capture is not None:
+            if self._group is ALONE and self._new_capture is not None and prepared.pooler is None:
                 prepared.graphs = self._captured(prepared, self._new_capture())
         if self._has_removed:
             # Of a model that was removed while a capture was under way, torch has given nothing back.
             self._has_removed = False
             self._give_back_cached()
-        if self._group.is_first_stage or self._group.is_last_stage:
+        if (self._group.is_first_stage or self._group.is_last_stage) and prepared.pooler is None:
             # The last one samples; the first one is asked whether a grammar can be followed.
             prepared.vocabulary = self._grammars.load(path, model.vocab_size) if kept is None else kept[1]
         return prepared
@@ -293,7 +302,7 @@ class Executor:
             with beside_steps(self.device):
                 with self._together():
                     _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
-                if self._new_capture is not None:
+                if self._new_capture is not None and prepared.pooler is None:
                     prepared.graphs = self._captured(prepared, self._new_capture())
         views = prepared.views or self._attach(prepared)
         blocks_per_merged = views.blocks_per_merged
@@ -303,6 +312,7 @@ class Executor:
             prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.num_layers,
             prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
             prepared.identity,
+            prepared.pooler,
         )  # fmt: skip
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
@@ -469,10 +479,11 @@ class Executor:
             tokens = (sampled.tokens if launched.host_tokens is None else launched.host_tokens).tolist()
             self._advance_grammars(launched, tokens)
             logprobs = sampled.logprobs
+            told = logprobs.to_messages(len(tokens)) if logprobs else None
             return StepResult(
                 step_id,
                 tokens,
-                logprobs.to_messages(len(tokens)) if logprobs else None,
+                [UNKNOWN_LOGPROB] * len(tokens) if launched.is_pooled else told,
                 unguided=launched.unguided,
                 prompt_logprobs=[(index, rows.numpy().tobytes()) for index, rows in launched.prompt_logprobs],
             )
@@ -613,8 +624,10 @@ class Executor:
     def _sample(
         self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout, state: ForwardState
     ) -> _Launched:
-        prompts = self._rows.prompt_logprobs(loaded.model, state, rows, layout)
         sampled_of = np.flatnonzero(np.array(plan.samples, bool))
+        if loaded.pooler is not None:
+            return self._pool(plan, loaded, loaded.pooler, rows, layout, state, sampled_of)
+        prompts = self._rows.prompt_logprobs(loaded.model, state, rows, layout)
         guides = self._grammars.of(rows[sampled_of])
         sampled = self._sampled(loaded.model, rows, layout, state, sampled_of, guides)
         launched = _Launched(plan.step_id, sampled, guides=guides, unguided=[] if guides is None else guides.failed)
@@ -629,6 +642,23 @@ class Executor:
         launched.host_tokens = to_host(sampled.tokens)
         launched.done = self._mark()
         return launched
+
+    def _pool(
+        self,
+        plan: StepPlan,
+        loaded: _Loaded,
+        pooler: Pooler,
+        rows: np.ndarray,
+        layout: BatchLayout,
+        state: ForwardState,
+        ended: np.ndarray,
+    ) -> _Launched:
+        """In the place of sampling: vectors, and a token for each that stands for nothing."""
+        tokens = self._rows.tokens.view(self.num_rows, -1)
+        vectors = self._pooled.pooled(loaded.model, pooler, state, rows, layout, ended, tokens)
+        sampled = SampledTokens(torch.zeros(len(ended), dtype=torch.int64))
+        on_host = vectors if self.device.type == "cpu" else [(index, to_host(vector)) for index, vector in vectors]
+        return _Launched(plan.step_id, sampled, done=self._mark(), prompt_logprobs=on_host, is_pooled=True)
 
     def _sampled(
         self,
@@ -681,6 +711,7 @@ class Executor:
         for new in plan.new_sequences:
             self._rows.take(new, loaded.max_model_len, loaded.model.vocab_size)
             output = np.frombuffer(new.tokens, np.int32)[new.prompt_tokens :]
+            self._pooled.take(new.row, new.sampling)
             self._grammars.take(new.row, new.sampling.grammar, output, loaded.vocabulary)
             self._append_blocks(new.row, new.blocks, loaded)
         for row, blocks in plan.new_blocks:

@@ -118,7 +118,8 @@ class DecoderModel(ABC):
     @abstractmethod
     def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
         """[S, vocab_size] in the model's dtype, of the tokens at these indices ([S] int64; None: all), from a state after
-        all layers. Does not change the state."""
+        all layers. Of a model without a head, whose hidden states are pooled: these, [S, hidden_size], after the last norm.
+        Does not change the state."""
 
     def most_likely(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor | None:
         """[S] int64: where the `logits` of the same arguments are largest, for less than those cost; nothing is asked of the

@@ -22,7 +22,7 @@ from services.worker.models.ops import WideNormOps
 from services.worker.models.parts import Parts, layer_kinds, layer_windows, parts_of
 from services.worker.models.quantized_linear import AnyLinear
 from services.worker.models.rope import RotaryEmbedding
-from services.worker.models.weights import TokenEmbedding, WeightReader
+from services.worker.models.weights import SCORE_WEIGHT, TokenEmbedding, WeightReader
 from services.worker.native.library import Packed, in_halves
 from shared.models.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
 from shared.models.families import INPUTS, OUTPUTS
@@ -84,7 +84,9 @@ class LlamaModel(DecoderModel):
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
         prefix = reader.prefix_of("embed_tokens.weight", ("model.", ""))
-        is_tied = reader.is_tied(f"{prefix}embed_tokens.weight", is_said=config.get("tie_word_embeddings"))
+        is_tied = shape.pooling is None and reader.is_tied(
+            f"{prefix}embed_tokens.weight", is_said=config.get("tie_word_embeddings")
+        )
         self._embedding = None
         if is_first or (is_last and is_tied):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
@@ -100,8 +102,11 @@ class LlamaModel(DecoderModel):
         self._norm = self._head = None
         if is_last:
             self._norm = self._read_norm(reader, f"{prefix}norm.weight", shape.hidden_size)
-            self._head = reader.head(shape.vocab_size, shape.hidden_size, tied_to=self._embedding if is_tied else None)
-        reader.finish(("lm_head.weight",) if is_tied else (), names)
+            if shape.pooling is None:
+                tied_to = self._embedding if is_tied else None
+                self._head = reader.head(shape.vocab_size, shape.hidden_size, tied_to=tied_to)
+        unused = ("lm_head.weight", SCORE_WEIGHT) if shape.pooling is not None else ("lm_head.weight",) * is_tied
+        reader.finish(unused, names)
 
     def _is_llama(self, parts: Parts) -> bool:
         """Without what the compiled layers do not have."""
@@ -267,18 +272,20 @@ class LlamaModel(DecoderModel):
         return self._activation(gate).mul_(up)
 
     def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
-        assert self._norm is not None and self._head is not None
+        assert self._norm is not None
         if self._compiled is not None:
             normed = self._compiled.last_norm(state, tokens, self._norm)
         else:
             hidden = state.residual if tokens is None else state.residual.index_select(0, tokens)
             normed = self._ops.rms_norm(hidden, self._norm, self._eps)
+        if self._head is None:
+            return normed
         logits = self._head(normed)
         return self._cap(logits).mul_(self._parts.logit_softcap) if self._parts.logit_softcap else logits
 
     def most_likely(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor | None:
-        assert self._norm is not None and self._head is not None
-        head = self._head.compiled
+        assert self._norm is not None
+        head = None if self._head is None else self._head.compiled
         if self._compiled is None or head is None or self._parts.logit_softcap:
             return None
         return self._compiled.most_likely(state, tokens, self._norm, head)

@@ -10,6 +10,7 @@ import torch
 
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.deterministic import FAST, Numerics
+from services.worker.models.encoder import EncoderModel
 from services.worker.models.llama import LlamaModel
 from services.worker.models.opt import OptModel
 from services.worker.models.transformers_model import TransformersModel
@@ -17,13 +18,18 @@ from services.worker.models.weights import WeightReader
 from services.worker.ranks.group import ALONE, RankGroup
 from shared.models import checkpoint
 from shared.models.checkpoint import CheckpointError, CheckpointShape, run_dtype
-from shared.models.families import TRANSFORMERS, family_of
+from shared.models.families import ENCODERS, TRANSFORMERS, family_of
 from shared.plugins import PluginError, import_path
 
 Loader = Callable[[WeightReader, Mapping[str, Any], CheckpointShape, int], DecoderModel]
 """(weights, config.json, what it says, the longest sequence to serve). Raises `CheckpointError`."""
 
-LOADERS: dict[str, Loader] = {"llama": LlamaModel, "opt": OptModel, "transformers": TransformersModel}
+LOADERS: dict[str, Loader] = {
+    "llama": LlamaModel,
+    "opt": OptModel,
+    "transformers": TransformersModel,
+    "encoder": EncoderModel,
+}
 """By the family's name."""
 
 
@@ -59,7 +65,8 @@ def load_model(
     """What this rank of `group` has of it. Blocking, seconds to minutes. Raises `CheckpointError`."""
     path = identity.path
     shape = checkpoint.describe(path)
-    family = family_of(shape.architecture) or TRANSFORMERS
+    others = TRANSFORMERS if shape.pooling is None else ENCODERS
+    family = family_of(shape.architecture) or others
     config = checkpoint.read_config(path)
     stored = checkpoint.read_stored_quantization(path, config)
     reader = WeightReader(

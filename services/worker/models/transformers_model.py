@@ -215,7 +215,7 @@ def _load(reader: WeightReader, named: str) -> Any:
     if not getattr(kind, "_supports_attention_backend", False):
         raise CheckpointError(f"{named}: its attention in transformers cannot be replaced.")
     try:
-        model, found = _in_dtype(kind, reader.dtype).from_pretrained(
+        model, found = in_dtype(kind, reader.dtype).from_pretrained(
             reader.path, config=config, dtype=torch.float32, attn_implementation=_IMPLEMENTATION,
             local_files_only=True, output_loading_info=True,
         )  # fmt: skip
@@ -238,7 +238,7 @@ def _load(reader: WeightReader, named: str) -> Any:
     return model
 
 
-def _in_dtype(kind: Any, dtype: torch.dtype) -> Any:
+def in_dtype(kind: Any, dtype: torch.dtype) -> Any:
     """The class with parameters of this dtype. transformers would change torch's default dtype meanwhile, which threads that
     compute steps have too."""
 

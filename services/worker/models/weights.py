@@ -24,8 +24,27 @@ from shared.models.quantization import StoredQuantization
 
 logger = logging.getLogger(__name__)
 
+SCORE_WEIGHT = "score.weight"
+"""Name of a classifier's head, in place of a language model's."""
 _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Buffers that older exporters stored with the weights."""
+
+
+def rows_of(path: Path, names: Sequence[str], rows: Sequence[int] | None = None) -> torch.Tensor:
+    """The first of these tensors that the checkpoint in `path` has, as float32 on the CPU; of a matrix perhaps only some
+    rows. Raises `CheckpointError`."""
+    for name in names:
+        for file in weight_files(path):
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    if name not in handle.keys():  # noqa: SIM118, no mapping
+                        continue
+                    part = handle.get_slice(name)
+                    found = part[:] if rows is None else torch.stack([part[row] for row in rows])
+                    return found.float()
+            except (SafetensorError, OSError, IndexError) as error:
+                raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from None
+    raise CheckpointError(f"{path} has no tensor {' or '.join(names)}.")
 
 
 class TokenEmbedding:
@@ -104,7 +123,7 @@ class WeightReader:
         layers that are not, a key of QUANTIZATIONS; empty: nothing."""
         if quantization and numerics is not FAST:
             raise CheckpointError(f"quantization {quantization!r} is not possible{numerics.asks}.")
-        self.stored, self._quantization = stored, quantization
+        self.stored, self.quantization = stored, quantization
         self.group = group
         self.numerics = numerics
         self._cuts = cuts or {}
@@ -210,8 +229,8 @@ class WeightReader:
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False, shared: bool = False
     ) -> AnyLinear:
         """In as few bits as is asked for, but the head."""
-        if self._quantization and not is_head:
-            return quantized(weight, bias, self._quantization)
+        if self.quantization and not is_head:
+            return quantized(weight, bias, self.quantization)
         return self.numerics.linear(weight, bias, shared=shared)
 
     def router(self, name: str, in_features: int, num_experts: int) -> AnyLinear:
@@ -222,7 +241,7 @@ class WeightReader:
     ) -> list[AnyLinear] | torch.Tensor:
         """Linear layers of a layer's experts, each as of `linear`, without biases. Where grouped matrix products run:
         all weights `[experts, inputs, outputs]`, outputs outside of inputs."""
-        if self.device.type == "cpu" or self.numerics is not FAST or self.stored is not None or self._quantization:
+        if self.device.type == "cpu" or self.numerics is not FAST or self.stored is not None or self.quantization:
             return [self.linear(of_expert, in_features, out_features) for of_expert in names]
         stacked: torch.Tensor | None = None
         for index, of_expert in enumerate(names):

@@ -1,0 +1,243 @@
+"""Test suites of others against a Tideway that runs: what passes, and why the rest does not.
+
+    python -m bench.foreign --folder PATH [--url http://127.0.0.1:8000] [--model NAME]
+        [--embedding-model NAME] [--python VENV/bin/python]
+
+PATH holds checkouts that the user has, under their usual names: `openai-python` (openai/openai-python),
+`anthropic-sdk-python` (anthropics/anthropic-sdk-python), `llama.cpp` (ggml-org/llama.cpp). A suite that is not there is
+skipped with a word. Nothing of theirs is changed: they run with pytest in `--python`, which must have what they import, and
+what they ask of is a server at the URL. Names of models that they ask for become routes to NAME while they run (with
+`--admin-key` where the server has keys).
+
+Each failure is put to one of the reasons in `REASONS` by what it said; one that fits none may be a fault of ours, and the
+command ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+import httpx
+
+TIMEOUT_S = 1200
+_DROPPED = ("-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", "--disable-warnings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Whose tests, which of them, and where they look for the server."""
+
+    name: str
+    """Name of its checkout's folder."""
+    tests: tuple[str, ...]
+    """Files and folders below `root`."""
+    root: str = "."
+    select: str = ""
+    """pytest's -k."""
+    models: tuple[str, ...] = ()
+    """Names that it asks for."""
+    embedding_models: tuple[str, ...] = ()
+    """Names that the suite uses for models that embed."""
+    url_variable: str = ""
+    """Variable of the environment that has the URL with `url_path`."""
+    url_path: str = "/v1"
+    port_variable: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+SUITES = (
+    Suite(
+        name="openai-python",
+        tests=(
+            "tests/api_resources/chat/test_completions.py",
+            "tests/api_resources/test_completions.py",
+            "tests/api_resources/test_embeddings.py",
+            "tests/api_resources/test_models.py",
+            "tests/api_resources/test_batches.py",
+            "tests/api_resources/test_files.py",
+            "tests/api_resources/test_responses.py",
+            "tests/api_resources/responses",
+        ),
+        select="not Async and strict",
+        models=("gpt-5.4", "gpt-5.1", "gpt-5.6-sol", "gpt-4o-mini", "gpt-3.5-turbo-instruct", "model"),
+        embedding_models=("text-embedding-3-small",),
+        url_variable="TEST_API_BASE_URL",
+    ),
+    Suite(
+        name="anthropic-sdk-python",
+        tests=("tests/api_resources/test_messages.py", "tests/api_resources/test_models.py"),
+        select="not Async and strict",
+        models=("claude-opus-4-6", "model_id"),
+        url_variable="TEST_API_BASE_URL",
+        url_path="",
+    ),
+    Suite(
+        name="llama.cpp",
+        root="tools/server/tests",
+        tests=tuple(
+            f"unit/test_{name}.py"
+            for name in ("chat_completion", "completion", "tool_call", "compat_oai_responses", "compat_anthropic")
+        ),
+        port_variable="PORT",
+        variables=(("DEBUG_EXTERNAL", "1"),),
+    ),
+)
+
+
+REASONS = {
+    "it names an object that only the suite's mock server has": (
+        r"There is no (batch|file|response|stream) '(batch_id|file_id|response_id|previous_response_id|resp_\w+)'"
+    ),
+    "stored chats (/v1/chat/completions/ID, GET) are not kept": (
+        r"There is no /v1/chat/completions/completion_id|/v1/chat/completions does not take GET"
+    ),
+    "responses are not cancelled or compacted: none runs in the background": (
+        r"There is no /v1/responses/resp_\w+/cancel|/v1/responses/compact does not take POST"
+    ),
+    "batches are of chats, completions and embeddings": r"'endpoint': Invalid enum value '/v1/responses'",
+    "models are removed by /admin/models": r"/v1/models/\S+ does not take DELETE",
+    "it leaves out 'model', which has no default here": r"Missing required parameter: 'model'",
+    "it asks for 0 tokens, or 0 of a list": r"'max_completion_tokens': Expected `int` >= 1|'limit' must be a whole number",
+    "in strict mode the client checks vectors before it reads those that it has asked for as base64": (
+        r"test_embeddings[\s\S]*APIResponseValidationError"
+    ),
+    "the SDK that is installed is of another version than its tests": r"got an unexpected keyword argument",
+    "/v1/models has OpenAI's shape, not Anthropic's": r"test_models\.TestModels[\s\S]*APIResponseValidationError",
+    "it asks for a model that is deprecated there": r"The model 'claude-mythos-preview' does not exist",
+    "'suffix' is not served": r"'suffix' is not supported by this server",
+    "no embedding model was named (--embedding-model)": r"The model 'text-embedding-\S+' does not exist",
+    "the embedding model has no vectors of one dimension": r"'dimensions' (is not supported by|must be)",
+}
+"""Why a test fails where that is no fault of this server, by a pattern of what it failed with. The first counts."""
+
+
+class Case(NamedTuple):
+    name: str
+    outcome: str
+    """passed, failed or skipped."""
+    told: str
+
+
+def read_report(file: Path) -> list[Case]:
+    """From pytest's JUnit XML."""
+    found = []
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        failed = [one for kind in ("failure", "error") for one in case.iter(kind)]
+        if failed:
+            found.append(Case(name, "failed", f"{failed[0].get('message') or ''}\n{failed[0].text or ''}"))
+        elif case.find("skipped") is not None:
+            found.append(Case(name, "skipped", ""))
+        else:
+            found.append(Case(name, "passed", ""))
+    return found
+
+
+def reason_of(case: Case) -> str:
+    """Empty: none of those known."""
+    told = f"{case.name}\n{case.told}"
+    return next((reason for reason, pattern in REASONS.items() if re.search(pattern, told)), "")
+
+
+def run(suite: Suite, checkout: Path, url: str, python: str) -> list[Case]:
+    """Its tests, one after the other."""
+    root = checkout / suite.root
+    tests = [test for test in suite.tests if (root / test).exists()]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        more = dict(suite.variables)
+        if suite.url_variable:
+            more[suite.url_variable] = url + suite.url_path
+        if suite.port_variable:
+            more[suite.port_variable] = str(urlsplit(url).port or 80)
+        command = [
+            python,
+            "-m",
+            "pytest",
+            *_DROPPED,
+            f"--junitxml={report}",
+            *(("-k", suite.select) if suite.select else ()),
+        ]
+        done = subprocess.run(
+            [*command, *tests], cwd=root, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        if not report.is_file() or done.returncode not in (0, 1):
+            raise RuntimeError(
+                f"{suite.name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
+            )
+        return read_report(report)
+
+
+class Routes:
+    """Names that suites ask for, as routes to models while they are used."""
+
+    def __init__(self, url: str, model_of: dict[str, str], admin_key: str) -> None:
+        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=30)
+        self._model_of = model_of
+
+    def __enter__(self) -> None:
+        for name, model in self._model_of.items():
+            body = {"name": name, "arms": {model: 1}}
+            self._client.post("/admin/routes", json=body).raise_for_status()
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._model_of:
+            self._client.delete(f"/admin/routes/{name}")
+        self._client.close()
+
+
+def show(name: str, cases: list[Case]) -> bool:
+    """Prints the table; whether each failure has its reason."""
+    counts = Counter(case.outcome for case in cases)
+    print(f"{name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    reasons = Counter(reason_of(case) for case in cases if case.outcome == "failed")
+    for reason, count in reasons.most_common():
+        print(f"  {count:4}  {reason or 'NOT EXPLAINED'}")
+    for case in cases:
+        if case.outcome == "failed" and not reason_of(case):
+            print(f"        {case.name}: {' '.join(case.told.split())[:200]}")
+    return not reasons[""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", default="tideway-demo-llama", help="that the suites' names stand for")
+    parser.add_argument("--embedding-model", default="", help="likewise; empty: there is none")
+    parser.add_argument("--python", default=sys.executable, help="with what the suites import")
+    parser.add_argument("--admin-key", default="")
+    parser.add_argument(
+        "--suite", action="append", choices=[suite.name for suite in SUITES], help="some; all by default"
+    )
+    arguments = parser.parse_args()
+    are_explained = True
+    for suite in SUITES:
+        if arguments.suite and suite.name not in arguments.suite:
+            continue
+        checkout = arguments.folder / suite.name
+        if not (checkout / suite.root).is_dir():
+            print(f"{suite.name}: skipped, {checkout / suite.root} is not there")
+            continue
+        model_of = dict.fromkeys(suite.models, arguments.model)
+        if arguments.embedding_model:
+            model_of |= dict.fromkeys(suite.embedding_models, arguments.embedding_model)
+        with Routes(arguments.url, model_of, arguments.admin_key):
+            are_explained &= show(suite.name, run(suite, checkout, arguments.url, arguments.python))
+    sys.exit(0 if are_explained else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Suites of others run against a server that is there, and each failure has its reason or is told of."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import foreign
+from bench.foreign import Case, Suite, reason_of, run, show
+
+TESTS = """
+import os
+import pytest
+
+def test_server():
+    assert os.environ["PORT"] == "81" and os.environ["DEBUG_EXTERNAL"] == "1"
+
+def test_mock():
+    raise ValueError("There is no file 'file_id'.")
+
+def test_fault():
+    assert {"a": 1} == {}
+
+@pytest.mark.skip
+def test_other():
+    pass
+"""
+
+
+def test_a_suite_runs_unchanged_and_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "test_it.py").write_text(TESTS)
+    suite = Suite(
+        name="theirs", root="inner", tests=("test_it.py", "gone.py"), port_variable="PORT",
+        variables=(("DEBUG_EXTERNAL", "1"),),
+    )  # fmt: skip
+    cases = run(suite, tmp_path, "http://127.0.0.1:81", sys.executable)
+    assert {case.name.rpartition("::")[2]: case.outcome for case in cases} == {
+        "test_server": "passed", "test_mock": "failed", "test_fault": "failed", "test_other": "skipped",
+    }  # fmt: skip
+    assert not show("theirs", cases)
+    told = capsys.readouterr().out
+    assert "1 passed, 2 failed, 1 skipped" in told and "only the suite's mock server" in told
+    assert "NOT EXPLAINED" in told and "test_it::test_fault" in told and "test_it::test_mock" not in told
+
+
+def test_a_fault_is_not_explained_away() -> None:
+    assert reason_of(Case("t::x", "failed", "openai.InternalServerError: Error code: 500 - Internal error.")) == ""
+    assert reason_of(Case("t::x", "failed", "There is no batch 'batch_17'.")) == ""
+
+
+def test_what_is_not_there_is_skipped_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["foreign", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="0"):
+        foreign.main()
+    assert capsys.readouterr().out.count("skipped") == len(foreign.SUITES)
