@@ -63,6 +63,8 @@ _RULES_OVER_FIELDS: dict[str, dict[str, Any]] = {
 _MODEL = "tideway-demo-llama"
 _SHORT = {"max_tokens": 16}
 _HI = [{"role": "user", "content": "What is a compiler?"}]
+_TEXTS = ["A compiler translates programs.", "An apple is a fruit."]
+_RERANK, _SCORE = ("/v1/rerank", "/v2/rerank", "/rerank"), ("/v1/score", "/score")
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": _MODEL, "messages": _HI, **_SHORT},
     "/v1/completions": {"model": _MODEL, "prompt": "An operating system is", **_SHORT},
@@ -72,14 +74,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": _MODEL, "messages": _HI, **_SHORT},
     "/v1/messages/count_tokens": {"model": _MODEL, "messages": _HI},
     "/v1/embeddings": {"model": "an-embedding-model", "input": "What is a compiler?"},
-    **dict.fromkeys(
-        ("/v1/rerank", "/v2/rerank", "/rerank"),
-        {"model": "a-reranker", "query": "What is a compiler?", "documents": ["A translator of programs.", "A fruit."]},
-    ),
-    **dict.fromkeys(
-        ("/v1/score", "/score"),
-        {"model": "a-reranker", "text_1": "What is a compiler?", "text_2": ["A translator of programs.", "A fruit."]},
-    ),
+    **{path: {"model": "a-reranker", "query": _HI[0]["content"], "documents": _TEXTS} for path in _RERANK},
+    **{path: {"model": "a-reranker", "text_1": _HI[0]["content"], "text_2": _TEXTS} for path in _SCORE},
     "/tokenize": {"model": _MODEL, "prompt": "An operating system is"},
     "/v1/tokenize": {"model": _MODEL, "messages": _HI},
     "/detokenize": {"model": _MODEL, "tokens": [1, 2, 3]},
