@@ -14,7 +14,7 @@ BENCHES ?= planning dispatching stack gateway steps
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test chart promtool test-emulated test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
+.PHONY: help up down status test chart promtool test-emulated test-fast test-long test-engines check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
 	bench-placement soak lock sbom wheel bench-unified bench-peers gpu gpu-wheels clean install development
 
@@ -71,6 +71,9 @@ test: development
 test-emulated: development
 	$(BIN)/python -m pytest -n 3 --dist worksteal -p tests.emulated_cuda.plugin -p no:schemathesis -m "gpu and not long" \
 		tests/worker tests/emulated_cuda $(ARGS)
+
+test-engines: development  # real vLLM, once `tideway engine install vllm` has made its environment
+	$(BIN)/python -m pytest -n 0 -p no:schemathesis tests/worker/engines/test_vllm.py $(ARGS)
 
 test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from services.worker.engines import environments
 from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
@@ -36,7 +38,14 @@ from tideway.nats_replicas import nats_replicas
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 from tideway.plan_file import read_groups, write_plan
-from tideway.preflight import check_otlp, check_tensor_parallel, parse_adapters, parse_models
+from tideway.preflight import (
+    check_engines,
+    check_otlp,
+    check_tensor_parallel,
+    parse_adapters,
+    parse_models,
+    with_engines,
+)
 from tideway.profile import profile
 from tideway.simulate import simulate
 from tideway.status import show_status
@@ -73,6 +82,25 @@ def tideway(
     """Serves several LLMs on one pool of machines, to people who wait and to batches that do not."""
 
 
+engine_app = typer.Typer(no_args_is_help=True, help="Engines of others, in environments of their own.")
+app.add_typer(engine_app, name="engine")
+
+
+@engine_app.command("install")
+def install_engine(
+    name: Annotated[str, typer.Argument(help="vllm")],
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where a driver of NVIDIA is.")] = "auto",
+) -> None:
+    """Make an engine's environment on this machine, of pinned versions."""
+    if device == "auto":
+        device = "cuda" if shutil.which("nvidia-smi") else "cpu"
+    try:
+        python = environments.install(name, device)
+    except environments.EngineEnvironmentError as error:
+        raise OperatorError(str(error)) from None
+    print(f"{name} for {device} is installed: {python}")
+
+
 @app.command()
 def up(
     model: Annotated[
@@ -98,6 +126,20 @@ def up(
         typer.Option(
             help=f"How models write calls of tools, where their chat templates do not tell: {', '.join(TOOL_FORMATS)}, "
             "or NAME=FORMAT of one model; repeatable.",
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="That computes models: native or vllm, or NAME=ENGINE of one model; repeatable."),
+    ] = None,
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Option(help="Flags of models' engines, as a shell reads them, or NAME=FLAGS of one model; repeatable."),
+    ] = None,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A server that runs already and computes a model: URL, or NAME=URL of one model; repeatable."
         ),
     ] = None,
     host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
@@ -170,6 +212,8 @@ def up(
     check_tensor_parallel(tensor_parallel)
     check_otlp(otlp)
     specs = parse_models(model or [], quantization, tool_format or [])
+    specs = with_engines(specs, engine or [], engine_args or [], engine_url or [])
+    check_engines(specs)
     options = UpOptions(
         models=specs,
         adapters=parse_adapters(adapter or [], specs),

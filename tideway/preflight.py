@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from services.worker.engines import environments
+from shared.engines.capabilities import ENDPOINT, ENGINES
 from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.cluster import tool_formats as list_tool_formats
 from shared.models.quantization import QUANTIZATIONS
@@ -78,6 +80,46 @@ def _options_behind(argument: str) -> tuple[str, list[str]]:
         if not comma or (last != "on-demand" and not last.startswith("idle=")):
             return argument, options
         argument, options = before, [last, *options]
+
+
+def with_engines(
+    models: Collection[ModelSpec], engines: Iterable[str], engine_args: Iterable[str], engine_urls: Iterable[str]
+) -> list[ModelSpec]:
+    """Models with their engines, by `VALUE` of all or `NAME=VALUE` of one. Raises `OperatorError`."""
+    specs = {spec.name: spec for spec in models}
+    options = (("engine", engines), ("engine_args", engine_args), ("engine_url", engine_urls))
+    for field, arguments in options:
+        told = [_of_model(argument, specs) for argument in arguments]
+        for name, value in sorted(told, key=lambda pair: pair[0] != ""):  # what is said of one goes before
+            for each in [name] if name else list(specs):
+                specs[each] = msgspec.structs.replace(specs[each], **{field: value})
+    for name, spec in specs.items():
+        if spec.engine_url:
+            spec = specs[name] = msgspec.structs.replace(spec, engine=spec.engine or ENDPOINT)
+        if spec.engine not in ("", *ENGINES):
+            raise OperatorError(f"--engine {spec.engine}: write one of {', '.join(ENGINES)}, or NAME=ENGINE.")
+        if spec.engine_args and spec.is_native:
+            raise OperatorError(f"--engine-args are for another engine than Tideway's own: add --engine {name}=vllm.")
+        if spec.is_endpoint != bool(spec.engine_url):
+            raise OperatorError(
+                f"{name} is computed by a server that runs already: say which, --engine-url {name}=URL."
+            )
+    return list(specs.values())
+
+
+def check_engines(models: Iterable[ModelSpec]) -> None:
+    """Raises `OperatorError` where the environment of a model's engine is not on this machine."""
+    for engine in sorted({spec.engine for spec in models if not spec.is_native and not spec.is_endpoint}):
+        try:
+            environments.python_of(engine)
+        except environments.EngineEnvironmentError as error:
+            raise OperatorError(str(error)) from None
+
+
+def _of_model(argument: str, names: Collection[str]) -> tuple[str, str]:
+    """(model, value); the model empty: of all."""
+    name, equals, value = argument.partition("=")
+    return (name, value) if equals and name in names else ("", argument)
 
 
 def parse_adapters(arguments: Iterable[str], models: Collection[ModelSpec]) -> list[AdapterSpec]:

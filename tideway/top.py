@@ -23,6 +23,7 @@ INTERVAL_S = 1.0
 LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
 """Look of tables."""
 LEAST_WANTED = (
+    "engine",
     "high",
     "off-\nline",
     "models\nready",
@@ -103,6 +104,7 @@ def _instances(instances: InstanceStates, bar: str) -> Table:
     table = Table(title="\nInstances", **LOOK)
     table.add_column("instance")
     table.add_column("state")
+    table.add_column("engine")
     table.add_column("KV pool")
     for name in ("run+\nwait", "off-\nline", "high", "steps\nleft", "moving\nout/in", "moved\nout/in", "models\nready"):
         table.add_column(name, justify="right")
@@ -114,7 +116,7 @@ def _instances(instances: InstanceStates, bar: str) -> Table:
         models = f"{num_ready}/{sum(model.state != 'host' for model in instance.models)}"
         name, num_devices = escape(instance.instance_id), len(instance.devices)
         name += f" x{num_devices}" if num_devices > 1 else ""
-        table.add_row(name, Text(state, style), *_load(instance, bar), models)
+        table.add_row(name, Text(state, style), escape(instance.engine), *_load(instance, bar), models)
     return table
 
 

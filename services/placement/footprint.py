@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
 from services.placement.fleet import num_ranks, num_stages
 from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo
 from shared.models.checkpoint import ITEMSIZES, CheckpointShape, run_dtype
@@ -52,6 +54,10 @@ class DeviceFacts(NamedTuple):
 
 def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Footprint:
     """`spec.dtype` is "auto" (as stored) or a key of ITEMSIZES."""
+    if spec.is_endpoint:
+        # It is computed elsewhere; the blocks are a size like any other.
+        at_home = footprint(msgspec.structs.replace(spec, engine=""), shape, facts)
+        return replace(at_home, weight_bytes=0, activation_bytes=0, least_blocks=1)
     dtype = run_dtype(spec.dtype, shape.dtype, facts.kind)
     block_size = facts.block_size(shape.head_dim, dtype)
     of_stage = facts.num_ranks // facts.num_stages

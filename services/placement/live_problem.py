@@ -61,6 +61,8 @@ def live_problem(
         raise ProblemError(f"instances of {', '.join(staged)} {told}", "pipelines")
     if unread := [model.spec.name for model in models if model.shape is None]:
         raise ProblemError(f"the checkpoint of {', '.join(unread)} is not known")
+    if foreign := [model.spec.name for model in models if not model.spec.is_native]:
+        raise ProblemError(f"{', '.join(foreign)} run on engines whose step times a search does not know", "engines")
     if not traffic.num_requests:
         raise ProblemError(f"no request came in the last {traffic.interval_s:.0f} s: there is nothing to search by")
     if gpu and gpu not in HARDWARE:

@@ -466,15 +466,22 @@ class _Placement:
             if room.is_frozen:
                 room.specs[spec.name] = spec
                 self.num_replicas[spec.name] += 1
-            elif room.fits(self._size(spec.name, room)):
+            elif self.has_place(spec.name, room):
                 self.put(spec.name, room)
 
     def fill(self, *, everywhere: bool) -> None:
-        """First one replica of each model, so that none takes the last room of another; then the asked numbers of
+        """First one replica of each model, so that none takes the last room of another, those first that take a room
+        alone; then the asked numbers of
         replicas; then, if `everywhere`, every instance with every model that has no number. Large models first, as they
         fit in fewest, and those on demand last, as they may be put away."""
         names = sorted(
-            self.to_place, key=lambda name: (self._configured[name].spec.on_demand, -self._weight(name), name)
+            self.to_place,
+            key=lambda name: (
+                self._configured[name].spec.on_demand,
+                self._configured[name].spec.is_native,
+                -self._weight(name),
+                name,
+            ),
         )
         for name in names:
             if not self.num_replicas[name]:
@@ -503,6 +510,11 @@ class _Placement:
                 return f"all instances wait for the checkpoint of {name!r}, which cannot be read: {unread.problem}"
             return "no instance is there to hold it" if self._has_nodes else "no worker node is registered"
         room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
+        if not self._configured[name].spec.is_native and all(other.specs for other in rooms):
+            engine = self._configured[name].spec.engine
+            return f"the engine {engine} of {name!r} takes an instance for itself, and none is empty: add one"
+        if all(self._is_taken(name, other) for other in rooms):
+            return f"all instances are those of models on engines that take one for themselves: {name!r} needs one more"
         return f"{self._needs(name, room)}; the instance with the most room, {room.instance_id}, has {_free(room)}"
 
     def why_not(self, name: str, room: _Room) -> str:
@@ -535,7 +547,15 @@ class _Placement:
         return max((size.weight_bytes for (n, _), size in self._sizes.items() if n == name), default=0)
 
     def has_place(self, name: str, room: _Room) -> bool:
-        return not room.is_frozen and name not in room.specs and room.fits(self._size(name, room))
+        if room.is_frozen or name in room.specs or self._is_taken(name, room):
+            return False
+        return room.fits(self._size(name, room))
+
+    def _is_taken(self, name: str, room: _Room) -> bool:
+        """Whether it cannot share the room with what is there: an engine of another's has an instance for itself."""
+        if not self._configured[name].spec.is_native:
+            return bool(room.specs)
+        return any(not spec.is_native for spec in room.specs.values())
 
     def _keeps_pool(self, name: str, room: _Room) -> bool:
         """Whether nothing has to be started anew for it."""
@@ -570,7 +590,7 @@ class _Placement:
 
 def _replicas(spec: ModelSpec) -> int | None:
     """None: every instance that it fits."""
-    return 1 if spec.on_demand and spec.replicas is None else spec.replicas
+    return 1 if (spec.on_demand or spec.is_endpoint) and spec.replicas is None else spec.replicas
 
 
 def _weights_of(model: ConfiguredModel) -> tuple[str, str, str, int | None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Sequence
 
 from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
+from shared.engines.capabilities import ENGINES
 from shared.messages.cluster import DEFAULT_IDLE_S, ModelSpec, NodeInfo, tool_formats
 from shared.messages.requests import ErrorCode
 from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
@@ -45,6 +47,9 @@ def check_spec(spec: ModelSpec) -> None:
         raise refuse(
             f"tool_format {spec.tool_format!r}: expected {', '.join(known)}, or module:attribute", "tool_format"
         )
+    _check_engine(spec)
+    if spec.on_demand and not spec.is_native:
+        raise refuse(f"on_demand is for models on Tideway's own engine, and this one is on {spec.engine}", "on_demand")
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)
@@ -54,6 +59,23 @@ def check_spec(spec: ModelSpec) -> None:
         raise refuse("idle_s is of models on demand: set on_demand too", "idle_s")
     if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
         raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
+
+
+def _check_engine(spec: ModelSpec) -> None:
+    if spec.engine not in ("", *ENGINES):
+        raise refuse(f"engine {spec.engine!r}: expected {', '.join(ENGINES)}", "engine")
+    if spec.engine_args and spec.is_native:
+        raise refuse("engine_args are for another engine than Tideway's own: name it as engine", "engine_args")
+    try:
+        shlex.split(spec.engine_args)
+    except ValueError as error:
+        raise refuse(f"engine_args cannot be read: {error}", "engine_args") from None
+    if spec.is_endpoint != bool(spec.engine_url):
+        raise refuse("engine_url is given for the engine endpoint, and for it alone", "engine_url")
+    if spec.engine_url and not spec.engine_url.startswith(("http://", "https://")):
+        raise refuse(f"engine_url {spec.engine_url!r}: expected http://... or https://...", "engine_url")
+    if spec.is_endpoint and (spec.replicas or 1) > 1:
+        raise refuse(f"replicas is {spec.replicas}: a server that runs already is one", "replicas")
 
 
 def check_quantization(spec: ModelSpec, shape: CheckpointShape) -> None:

@@ -219,6 +219,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     """ready | loading | failed | host | disk: the last two of one that is put away, by where its weights are."""
     why_asleep: str = ""
     """Why it is put away: a `WhyAsleep`."""
+    engine: str = "native"
+    """Engine that computes it."""
 
 
 class AdapterState(msgspec.Struct, kw_only=True):
@@ -313,6 +315,11 @@ class InstanceState(msgspec.Struct, kw_only=True):
     migration: bool
     load: InstanceLoad | None
     """None: it has not reported lately."""
+    engine: str = "native"
+    """native | vllm | endpoint; and its version, or the server's address."""
+    engine_version: str = ""
+    lacks: list[str] = []
+    """What the engine cannot do (docs/engines.md)."""
 
 
 class InstanceStates(msgspec.Struct):

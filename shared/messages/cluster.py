@@ -62,6 +62,20 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
     idle_s: Seconds = DEFAULT_IDLE_S
     """For a model on demand: it is put away so long after its last request has ended."""
+    engine: str = ""
+    """Engine that computes it: native | vllm | endpoint; empty: native."""
+    engine_args: str = ""
+    """For the engine's own command line, as a shell would read them."""
+    engine_url: str = ""
+    """URL of the server of the engine `endpoint`, without `/v1`."""
+
+    @property
+    def is_native(self) -> bool:
+        return self.engine in ("", "native")
+
+    @property
+    def is_endpoint(self) -> bool:
+        return self.engine == "endpoint"
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
@@ -160,6 +174,11 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     dispatch_freeness: Number = math.inf
     """As in `LoadReport`, for who places requests without a scheduler."""
     group: DeviceGroup = ONE_DEVICE
+    engine: str = "native"
+    """Engine that computes here; the next field has its version."""
+    engine_version: str = ""
+    lacks: tuple[str, ...] = ()
+    """What it cannot do: members of `shared.engines.capabilities.Capability`."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):

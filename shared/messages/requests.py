@@ -164,6 +164,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     pooled: Pooled | None = None
     """The prompt's hidden states are made into a vector or a score, which comes with the first output token; so that needs
     `logprobs` of 0 or more."""
+    is_seed_drawn: bool = False
+    """The client named no seed: what follows output may be drawn otherwise by an engine that has noise of its own."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shared.costs.model import prompt_s
+from shared.engines.capabilities import asked
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
     NUM_CACHED,
@@ -435,6 +436,7 @@ class CandidatesFor:
         self.now = now
         self._num_tokens_at_most = request.num_tokens_at_most
         self._request = request.request if request.is_online else None
+        self._asked = frozenset() if request.request is None else asked(request.request)
         self._index = index
         self._cluster = cluster
         self._prefixes = prefixes
@@ -503,7 +505,7 @@ class CandidatesFor:
         served = state.ready[self.model]
         way = self._ways.get(served)
         if way is None:
-            fits = served.fits(self._num_tokens_at_most)
+            fits = served.fits(self._num_tokens_at_most) and not self._asked & served.lacks
             way = self._ways[served] = _Way(served, fits, served.demand_merged(self.num_tokens))
         seen = Seen(instance_id, self.ranking.standing(instance_id, state), way, self) if way.fits else None
         self._seen[instance_id] = seen

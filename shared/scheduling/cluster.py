@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shared.engines import capabilities
 from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.policies.dispatch import ReportedFreeness
@@ -31,10 +32,14 @@ class ServedModel(NamedTuple):
     block_size: int
     blocks_per_merged: int
     num_merged: int
+    lacks: frozenset[str] = frozenset()
+    """What its engine cannot do."""
 
     @classmethod
     def of(cls, model: LoadedModel, info: InstanceInfo) -> ServedModel:
-        return cls(model.max_model_len, model.block_size, model.blocks_per_merged, info.num_merged)
+        return cls(
+            model.max_model_len, model.block_size, model.blocks_per_merged, info.num_merged, frozenset(info.lacks)
+        )
 
     @property
     def tokens_per_merged(self) -> int:
@@ -259,7 +264,7 @@ class InstanceState:
 def _terms_of(info: InstanceInfo) -> tuple[object, ...]:
     """All that an entry says of what the instance takes, and nothing of its load."""
     served = [(m.name, m.state, m.max_model_len, m.block_size, m.blocks_per_merged) for m in info.models]
-    return info.incarnation, info.state, info.kv_address, info.num_merged, served
+    return info.incarnation, info.state, info.kv_address, info.num_merged, info.lacks, served
 
 
 class ClusterView:
@@ -341,16 +346,20 @@ class ClusterView:
     def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
         """Why no instance that serves the request's model could ever run it, or None if one could or nobody serves it."""
         served = self._taking.get(request.model)
+        lacking = [capabilities.refusal(request, way.lacks) for way in served or ()]
+        if served and all(lacking):
+            return lacking[0]
         num_prompt = len(request.prompt) // 4
         num_tokens = num_prompt + request.sampling.max_tokens
-        if not served or any(way.fits(num_tokens) for way in served):
+        able = [way for way, lack in zip(served or (), lacking, strict=True) if lack is None]
+        if not able or any(way.fits(num_tokens) for way in able):
             return None
         asked = f"{num_prompt} prompt tokens and up to {request.sampling.max_tokens} output tokens"
-        longest = max(way.max_model_len for way in served)
+        longest = max(way.max_model_len for way in able)
         if longest and num_tokens > longest:
             limit = f"{request.model!r} takes at most {longest} tokens together"
         else:
-            pool_tokens = max(way.num_merged * way.tokens_per_merged for way in served)
+            pool_tokens = max(way.num_merged * way.tokens_per_merged for way in able)
             limit = f"the largest KV pool that serves {request.model!r} holds {pool_tokens} tokens"
         param = "prompt" if num_prompt >= (longest or num_tokens) else "max_tokens"
         return ErrorInfo(ErrorCode.TOO_LONG, f"{asked} were asked for; {limit}", param)
@@ -358,7 +367,8 @@ class ClusterView:
     def may_fit_soon(self, request: GenerationRequest) -> bool:
         """Where an instance is loading the request's model that could run it, as far as is known."""
         num_tokens = len(request.prompt) // 4 + request.sampling.max_tokens
-        return any(way.fits(num_tokens) for way in self._coming.get(request.model, ()))
+        coming = self._coming.get(request.model, ())
+        return any(way.fits(num_tokens) and not capabilities.refusal(request, way.lacks) for way in coming)
 
     def cut(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request that has a `refusal` with as many `max_tokens` as fit; None: not one token more than it has fits."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shared.messages.batches import GrantQuery, GrantReply
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
+    ErrorCode,
     ErrorInfo,
     FinishReason,
     GenerationRequest,
@@ -43,7 +44,7 @@ class Intake:
         if (
             is_new
             and (refused := self._core.cluster.refusal(request))
-            and not (request.is_open_ended and self._core.cluster.cut(request))
+            and not (refused.code is ErrorCode.TOO_LONG and request.is_open_ended and self._core.cluster.cut(request))
         ):
             return refused
         if request.model in self._core.life.removed_models:

@@ -89,8 +89,10 @@ class RequestLifecycle:
         its model."""
         request, queue, timer = tracked.request, self._dispatcher.queue, ("unfit", tracked.request_id)
         assert request is not None
-        is_unfit = self._cluster.refusal(request) is not None
-        if is_unfit and request.is_open_ended and (shorter := self._cluster.cut(request)) is not None:
+        refused = self._cluster.refusal(request)
+        is_unfit = refused is not None
+        is_long = refused is not None and refused.code is ErrorCode.TOO_LONG
+        if is_long and request.is_open_ended and (shorter := self._cluster.cut(request)) is not None:
             queue.remove(tracked)
             tracked.request = shorter
             self._dispatcher.enqueue(tracked, now)
@@ -114,12 +116,13 @@ class RequestLifecycle:
         if self._cluster.may_fit_soon(request):
             self.timers.set(("unfit", request_id), now + UNFIT_GRACE_S)
             return
-        shorter = self._cluster.cut(request) if request.prior else None
+        is_long = refused.code is ErrorCode.TOO_LONG
+        shorter = self._cluster.cut(request) if request.prior and is_long else None
         if shorter is not None:
             self._dispatcher.queue.remove(tracked)
             tracked.request = shorter
             self.enqueue(tracked, now)
-        elif request.prior:
+        elif request.prior and is_long:
             self.end(tracked, FinishReason.LENGTH, None, now)
         else:
             self.end(tracked, FinishReason.ERROR, refused, now)

@@ -713,3 +713,26 @@ def test_whichever_models_are_woken_no_pool_changes_and_all_is_within_memory(alw
 
 def models_by_name(models: list[ConfiguredModel]) -> dict[str, CheckpointShape]:
     return {one.spec.name: one.shape for one in models}
+
+
+def on_engine(name: str, engine: str, **fields: object) -> ConfiguredModel:
+    return replace(model(name), spec=ModelSpec(name, f"/{name}", engine=engine, **fields))  # type: ignore[arg-type]
+
+
+def test_an_engine_of_anothers_has_an_instance_for_itself() -> None:
+    models = [model("a", 500), model("b"), on_engine("hosted", "vllm", replicas=1)]
+    result = plan(models, [node("a", num_instances=3)], None)
+    (alone,) = where(result, "hosted")
+    assert [[spec.name for spec in one.models] for one in result.instances if one.instance_id == alone] == [["hosted"]]
+    assert len(where(result, "a")) == len(where(result, "b")) == 2
+    full = plan([*models, on_engine("second", "vllm")], [node("a", num_instances=1)], None)
+    assert "takes an instance for itself" in full.unplaced["second"] or "takes" in full.unplaced["hosted"]
+    assert "needs one more" in full.unplaced["a"]
+    assert plan(models, [node("a", num_instances=3)], result) is result
+
+
+def test_a_server_that_runs_already_takes_no_memory_and_one_instance() -> None:
+    there = on_engine("there", "endpoint", engine_url="http://127.0.0.1:1")
+    there = replace(there, shape=shape(weight_mib=100_000))
+    result = plan([there], [node("a", memory=1 * GIB)], None)
+    assert len(where(result, "there")) == 1 and not result.unplaced

@@ -21,6 +21,7 @@ from tideway.preflight import (
     free_ports,
     local_host,
     parse_models,
+    with_engines,
 )
 
 
@@ -239,3 +240,19 @@ def test_where_traces_go_is_a_url() -> None:
     for url in ("127.0.0.1:4318", "localhost:4318", "nonsense", "http://", "grpc://collector:4317"):
         with pytest.raises(OperatorError, match=r"--otlp .*http://127\.0\.0\.1:4318"):
             check_otlp(url)
+
+
+def test_engines_of_models_are_told_for_all_or_for_one() -> None:
+    models = parse_models(["a=org/a", "b=org/b"])
+    specs = with_engines(models, ["b=vllm"], ["b=--max-num-seqs 8"], ["a=http://127.0.0.1:8100"])
+    assert [(spec.engine, spec.engine_args, spec.engine_url) for spec in specs] == [
+        ("endpoint", "", "http://127.0.0.1:8100"),
+        ("vllm", "--max-num-seqs 8", ""),
+    ]
+    assert {spec.engine for spec in with_engines(models, ["vllm"], ["--dtype=float32"], [])} == {"vllm"}
+    with pytest.raises(OperatorError, match="--engine sglang: write one of native, vllm, endpoint"):
+        with_engines(models, ["sglang"], [], [])
+    with pytest.raises(OperatorError, match="--engine a=vllm"):
+        with_engines(models, [], ["--max-num-seqs 8"], [])
+    with pytest.raises(OperatorError, match="--engine-url"):
+        with_engines(models, ["endpoint"], [], [])

@@ -176,6 +176,14 @@ def test_pools_change_by_a_restart_of_one_instance_at_a_time() -> None:
     assert state.step(15.0) == [Start(new[1])]
 
 
+def test_an_instance_of_anothers_engine_is_restarted_for_another_model_or_other_arguments() -> None:
+    hosted = msgspec.structs.replace(instance_plan(0), models=[ModelSpec("a", "/a", engine="vllm")])
+    state = started(hosted)
+    model = ModelSpec("a", "/a", engine="vllm", engine_args="--enforce-eager")
+    state.on_plan(plan(2, msgspec.structs.replace(hosted, models=[model])))
+    assert state.step(2.0) == [drain("n-0")]
+
+
 def test_an_instance_on_other_devices_is_restarted() -> None:
     state = started(instance_plan(0), instance_plan(1))
     named = msgspec.structs.replace(instance_plan(0), group=DeviceGroup(("GPU-aa",)))

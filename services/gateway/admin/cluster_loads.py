@@ -164,6 +164,9 @@ def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> Instan
         kv_address=info.kv_address,
         migration=bool(info.kv_address),
         load=None if heard is None else _load(info, heard, now),
+        engine=info.engine,
+        engine_version=info.engine_version,
+        lacks=list(info.lacks),
     )
 
 

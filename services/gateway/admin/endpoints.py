@@ -31,6 +31,7 @@ from services.gateway.openai.schemas import (
 )
 from services.gateway.requests.other_routes import json_response
 from shared.bus.interface import BusError
+from shared.engines.capabilities import NATIVE
 from shared.messages.admin import (
     AdapterState,
     AddAdapter,
@@ -177,6 +178,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 tpot_ms=spec.tpot_ms,
                 slo_scale=spec.slo_scale,
                 quantization=spec.quantization,
+                engine=spec.engine or NATIVE,
                 instances={instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced=unplaced.get(spec.name),
                 failure=failure.message if (failure := context.catalog.failure(spec.name)) is not None else None,
@@ -220,12 +222,18 @@ def _adapter_state(context: GatewayContext, spec: AdapterSpec, traffic: Mapping[
     )
 
 
+_NOT_OF_ADAPTERS = (
+    "dtype", "max_model_len", "replicas", "quantization", "tool_format", "on_demand", "idle_s", "engine",
+    "engine_args", "engine_url",
+)  # fmt: skip
+
+
 @audited
 async def add_model(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     message = await read_audited(context, request, _ADD_MODEL)
     if message.base is not None:
-        for field in ("dtype", "max_model_len", "replicas", "quantization", "tool_format", "on_demand", "idle_s"):
+        for field in _NOT_OF_ADAPTERS:
             if getattr(message, field) is not None:
                 raise invalid(field, f"'{field}' cannot be set of an adapter: it has that of its base model.")
         adapter = AdapterSpec(
@@ -251,6 +259,9 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.tool_format or "",
         bool(message.on_demand),
         DEFAULT_IDLE_S if message.idle_s is None else message.idle_s,
+        message.engine or ("endpoint" if message.engine_url else ""),
+        message.engine_args or "",
+        message.engine_url or "",
     )
     await check_model(context, spec)
     if context.catalog.failure(spec.name) is not None:

@@ -333,4 +333,5 @@ def sampling_of(
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         prompt_logprobs=num_prompt_top,
         grammar=grammar,
+        is_seed_drawn=request.seed is None,
     )

@@ -550,6 +550,12 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
     idle_s: Annotated[float, Meta(ge=0, le=2_592_000)] | None = None
     """For a model on demand: seconds after its last request until it is put away; default 300."""
+    engine: Literal["native", "vllm", "endpoint"] | None = None
+    """Engine that computes it; default native."""
+    engine_args: Annotated[str, Meta(max_length=4096)] | None = None
+    """Flags of that engine."""
+    engine_url: Annotated[str, Meta(max_length=1024)] | None = None
+    """URL of a server that already runs."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from typing import Protocol
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models.catalog import Catalog, loaded_model, serves
 from shared.bus.interface import Bus, BusError, ServiceError
+from shared.engines.capabilities import asked
 from shared.messages.catalogue import INSTANCE_SUBMIT, SCHEDULER_SUBMIT
 from shared.messages.cluster import InstanceInfo
 from shared.messages.requests import ErrorCode, GenerationRequest
@@ -228,7 +229,8 @@ class Placer:
             f"No scheduler answers and no instance serves model '{stream.model}' now.",
             retry_after_s=PATIENCE_S,
         )
-        instances = self._catalog.instances.values()
+        request = stream.to_send(self._bus.now())
+        instances = [info for info in self._catalog.instances.values() if not asked(request) & frozenset(info.lacks)]
         for instance_id in candidates(instances, stream.model, self._sent, stream.num_tokens):
             now = self._bus.now()
             if now >= stream.deadline or not stream.is_open:

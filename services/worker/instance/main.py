@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from services.worker.engines.main import foreign_model, serve
 from services.worker.instance.building import (
     build_engine,
     host_pool_merged,
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 
 
 async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
+    if (hosted := foreign_model(settings)) is not None:
+        await serve(stop, settings, hosted)
+        return
     plan = msgspec.json.decode(settings.plan, type=InstancePlan)
     other_ranks = start_ranks(plan.group)
     import torch

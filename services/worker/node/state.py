@@ -98,6 +98,11 @@ def back_off_s(num_failures: int) -> float:
     return min(BACK_OFF_FIRST_S * 2.0 ** min(num_failures - 1, 30), BACK_OFF_MOST_S)
 
 
+def _foreign(plan: InstancePlan) -> list[ModelSpec]:
+    """Its model whose engine is another's, which has the process for itself and is its whole life."""
+    return [spec for spec in plan.models if not spec.is_native]
+
+
 def num_planned(plan: PlacementPlan, node_id: str) -> int:
     """Devices of the node up to the last one of the last instance that the plan knows, drained ones included (of which it
     knows one device each)."""
@@ -176,6 +181,8 @@ class _Process:
         if self.plan.group != plan.group and ONE_DEVICE not in (self.plan.group, plan.group):
             return False
         if self.plan.group.num_ranks != plan.group.num_ranks:
+            return False
+        if _foreign(self.plan) != _foreign(plan):
             return False
         return (self.plan.pool_bytes, self.plan.merged_bytes) == (plan.pool_bytes, plan.merged_bytes)
 

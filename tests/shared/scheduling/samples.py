@@ -65,6 +65,7 @@ def make_info(
     num_merged: int = 100,
     max_model_len: int = 1024,
     kv_address: str = "here",
+    lacks: tuple[str, ...] = (),
 ) -> InstanceInfo:
     loaded = [
         LoadedModel(
@@ -84,6 +85,7 @@ def make_info(
         models=loaded,
         num_merged=num_merged,
         kv_address=kv_address,
+        lacks=lacks,
     )
 
 

@@ -317,6 +317,21 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     assert driver.dispatches() == {"u": "b"}
 
 
+def test_an_engine_that_lacks_what_a_request_asks_is_passed_over_and_refused_by_name_where_all_do() -> None:
+    driver = Driver()
+    driver.up("hosted", lacks=("adapters", "kv_moves"))
+    adapted = msgspec.structs.replace(make_request("r"), adapter=Adapter("summaries", "1", "/x"))
+    refused = driver.submit(adapted)
+    assert refused is not None and refused.code == ErrorCode.BAD_REQUEST and refused.param == "model"
+    assert "lacks adapters" in refused.message
+    assert driver.submit(make_request("plain")) is None
+    assert driver.dispatches() == {"plain": "hosted"}
+    driver.up("native")
+    driver.report("native", freeness=1.0)
+    assert driver.submit(adapted) is None
+    assert driver.dispatches() == {"r": "native"}
+
+
 def ends(driver: Driver) -> dict[str, ErrorCode]:
     return {sent.entry.request_id: sent.entry.error.code for sent in driver.take(SendEntry) if sent.entry.error}
 

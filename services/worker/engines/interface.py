@@ -1,0 +1,36 @@
+"""What an instance asks of an engine that is another's. A hosted engine (`hosted.py`) and a server behind HTTP
+(`endpoint.py`) implement it; the native engine has an instance of its own (`services/worker/instance/service.py`) with the
+same bus side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shared.engines.messages import Abort, ClearCache, EngineFacts, Generate, Step
+
+
+class EngineFailed(Exception):
+    """The engine is of no more use. `is_final`: starting it again would fail again."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class ForeignEngine(Protocol):
+    async def start(self) -> EngineFacts:
+        """Returns when it serves its model. Raises `EngineFailed`."""
+        ...
+
+    def send(self, commands: Sequence[Generate | Abort | ClearCache]) -> None:
+        """Never waits. What comes of it comes with `next_step`; of a key that was aborted nothing more needs to."""
+        ...
+
+    async def next_step(self) -> Step:
+        """Waits for what it makes next. Raises `EngineFailed`."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends it and all that it started; may be called twice, and after a failure."""
+        ...

@@ -1,0 +1,78 @@
+"""The process of an instance whose engine is another's; `services/worker/instance/main.py` hands over to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+
+import msgspec
+
+from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
+from services.worker.engines.environments import EngineEnvironmentError
+from services.worker.engines.instance import EngineInstance
+from services.worker.engines.interface import ForeignEngine
+from services.worker.engines.vllm.spec import HostedSpec
+from services.worker.engines.vllm.starting import hosted_vllm
+from shared.bus.nats_bus import NatsBus
+from shared.messages.cluster import InstancePlan, ModelSpec
+from shared.runtime.service import unless_stopped
+from shared.runtime.settings import InstanceSettings, SettingsError
+from shared.runtime.telemetry import start_telemetry
+
+API_KEY = "TIDEWAY_ENGINE_API_KEY"
+"""Environment variable: the key that servers behind `engine_url` want."""
+
+
+def foreign_model(settings: InstanceSettings) -> ModelSpec | None:
+    """The model of an instance whose engine is another's; None: it is a native one."""
+    plan = msgspec.json.decode(settings.plan, type=InstancePlan)
+    return next((spec for spec in plan.models if not spec.is_native), None)
+
+
+def make_engine(spec: ModelSpec, settings: InstanceSettings) -> ForeignEngine:
+    """Raises `SettingsError` for what the operator must change."""
+    arguments = shlex.split(spec.engine_args)
+    if spec.is_endpoint:
+        try:
+            options = EndpointOptions.parse(arguments)
+        except ValueError as error:
+            raise SettingsError(f"model {spec.name}: {error}") from None
+        return EndpointEngine(spec.engine_url, options, spec.max_model_len or 0, os.environ.get(API_KEY, ""))
+    plan = msgspec.json.decode(settings.plan, type=InstancePlan)
+    hosted = HostedSpec(
+        source=spec.source,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        quantization=spec.quantization,
+        pool_bytes=plan.pool_bytes,
+        engine_args=tuple(arguments),
+        ttft_s=(spec.ttft_ms or settings.ttft_ms) / 1000,
+        tpot_s=(spec.tpot_ms or settings.tpot_ms) / 1000,
+    )
+    try:
+        return hosted_vllm(hosted, settings.device)
+    except EngineEnvironmentError as error:
+        raise SettingsError(str(error)) from None
+
+
+async def serve(stop: asyncio.Event, settings: InstanceSettings, spec: ModelSpec) -> None:
+    """Until `stop` is set, the instance is drained, or its engine fails."""
+    engine = make_engine(spec, settings)
+    telemetry = start_telemetry("worker", settings.instance_id, settings)
+    bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
+    if bus is None:
+        return
+    instance = EngineInstance(bus, settings, telemetry, engine)
+    await unless_stopped(instance.start(), stop)
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, instance.drained, instance.failed)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if stop.is_set():
+        await instance.drain_before_exit()
+    await instance.stop()
+    await bus.close()
+    telemetry.close()
+    if instance.failed.is_set():
+        os._exit(1)

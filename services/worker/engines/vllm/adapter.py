@@ -1,0 +1,233 @@
+"""The adapter's process, in vLLM's environment: `python -m services.worker.engines.vllm.adapter SPEC`.
+
+Makes vLLM's engine core, in a process of its own, and stands between its client and the socket to Tideway's instance.
+It ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from services.worker.engines.frames import READ_LIMIT_BYTES, FrameReader, FrameWriter
+from services.worker.engines.hosted import SOCKET
+from services.worker.engines.vllm.api_points import CLIENT, KNOWN_VERSIONS, SCHEDULER, missing
+from services.worker.engines.vllm.spec import HostedSpec
+from services.worker.engines.vllm.translate import core_request, progress_of
+from shared.engines.capabilities import Capability
+from shared.engines.messages import Abort, ClearCache, Command, EngineFacts, Failed, Generate, Progress, Ready, Step
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, SamplingParams, pack_tokens
+
+PACKAGE = "services.worker.engines.vllm.scheduler"
+SCHEDULERS = (f"{PACKAGE}.HarvestingScheduler", f"{PACKAGE}.HarvestingAsyncScheduler")
+STATS = "tideway"
+ALWAYS_LACKS = (
+    Capability.ADAPTERS,
+    Capability.PROMPT_LOGPROBS,
+    Capability.KV_MOVES,
+    Capability.SEVERAL_MODELS,
+    Capability.SEED_RESUME,
+    Capability.PENALTY_RESUME,
+)
+STOCK_LACKS = (Capability.PREEMPTS, Capability.BUDGETS, Capability.GRAMMAR_RESUME)
+
+
+WARM_UP_PROMPT, WARM_UP_TOKENS = 24, 3
+
+
+class NotHostable(Exception):
+    """This vLLM, or this model with it, cannot be hosted; the message is for the operator."""
+
+
+def make_config(spec: HostedSpec) -> tuple[Any, tuple[str, ...], list[str]]:
+    """vLLM's configuration, what the engine lacks, and notes for the log. Raises `NotHostable`."""
+    from importlib.metadata import version
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if lost := missing(CLIENT):
+        raise NotHostable(f"vLLM {version('vllm')} cannot be hosted: {'; '.join(lost)}")
+    notes = []
+    is_stock = spec.scheduler == "stock"
+    if not is_stock and not version("vllm").startswith(KNOWN_VERSIONS):
+        is_stock = True
+        notes.append(f"vLLM {version('vllm')} was not tried: its stock scheduler runs")
+    elif not is_stock and (lost := missing(SCHEDULER)):
+        is_stock = True
+        notes.append(f"vLLM's stock scheduler runs: {'; '.join(lost)}")
+    arguments = ["--model", spec.source, *_defaults(spec), *spec.engine_args]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    try:
+        args = AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
+    except SystemExit:
+        raise NotHostable(f"vLLM does not take these arguments: {' '.join(arguments)}") from None
+    args.disable_log_stats = False
+    args.additional_config = {**(args.additional_config or {}), STATS: {"ttft_s": spec.ttft_s, "tpot_s": spec.tpot_s}}
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if not is_stock:
+        config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    return config, (*ALWAYS_LACKS, *(STOCK_LACKS if is_stock else ())), notes
+
+
+def _defaults(spec: HostedSpec) -> list[str]:
+    """What the operator's own arguments, which come later, may say otherwise."""
+    found = ["--dtype", spec.dtype, "--scheduling-policy", "priority"]
+    if spec.max_model_len is not None:
+        found += ["--max-model-len", str(spec.max_model_len)]
+    if spec.quantization:
+        found += ["--quantization", spec.quantization]
+    given = {one.split("=")[0].replace("_", "-") for one in spec.engine_args}
+    if spec.pool_bytes and not given & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:
+        found += ["--kv-cache-memory-bytes", str(spec.pool_bytes)]
+    if "--structured-outputs-config" not in given:
+        found += ["--structured-outputs-config", '{"backend": "guidance"}']
+    return found
+
+
+class Adapter:
+    def __init__(self, client: Any, max_model_len: int, reader: FrameReader[Command], writer: FrameWriter) -> None:
+        self._client = client
+        self._max_model_len = max_model_len
+        self._reader = reader
+        self._writer = writer
+        self._num_top: dict[str, int] = {}
+        """By key: alternatives that its log-probabilities have; below 0: it has none."""
+
+    async def run(self) -> None:
+        """Until the socket ends, or the engine."""
+        tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._tell())]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        for task in done:
+            task.result()
+
+    async def _obey(self) -> None:
+        while (command := await self._reader.read()) is not None:
+            if isinstance(command, Generate):
+                await self._begin(command)
+            elif isinstance(command, Abort):
+                for key in command.keys:
+                    self._num_top.pop(key, None)
+                await self._client.abort_requests_async(list(command.keys))
+            elif isinstance(command, ClearCache):
+                await self._client.reset_prefix_cache_async()
+
+    async def _begin(self, message: Generate) -> None:
+        try:
+            request = core_request(message, self._max_model_len)
+        except ValueError as error:
+            refused = ErrorInfo(ErrorCode.BAD_REQUEST, f"vLLM does not take the request: {error}")
+            ended = Progress(key=message.key, finish_reason=FinishReason.ERROR, error=refused)
+            self._writer.write(Step(progress=[ended]))
+            return
+        self._num_top[message.key] = message.sampling.logprobs
+        await self._client.add_request_async(request)
+
+    async def _tell(self) -> None:
+        while True:
+            outputs = await self._client.get_output_async()
+            progress = []
+            for output in outputs.outputs:
+                num_top = self._num_top.get(output.request_id)
+                if num_top is None:
+                    continue
+                progress.append(progress_of(output, num_top))
+                if output.finish_reason is not None:
+                    del self._num_top[output.request_id]
+            stats = outputs.scheduler_stats
+            if not progress and stats is None:
+                continue
+            *shape, seconds = _step_told(stats)
+            self._writer.write(
+                Step(
+                    progress=progress,
+                    used_share=0.0 if stats is None else stats.kv_cache_usage,
+                    shape=tuple(shape) if shape else None,
+                    seconds=seconds,
+                )
+            )
+            await self._writer.drain()
+
+
+def _step_told(stats: Any) -> list[Any]:
+    """A step's shape and seconds, as the scheduler tells them; the seconds 0 alone: it does not."""
+    told = stats.kv_connector_stats if stats is not None else None
+    return list(told[STATS]) if told and STATS in told else [0.0]
+
+
+async def main(spec: HostedSpec) -> None:
+    ours = socket.socket(fileno=int(os.environ[SOCKET]))
+    stream, stream_writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
+    reader: FrameReader[Command] = FrameReader(stream, Command)  # type: ignore[arg-type]  # a union
+    writer = FrameWriter(stream_writer)
+    try:
+        client, facts = await _start(spec)
+    except Exception as error:  # whatever vLLM raises is the operator's to read
+        writer.write(Failed(f"{type(error).__name__}: {error}"[:2000], is_final=isinstance(error, NotHostable)))
+        await writer.drain()
+        raise
+    try:
+        await _warm_up(client, facts)
+        writer.write(Ready(facts))
+        await Adapter(client, facts.max_model_len, reader, writer).run()
+    except Exception as error:
+        writer.write(Failed(f"{type(error).__name__}: {error}"[:2000]))
+        await writer.drain()
+        print(f"the engine failed: {error!r}", file=sys.stderr, flush=True)
+    finally:
+        client.shutdown()
+
+
+async def _warm_up(client: Any, facts: EngineFacts) -> None:
+    """Computes a prompt and a token: vLLM compiles kernels in its first steps, which may take a minute."""
+    sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0)
+    prompt = pack_tokens([0] * min(WARM_UP_PROMPT, facts.max_model_len - WARM_UP_TOKENS))
+    request = Generate(key="warm-up", prompt=prompt, sampling=sampling, priority=0)
+    await client.add_request_async(core_request(request, facts.max_model_len))
+    while not any(output.finish_reason is not None for output in (await client.get_output_async()).outputs):
+        pass
+
+
+async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts]:
+    from importlib.metadata import version
+
+    config, lacks, notes = make_config(spec)
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    client = EngineCoreClient.make_async_mp_client(
+        vllm_config=config, executor_class=Executor.get_class(config), log_stats=True
+    )
+    cache, scheduling = config.cache_config, config.scheduler_config
+    num_blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+    processes = getattr(client.resources.engine_manager, "processes", [])
+    return client, EngineFacts(
+        version=version("vllm"),
+        lacks=lacks,
+        max_model_len=config.model_config.max_model_len,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        block_bytes=(cache.kv_cache_memory_bytes or spec.pool_bytes) // max(1, num_blocks),
+        max_running=scheduling.max_num_seqs,
+        max_step_tokens=scheduling.max_num_batched_tokens,
+        pid=processes[0].pid if processes else 0,
+        notes=tuple(notes),
+    )
+
+
+if __name__ == "__main__":
+    # Its life is the socket's: an instance that is told to end gives its requests away first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    hosted = msgspec.json.decode(sys.argv[1], type=HostedSpec)
+    asyncio.run(main(hosted))
+    os._exit(0)

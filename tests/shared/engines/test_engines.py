@@ -1,0 +1,127 @@
+"""Decisions about engines of others: lacks, resumption, admission, harvest within a step."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.costs.model import CostModel
+from shared.engines.admission import num_to_send, offline_rows
+from shared.engines.capabilities import Capability, asked, refusal
+from shared.engines.harvest import SequenceView, Victim, decide, victims
+from shared.engines.resuming import Diverged, Resumption, repeats_for
+from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, SamplingParams, pack_tokens
+from shared.policies.slo_budget import SloTokenBudget
+
+ALL = frozenset(Capability)
+COST = CostModel(fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0)
+
+
+def made(prior: list[int] = [], adapter: Adapter | None = None, **sampling: object) -> GenerationRequest:  # noqa: B006
+    return GenerationRequest(
+        request_id="r", gateway_id="g", model="m", prompt=pack_tokens([1, 2]), prior=pack_tokens(prior), adapter=adapter,
+        sampling=SamplingParams(max_tokens=10, **{"temperature": 0.0, **sampling}),
+    )  # fmt: skip
+
+
+def test_what_a_request_asks_is_refused_by_name_only_where_it_is_lacking():
+    plain, adapted = made(), made(adapter=Adapter("summaries", "1", "/x"))
+    assert refusal(plain, ALL) is None and asked(plain) == frozenset()
+    assert refusal(adapted, frozenset()) is None
+    refused = refusal(adapted, ALL)
+    assert refused.code is ErrorCode.BAD_REQUEST and refused.param == "model"
+    assert "LoRA adapters" in refused.message and "summaries" in refused.message
+    assert refusal(made(grammar="{}"), ALL).param == "response_format"
+    assert refusal(made(prompt_logprobs=0), ALL).param == "prompt_logprobs"
+
+
+def test_output_is_made_again_only_for_state_that_tokens_do_not_hold():
+    cases = {
+        frozenset(): made([1], repetition_penalty=1.2),
+        frozenset({Capability.SEED_RESUME}): made([1], temperature=1.0),
+        frozenset({Capability.PENALTY_RESUME}): made([1], presence_penalty=0.5),
+        frozenset({Capability.GRAMMAR_RESUME}): made([1], grammar="{}"),
+    }
+    for reasons, request in cases.items():
+        assert repeats_for(request, ALL) == reasons
+        assert repeats_for(request, frozenset()) == frozenset()
+        assert repeats_for(msgspec.structs.replace(request, prior=b""), ALL) == frozenset()
+    assert repeats_for(made([1], temperature=1.0, is_seed_drawn=True), ALL) == frozenset()
+
+
+@given(
+    prior=st.lists(st.integers(0, 9), max_size=6), rest=st.lists(st.integers(0, 9), max_size=6), chunk=st.integers(1, 4)
+)
+def test_what_comes_out_is_what_follows_the_prior_output(prior, rest, chunk):
+    for lacks in (ALL, frozenset()):
+        resumption = Resumption(made(prior, temperature=1.0), lacks)
+        engine_makes = rest if lacks == frozenset() or not prior else prior + rest
+        out = b""
+        for first in range(0, len(engine_makes), chunk):
+            out += resumption.take(pack_tokens(engine_makes[first : first + chunk]), ())[0]
+        assert out == pack_tokens(rest)
+        assert resumption.sampling.max_tokens == (10 if lacks and prior else 10 - len(prior))
+
+
+def test_output_that_comes_out_otherwise_goes_on_from_tokens_but_not_within_a_grammar():
+    resumption = Resumption(made([5, 6], temperature=1.0), ALL)
+    with pytest.raises(Diverged):
+        resumption.take(pack_tokens([5, 7]), ())
+    assert resumption.give_in() is None
+    assert resumption.prompt == pack_tokens([1, 2, 5, 6]) and resumption.sampling.max_tokens == 8
+    structured = Resumption(made([5, 6], grammar="{}"), ALL)
+    assert structured.give_in().code is ErrorCode.INTERNAL
+
+
+@given(
+    rows=st.integers(1, 40), sent=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    waiting=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+)  # fmt: skip
+def test_rows_are_not_overdrawn_and_offline_requests_wait_for_online_ones(rows, sent, waiting):
+    online, offline = num_to_send(rows, *sent, *waiting)
+    assert 0 <= online <= waiting[0] and 0 <= offline <= waiting[1]
+    assert online + offline <= max(0, rows - sum(sent))
+    if offline:
+        assert online == waiting[0]
+        assert sent[1] + offline <= offline_rows(rows, sent[0] + online)
+
+
+def view(key: str, **fields: object) -> SequenceView:
+    defaults = {
+        "is_online": True, "is_running": True, "num_new": 1, "context": 100, "num_output": 10, "arrived_s": 0.0,
+        "first_token_s": 1.0, "ttft_s": 1.0, "tpot_s": 0.1,
+    }  # fmt: skip
+    return SequenceView(key=key, **{**defaults, **fields})
+
+
+def test_offline_work_fills_what_the_pace_of_online_decodes_leaves():
+    online = view("on")
+    offline = [view(f"o{i}", is_online=False, ttft_s=math.inf, tpot_s=math.inf) for i in range(200)]
+    policy = SloTokenBudget(256)
+    ahead = decide([online, *offline], policy, COST, 1.2, 256)
+    late = decide([online, *offline], policy, COST, 9.0, 256)
+    assert len(ahead.held) < len(late.held) == 200 and late.max_tokens == 1
+    assert COST.fixed_s + 0.001 * ahead.max_tokens <= ahead.limit_s
+    assert decide(offline, policy, COST, 1.2, 256) == (256, (), math.inf)
+
+
+def test_a_running_prompt_of_offline_work_yields_to_an_online_one_that_waits():
+    sequences = [
+        view("o", is_online=False, num_new=500, num_output=0),
+        view("on", is_running=False, num_new=60, num_output=0, context=0),
+    ]
+    decision = decide(sequences, SloTokenBudget(256), None, 0.0, 256)
+    assert decision.held == ("o",) and decision.max_tokens == 60
+
+
+def test_who_loses_least_gives_way_and_only_where_it_helps():
+    offline = [Victim("a", 4, 100), Victim("b", 4, 10), Victim("c", 4, 50)]
+    assert victims([3], 0, 0, offline) == ["b"]
+    assert victims([8], 1, 0, offline) == ["b", "c"]
+    assert victims([2], 1, 5, offline) == []
+    assert victims([99], 1, 0, offline) == []
+    assert victims([3, 3], 0, 0, offline) == ["b", "c"]

@@ -1,0 +1,102 @@
+"""A small server of `/v1/completions` on real HTTP that takes and gives token ids, whose tokens are hashes of their
+prefix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from tests.shared.engine.fake_executor import next_token
+
+STEP_S = 0.001
+
+
+class CompletionsServer:
+    """`gate`: streams go on while it is set. `cut_after`: tokens after which a stream ends without a word; 0: never.
+    `names_ids`: whether tokens are named by their ids."""
+
+    def __init__(self, *, names_ids: bool = True) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.cut_after = 0
+        self.names_ids = names_ids
+        self.bodies: list[dict[str, Any]] = []
+        self.num_open = 0
+        self.most_open = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            for writer in list(self._writers):
+                writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                length = next((int(one[15:]) for one in lines if one.lower().startswith("content-length:")), 0)
+                body = await reader.readexactly(length)
+                if lines[0].startswith("GET"):
+                    models = msgspec.json.encode({"data": [{"id": "there", "max_model_len": 600}]})
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models))
+                    await writer.drain()
+                else:
+                    await self._stream(msgspec.json.decode(body), writer)
+                    return
+        self._writers.discard(writer)
+        writer.close()
+
+    async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.bodies.append(body)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+            tokens: list[int] = list(body["prompt"])
+            for number in range(1, body["max_tokens"] + 1):
+                await self.gate.wait()
+                await asyncio.sleep(STEP_S)
+                token = next_token(tokens)
+                tokens.append(token)
+                is_stop = token in body.get("stop_token_ids", []) and number > body.get("min_tokens", 0)
+                reason = "stop" if is_stop else "length" if number == body["max_tokens"] else None
+                name = f"token_id:{token}" if self.names_ids else "word"
+                told = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [{name: -1.0}]}
+                chunk = {"choices": [{"index": 0, "text": "", "logprobs": told, "finish_reason": reason}]}
+                writer.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+                await writer.drain()
+                if reason or number == self.cut_after:
+                    break
+            writer.write(b"data: [DONE]\n\n")
+        finally:
+            self.num_open -= 1
+            self._writers.discard(writer)
+            writer.close()
+
+
+@asynccontextmanager
+async def completions_server(**options: Any) -> AsyncIterator[CompletionsServer]:
+    server = CompletionsServer(**options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        server.gate.set()
+        await server.stop()
