@@ -239,7 +239,7 @@ def decode_step(num_rows: int, context: int = CONTEXT, shape: Shape = LLAMA_3_1_
         *_layers(num_rows, num_rows * context, 4 * num_rows * context * shape.query_width, 2, shape, Launch.LAYERS),
         Operation(name="last sum", launch=Launch.HEAD, other_bytes=3 * hidden),
         *_choice(num_rows, shape, Launch.HEAD),
-        Operation(name="tokens entered", launch=Launch.KERNEL, kernels=4, other_bytes=(16 + 16 + 12 + 12) * num_rows),
+        Operation(name="tokens entered", launch=Launch.KERNEL, kernels=5, other_bytes=(16 + 16 + 12 + 8 + 12) * num_rows),
         Operation(name="tokens to the host", launch=Launch.COPY, other_bytes=2 * 8 * num_rows),
     ))  # fmt: skip
 
@@ -261,7 +261,7 @@ def prefill_step(num_tokens: int, shape: Shape = LLAMA_3_1_8B) -> Step:
         Operation(name="last token taken", launch=Launch.KERNEL, other_bytes=2 * shape.hidden_size * ITEMSIZE),
         *_choice(1, shape, Launch.KERNEL),
         Operation(name="token's place", launch=Launch.COPY, other_bytes=16),
-        Operation(name="tokens entered", launch=Launch.KERNEL, kernels=2, other_bytes=12 + 12),
+        Operation(name="tokens entered", launch=Launch.KERNEL, kernels=3, other_bytes=12 + 8 + 12),
         Operation(name="tokens to the host", launch=Launch.COPY, other_bytes=16),
     ))  # fmt: skip
 
@@ -320,7 +320,7 @@ def _choice(num_rows: int, shape: Shape, launch: Launch) -> Iterator[Operation]:
         name="head", launch=launch, weight_bytes=ITEMSIZE * shape.num_head_weights, other_bytes=num_rows * row + logits,
         flops=2 * num_rows * shape.num_head_weights,
     )  # fmt: skip
-    yield Operation(name="largest logit", launch=launch, other_bytes=logits + 8 * num_rows)
+    yield Operation(name="largest logit", launch=launch, kernels=3, other_bytes=logits + 44 * num_rows)
 
 
 def card_of(device_name: str) -> Card | None:

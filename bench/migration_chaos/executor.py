@@ -104,6 +104,9 @@ class ChaosExecutor:
     def add_model(self, prepared: ModelSpec) -> ModelShape:
         return SHAPES[prepared.name]
 
+    def is_sound(self, name: str) -> bool:
+        return True
+
     def remove_model(self, name: str) -> None:
         self._owners = [NO_OWNER if owner == name else owner for owner in self._owners]
 

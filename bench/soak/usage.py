@@ -71,7 +71,7 @@ class Held:
     descriptors: int
     threads: int
     tasks: float | None
-    """Tasks of its event loop; None: it has none, or does not say."""
+    """Unfinished tasks of its event loop; None: it has none, or does not say."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Sample:
     """Files that the Files API lists."""
 
     def most(self, role: str, name: str) -> float:
-        """The role's process that holds most."""
+        """What the process of the role that holds most has of `name`; 0 where there is none."""
         return max((getattr(each, name) or 0.0 for each in self.held.get(role, ())), default=0.0)
 
 

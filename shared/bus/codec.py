@@ -51,6 +51,7 @@ _HTTP_STATUS = {
     ErrorCode.OVERLOADED: 429,
     ErrorCode.NOT_PERMITTED: 500,
     ErrorCode.INTERNAL: 500,
+    ErrorCode.NOT_FINITE: 500,
     ErrorCode.STORAGE_FULL: 507,
     ErrorCode.DEADLINE: 504,
 }

@@ -38,6 +38,8 @@ class EngineCounters:
         """Computed for offline requests."""
         self.unserved: Counter[str] = Counter()
         """Offline requests of each model that were given up because online work left them no turn."""
+        self.without_token: Counter[str] = Counter()
+        """Requests of each model that ended since their logits were not finite."""
         self.drafts: Counter[str] = Counter()
         """By model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
         self.drafted_tokens: Counter[str] = Counter()

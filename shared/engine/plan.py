@@ -16,6 +16,9 @@ import msgspec
 from shared.costs.model import StepShape, shape_of
 from shared.messages.requests import SamplingParams, TokenLogprob
 
+NO_TOKEN = -1
+"""In place of a sampled token: the logits were NaN or infinite, which choose none."""
+
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a row (again, after a preemption)."""
@@ -93,8 +96,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The sampled tokens, one for each True in `samples`, in order, then one after each draft token. `error` set: the step
-    failed; its row changes count (they come first), its computation does not."""
+    """The sampled tokens, or `NO_TOKEN`: one for each True in `samples`, in order, then one after each draft token. `error`
+    set: the step failed; its row changes count (they come first), its computation does not."""
 
     step_id: int
     tokens: list[int]

@@ -20,7 +20,7 @@ from shared.engine.batch import PlannedStep
 from shared.engine.charging import Charging
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
-from shared.engine.plan import StepResult
+from shared.engine.plan import NO_TOKEN, StepResult
 from shared.engine.planner import Planner
 from shared.engine.requests import RequestTable
 from shared.engine.sequence import Sequence, State
@@ -194,6 +194,8 @@ class Steps:
             self._charging.charge(step, now)
             if result.unguided:
                 self._end_unguided(step, result, now)
+            if NO_TOKEN in result.tokens:
+                self._end_without_token(step, result, now)
             self._apply(step, result, now)
             if step.plan.drafts:
                 self._accept(step, result, now)
@@ -285,6 +287,24 @@ class Steps:
                 error = ErrorInfo(ErrorCode.BAD_REQUEST, f"The output's grammar cannot be followed: {reason}")
                 self._requests.end(sequence, FinishReason.ERROR, now, error)
 
+    def _end_without_token(self, step: PlannedStep, result: StepResult, now: float) -> None:
+        """Ends requests whose logits were not finite. What they computed is in no prefix cache afterwards: the next
+        request that found it there would fare as they did. Of drafts those before it count, and the next step finds it
+        again."""
+        queue, counters = self._memory.queues[step.plan.model], self._memory.counters
+        sampled = [i for i, samples in enumerate(step.plan.samples) if samples]
+        for column, token in zip(sampled, result.tokens, strict=False):  # behind them come those of drafts
+            sequence = step.sequences[column]
+            if token != NO_TOKEN or sequence.generation != step.generations[column] or sequence.state is _ENDED:
+                continue
+            counters.without_token[queue.name] += 1
+            self._memory.pool.forget(queue.name, sequence.blocks)
+            message = (
+                f"The logits of {queue.name!r} after {len(sequence.tokens)} tokens are NaN or infinite: its weights, "
+                "its adapter or the device that computes it are at fault, or its dtype is too narrow for this prompt."
+            )
+            self._requests.end(sequence, FinishReason.ERROR, now, ErrorInfo(ErrorCode.NOT_FINITE, message))
+
     def _accept(self, step: PlannedStep, result: StepResult, now: float) -> None:
         """Accepts the drafts that equal what was sampled before them: each is the next token, and so is what was sampled
         after the last of them. Noise depends on seed and position alone, so these are the tokens that single steps would
@@ -301,7 +321,7 @@ class Steps:
                 continue
             known, kept, reason = sequence.tokens, 0, None
             for draft, token in zip(drafted, result.tokens[first:end], strict=True):
-                if known[-1] != draft or reason is not None:
+                if known[-1] != draft or reason is not None or token == NO_TOKEN:
                     break
                 known.append(token)
                 kept += 1

@@ -104,6 +104,8 @@ class ErrorCode(StrEnum):
     """The gateway ends, and the request goes on without it."""
     STORAGE_FULL = "storage_full"
     """NATS cannot write to its disk, which is full."""
+    NOT_FINITE = "not_finite"
+    """The model's logits are NaN or infinite, of which no token can be chosen."""
     NOT_FOUND = "not_found"
     """What an operator names is not there: a folder, or a repository of the hub."""
     CANCELLED = "cancelled"

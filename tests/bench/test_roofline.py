@@ -32,7 +32,7 @@ from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.torch_backend import TorchBackend
 from services.worker.executor import sampling
 from services.worker.executor.executor import Executor
-from services.worker.models import deterministic
+from services.worker.models import decode_graphs, deterministic
 from services.worker.models.ops import FlashInferOps
 from services.worker.models.rope import RotaryEmbedding
 from services.worker.native import library
@@ -173,7 +173,7 @@ LAUNCHED_BY = {
     "last token taken": ["index_select"],
     "last norm": ["norm"],
     "head": ["product"],
-    "largest logit": ["argmax"],
+    "largest logit": ["max", "lt", "where"],
 }
 """What of the code each operation of the table is."""
 
@@ -207,7 +207,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(FlashInferBackend, method, found.one(name, getattr(FlashInferBackend, method)))
     monkeypatch.setattr(RotaryEmbedding, "cos_sin", RotaryEmbedding._computed)
     monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
-    monkeypatch.setattr(sampling, "_argmax", lambda scores: scores.argmax(-1))
+    for module in (sampling, decode_graphs):
+        monkeypatch.setattr(module, "most_likely", lambda scores: sampling.where_finite(*scores.max(-1)))
     return found
 
 
@@ -241,7 +242,7 @@ def test_a_decode_launches_what_the_table_says(tmp_path: Path, launches: Launche
 
     driver, shape = loaded(Executor("cpu", 16, 1 << 20, 2, capture=capture), tmp_path)
     step = decode_step(2, 40, shape)
-    entered = ["clone", "add", "to", "index_copy_"]
+    entered = ["clone", "add", "to", "clamp_", "index_copy_"]
     layers, head = captured[2:4]  # of two rows: the size of eight comes first
     assert len(captured) == 2 * len(driver.executor._models["m"].graphs._graphs)  # type: ignore[union-attr]
     assert layers == expected(step, Launch.LAYERS, entered)
@@ -264,7 +265,7 @@ def test_a_prefill_launches_what_the_table_says(tmp_path: Path, launches: Launch
     with launches.counting() as counts:
         driver.step([(second, 16)])
     assert counts.pop("plan") == 1  # copies, on a device
-    assert counts == expected(prefill_step(16, shape), Launch.KERNEL, ["to", "index_copy_"])
+    assert counts == expected(prefill_step(16, shape), Launch.KERNEL, ["to", "clamp_", "index_copy_"])
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

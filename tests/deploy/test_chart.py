@@ -42,8 +42,7 @@ SETTINGS: dict[str, Any] = {
     "worker": WorkerSettings,
 }
 ALL_FIELDS = {
-    *("TIDEWAY_" + name.upper() for kind in (*SETTINGS.values(), InstanceSettings) for name in kind.__struct_fields__),
-    "TIDEWAY_NATS_REPLICAS",
+    "TIDEWAY_" + name.upper() for kind in (*SETTINGS.values(), InstanceSettings) for name in kind.__struct_fields__
 }
 OLDEST, NEWEST = "1.30", "1.37"
 """Schemas that the documents are held against."""

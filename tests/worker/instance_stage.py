@@ -18,7 +18,7 @@ import torch
 from services.worker.instance.building import build_engine
 from services.worker.instance.service import InstanceService
 from shared.bus.nats_bus import NatsBus
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import NO_TOKEN, CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.catalogue import (
     GATEWAY_FRAMES,
     INSTANCE_SUBMIT,
@@ -40,11 +40,13 @@ from shared.messages.requests import (
 )
 from shared.runtime.settings import BusSettings, InstanceSettings
 from shared.runtime.telemetry import start_telemetry
-from tests.shared.engine.fake_executor import FakeExecutor
+from tests.shared.engine.fake_executor import FakeExecutor, next_token
 
 SHAPES = {"a": ModelShape("a", 4, 3, 600), "b": ModelShape("b", 2, 2, 60)}
 IDS = {"instance_id": "node-0"}
 NUM_MERGED = 64
+LAME = 5000
+"""A token that no model has numbers for."""
 EMPTY = -2
 """In a KV cell: no token."""
 
@@ -53,7 +55,7 @@ class SteppedExecutor(FakeExecutor):
     """Runs freely, or holds steps back while `gate` is closed."""
 
     def __init__(self) -> None:
-        super().__init__(list(SHAPES.values()))
+        super().__init__(list(SHAPES.values()), lambda prefix: NO_TOKEN if LAME in prefix else next_token(prefix))
         self.gate = threading.Event()
         self.gate.set()
         self.at_gate = threading.Event()
@@ -63,6 +65,7 @@ class SteppedExecutor(FakeExecutor):
         self.kept: set[str] = set()
         """In host memory."""
         self.has_host_room = True
+        self.is_broken = False
         self._results: deque[StepResult] = deque()
         self._copied: list[tuple[int, bool]] = []
 
@@ -73,6 +76,9 @@ class SteppedExecutor(FakeExecutor):
 
     def add_model(self, prepared: ModelSpec) -> ModelShape:
         return SHAPES[prepared.name]
+
+    def is_sound(self, name: str) -> bool:
+        return not self.is_broken
 
     def remove_model(self, name: str) -> None:
         self.removed.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from services.worker.models.decoder import ForwardState
 from services.worker.native import library
 from services.worker.ranks.group import Alone
 from services.worker.ranks.shared_memory import RankMemory
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
+from shared.engine.plan import NO_TOKEN, CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 from shared.models.checkpoint import CheckpointError
@@ -701,6 +702,63 @@ def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: torch.full_like(tensors[name], float("nan"))}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match="logits are NaN"):
         Executor("cpu", 4, MERGED_BYTES, 2).prepare_model(ModelSpec("llama", str(path)))
+
+
+def write_lame(folder: Path, variant: str = "llama", token: int = 7) -> Path:
+    """A checkpoint that makes NaN of what follows one token alone."""
+    path = write_checkpoint(folder, variant)
+    file = next(path.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    # The head of its own keeps the token's logit a number for everybody else.
+    tensors.setdefault("lm_head.weight", tensors[name].clone())
+    tensors[name][token] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return path
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 5, "seed": 3, "logprobs": 2}])
+@pytest.mark.parametrize("kind", ["compiled", "torch", "deterministic"])
+def test_a_sequence_without_numbers_gets_no_token_and_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any], device: str
+) -> None:
+    """Beside it, after it in its blocks, and where steps that compute it are still in flight."""
+    if kind == "torch":
+        monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
+    # The compiled kernels take heads of 16 only.
+    path, prompts = write_lame(tmp_path, "qwen3" if kind == "compiled" else "llama"), [prompt_of(n) for n in (40, 9)]
+    prompts = [[token + (token == 7) for token in prompt] for prompt in prompts]
+    outputs = []
+    for has_lame in (False, True):
+        executor = Executor(device, 1, MERGED_BYTES, 3, deterministic=kind == "deterministic")
+        driver = Driver(executor, load(executor, path), range(1))
+        others = [driver.add(row, prompt, **sampling) for row, prompt in enumerate(prompts)]
+        if has_lame:
+            lame = driver.add(2, [3, 7, *prompts[0]], **sampling)
+            driver.step([(lame, len(lame.tokens)), (others[0], len(prompts[0]))])
+            driver.step([(lame, 1), (others[0], 1)])
+            assert lame.output == [NO_TOKEN] * 2
+            driver.free += lame.blocks
+        else:
+            driver.step([(others[0], len(prompts[0]))])
+            driver.step([(others[0], 1)])
+        driver.step([(others[1], len(prompts[1]))])
+        driver.decode(others, 5)
+        outputs.append([row.output for row in others])
+        executor.close()
+    assert outputs[0] == outputs[1] and not any(NO_TOKEN in output for output in outputs[0])
+
+
+def test_a_model_is_checked_while_it_serves(tmp_path: Path) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 2)
+    shape = load(executor, write_lame(tmp_path))
+    assert executor.is_sound(shape.name), "one token of its vocabulary does not make it useless"
+    with torch.inference_mode():
+        executor._models[shape.name].model._norm.fill_(float("nan"))  # type: ignore[operator]
+    assert not executor.is_sound(shape.name)
 
 
 def test_a_model_that_could_not_be_added_may_come_again(

@@ -37,7 +37,7 @@ from shared.messages.requests import (
 from shared.models.checkpoint import CheckpointError, CheckpointMissing
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.stalls import Stopwatch
-from tests.worker.instance_stage import IDS, instance_on
+from tests.worker.instance_stage import IDS, LAME, instance_on
 
 
 @pytest.fixture
@@ -78,6 +78,23 @@ async def test_refusals_are_typed(stage):
         with pytest.raises(BusError) as refused:
             await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), sent, timeout_s=5)
         assert refused.value.code == code
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_logits_that_are_not_finite_end_their_request_or_the_instance(stage, caplog, is_broken):
+    """The instance where a prompt of no request fares likewise: the weights here or the device are at fault."""
+    stage.executor.is_broken = is_broken
+    await stage.submit(request("sound", [1, 2], 30))
+    await stage.submit(request("lame", [1, LAME, 2], 30))
+    await stage.until(lambda: stage.end("lame"))
+    assert stage.end("lame").error.code == ErrorCode.NOT_FINITE
+    if is_broken:
+        async with asyncio.timeout(30):
+            await stage.service.failed.wait()
+        assert "the logits of 'a' are NaN, whatever the prompt" in stage.service.problems()[0]
+        return
+    await stage.until(lambda: stage.end("sound") and "those of other tokens are" in caplog.text)
+    assert len(stage.output("sound")) == 30 and not stage.service.failed.is_set()
 
 
 async def test_cancel_ends_a_request_within_a_step(stage):

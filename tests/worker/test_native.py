@@ -25,6 +25,7 @@ from services.worker.native.library import (
     packs,
     packs_integers,
 )
+from shared.engine.plan import NO_TOKEN
 
 COMPILED = kernels()
 needs_kernels = pytest.mark.skipif(
@@ -103,6 +104,10 @@ def test_the_first_of_the_largest_is_found(dtype: torch.dtype, width: int) -> No
     scores[5] = float("-inf")
     assert COMPILED is not None
     assert COMPILED.argmax(scores).tolist() == scores.float().numpy().argmax(-1).tolist()
+    for row, wrong in enumerate((float("nan"), float("inf"))):
+        scores[row, -1], scores[row + 2, 0] = wrong, wrong
+    found = COMPILED.argmax(scores)
+    assert found[:4].tolist() == [NO_TOKEN] * 4 and NO_TOKEN not in found[4:]
 
 
 @needs_kernels

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from services.worker.kv_transport.staging import KvPool
@@ -244,6 +245,31 @@ def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: 
     assert not group.lost
 
 
+def check_odd_model(executor: GroupExecutor, folder: Path) -> None:
+    """One whose logits are NaN is refused, also where the stage that is asked to add it does not see them."""
+    odd = write_checkpoint(folder / "odd", "llama")
+    file = next(odd.glob("*.safetensors"))
+    tensors = load_file(file)
+    save_file({**tensors, "model.norm.weight": torch.full_like(tensors["model.norm.weight"], torch.nan)}, file)
+    with pytest.raises(CheckpointError, match="logits are NaN"):
+        executor.add_model(executor.prepare_model(ModelSpec("odd", str(odd))))
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused_and_the_group_goes_on(
+    group: Group, path: Path, tmp_path: Path
+) -> None:
+    executor = group.executor
+    check_odd_model(executor, tmp_path)
+    shape = executor.add_model(executor.prepare_model(ModelSpec("good", str(path))))
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT)
+    driver.step([(row, len(PROMPT))])
+    driver.decode([row], 3)
+    assert [row.output] == reference_outputs(path, [PROMPT], 4) and executor.is_sound("good")
+    executor.remove_model("good")
+    assert not group.lost
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "num_devices"),
@@ -254,6 +280,7 @@ def test_stages_make_the_tokens_of_one_device(tmp_path: Path, device: str, num_d
     and of another model, are in flight at once."""
     group = Group(device, num_devices, num_stages=2)
     executor = group.executor
+    check_odd_model(executor, tmp_path)
     paths = {variant: write_checkpoint(tmp_path, variant) for variant in ("llama-tied-bias", "opt")}
     modules = {"llama-tied-bias": ALL, "opt": OPT}
     adapters = {name: write_adapter(tmp_path / f"{name}-lora", path, modules[name]) for name, path in paths.items()}

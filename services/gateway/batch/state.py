@@ -261,7 +261,7 @@ class Attempts:
     def backoff_s(self, code: ErrorCode, jitter: float, limit: int | None = None) -> float | None:
         """How long to wait after another failure; None: it is final. `jitter`: 0 to 1. `limit`: of failures that count;
         None: by the code."""
-        if limit is None and code is ErrorCode.INTERNAL:
+        if limit is None and code in (ErrorCode.INTERNAL, ErrorCode.NOT_FINITE):  # perhaps the instance is at fault
             limit = MAX_COUNTED_FAILURES
         if limit is not None:
             self.num_counted += 1

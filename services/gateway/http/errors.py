@@ -82,6 +82,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.CONFLICT: (409, "invalid_request_error", "conflict"),
     ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
+    ErrorCode.NOT_FINITE: (500, "server_error", "logits_not_finite"),
     ErrorCode.GONE: (503, "service_unavailable", "unavailable"),
     ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),
     ErrorCode.NOT_LEADER: (503, "service_unavailable", "unavailable"),

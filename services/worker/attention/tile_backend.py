@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.attention.torch_backend import Gathering, Pages
+from services.worker.attention.torch_backend import Gathering, Pages, pages_of
 from services.worker.kv.kv_store import LayerKv
 from services.worker.kv.transfer import to_device
 
@@ -143,7 +143,7 @@ def _group(
         for window in (None, *layout.windows)
     }
     return _Group(
-        len(tiles), Pages(len(owners), _tensor(tables.ravel(), layout)), masks,
+        len(tiles), pages_of(layout, tables, layout.contexts[owners]), masks,
         *(_tensor(array, layout) for array in (tokens, valid, tokens[valid])),
     )  # fmt: skip
 

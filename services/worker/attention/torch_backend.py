@@ -35,6 +35,8 @@ class Pages:
     """[num_sequences * pages] int64"""
     rows: torch.Tensor | None = None
     """[2 * kv_heads * num_sequences * pages] of `LayerKv.runs`, the same for all layers; None: not known yet."""
+    behind: torch.Tensor | None = None
+    """Which of the [num_sequences * keys] lie behind the sequences' own; None: none does."""
 
 
 class Gathering:
@@ -45,7 +47,8 @@ class Gathering:
         self._workspace: torch.Tensor | None = None
 
     def gather(self, kv: LayerKv, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, [sequences, kv_heads, keys, head_dim], until the next call."""
+        """K and V, [sequences, kv_heads, keys, head_dim], until the next call; 0 behind the sequences' own. What lies there
+        is of others that had the blocks before: masks give it the weight 0, but 0 * NaN is NaN."""
         num_kv_heads, head_dim = kv.keys.shape[-2:]
         if pages.rows is None:
             halves_and_heads = torch.arange(2 * num_kv_heads, device=pages.blocks.device)[:, None]
@@ -56,6 +59,8 @@ class Gathering:
             space = self._workspace = torch.empty(shape, dtype=kv.runs.dtype, device=kv.runs.device)
         out = space.view(-1)[: shape[0] * shape[1]].view(shape)
         torch.index_select(kv.runs, 0, pages.rows, out=out)
+        if pages.behind is not None:
+            out.view(2 * num_kv_heads, -1, head_dim).index_fill_(1, pages.behind, 0)
         keys, values = out.view(2, num_kv_heads, pages.num_sequences, -1, head_dim).transpose(1, 2).unbind(0)
         return keys, values
 
@@ -264,7 +269,8 @@ def _group(layout: BatchLayout, members: np.ndarray, only: bool) -> _Group:
     else:
         num_pages = int(-(-contexts.max() // layout.block_size))
         num_keys = num_pages * layout.block_size
-        pages = Pages(len(members), _tensor(layout.block_tables[members, :num_pages].ravel(), layout))
+        tables = layout.block_tables[members, :num_pages]
+        pages = pages_of(layout, tables, contexts)
     positions = starts[:, None] + query
     masks: dict[int | None, torch.Tensor | None] = {}
     masks[None] = None if fresh else _mask(layout, positions, num_keys, None)
@@ -274,6 +280,13 @@ def _group(layout: BatchLayout, members: np.ndarray, only: bool) -> _Group:
     return _Group(
         len(members), num_queries, num_pages, pages, masks, None if flat else _tensor(tokens.ravel(), layout), valid
     )
+
+
+def pages_of(layout: BatchLayout, tables: np.ndarray, contexts: np.ndarray) -> Pages:
+    """`tables` [sequences, pages]; `contexts` [sequences]: keys that each has."""
+    num_keys = tables.shape[1] * layout.block_size
+    behind = np.flatnonzero((np.arange(num_keys) >= contexts[:, None]).ravel())
+    return Pages(len(tables), _tensor(tables.ravel(), layout), behind=_tensor(behind, layout) if len(behind) else None)
 
 
 def _mask(layout: BatchLayout, positions: np.ndarray, num_keys: int, window: int | None) -> torch.Tensor:

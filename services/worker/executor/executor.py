@@ -66,6 +66,10 @@ WARM_UP = {"cpu": ((1, 0, 2), (1, 2, 1)), "cuda": ((1, 0, 2), (1, 2, 1), (1, 0, 
 """(sequences, tokens in the cache, tokens computed) of the steps before a model serves. On CUDA kernels come in variants for
 long prompts and for many sequences."""
 
+NUM_CHECKED = 2
+"""Tokens by whose logits a model is judged."""
+UNSOUND = "its logits are NaN: weights that are no numbers, or too large for their dtype."
+
 
 @dataclass
 class PreparedModel:
@@ -323,6 +327,16 @@ class Executor:
             prepared.name, prepared.block_size, blocks_per_merged, prepared.max_model_len, prepared.model.vocab_size,
             prepared.num_layers, self._models[prepared.name].layers_per_safepoint, prepared.fingerprint,
         )  # fmt: skip
+
+    @torch.inference_mode()
+    def is_sound(self, name: str) -> bool:
+        """Whether the model makes numbers of two tokens that have nothing to do with any request; True where another stage
+        has the logits. Between steps, on all ranks."""
+        loaded = self._models[name]
+        count = min(NUM_CHECKED, loaded.max_model_len)
+        with beside_steps(self.device), self._together():
+            logits = _lone_step(loaded.model, loaded.backend, loaded.block_size, self._group, 1, 0, count)
+        return logits is None or not _are_nan(logits)
 
     def remove_model(self, name: str) -> None:
         """Frees the model's weights, unless another name has them too, and drops its suspended steps; no launched step may
@@ -843,14 +857,19 @@ def _warm_up(
     model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int, group: RankGroup
 ) -> None:
     """Prefills and decodes: compiles and initialises kernels before the model serves. Each stage by itself. Raises
-    `CheckpointError` where no logits are numbers, which no sampling makes tokens of; other ranks of a group would wait for
-    the one that sees it, so that it is told of single devices alone."""
+    `CheckpointError` where no logits of few tokens are numbers (among many one may be odd, which ends its requests alone).
+    Of a group, whose other ranks would wait for the one that sees it, rank 0 asks all (`Executor.is_sound`)."""
     for num_rows, start, count in WARM_UP[model.device.type]:
         if (length := min(count, max_model_len - start)) < 1:
             continue
         logits = _lone_step(model, backend, block_size, group, num_rows, start, length)
-        if group is ALONE and logits is not None and bool(torch.isnan(logits).any(dim=-1).all()):
-            raise CheckpointError("its logits are NaN: weights that are no numbers, or too large for their dtype.")
+        if group is ALONE and length <= NUM_CHECKED and logits is not None and _are_nan(logits):
+            raise CheckpointError(UNSOUND)
+
+
+def _are_nan(logits: torch.Tensor) -> bool:
+    """`[S, vocab]`: of each of the S."""
+    return bool(torch.isnan(logits).any(dim=-1).all())
 
 
 @torch.inference_mode()

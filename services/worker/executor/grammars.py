@@ -25,6 +25,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
+from shared.engine.plan import NO_TOKEN
 from shared.models.checkpoint import CheckpointError, describe, tokenizer_json
 
 logger = logging.getLogger(__name__)
@@ -269,7 +270,7 @@ class GrammarRows:
             if vocabulary is None or matcher is None:
                 continue
             try:
-                if token in vocabulary.eos_token_ids:
+                if token in vocabulary.eos_token_ids or token == NO_TOKEN:
                     guide.matcher = None  # a step that was launched already may sample for it once more
                 elif matcher.consume_token(token):
                     going.append((guide, matcher))

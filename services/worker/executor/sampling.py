@@ -10,6 +10,7 @@ Log-probabilities are those of the logits as the model gave them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from services.worker.executor.grammars import Masks
 from services.worker.executor.nucleus import by_bisection, by_sorting
 from services.worker.kv.transfer import to_device, to_host
 from services.worker.native.library import DTYPES, kernels
+from shared.engine.plan import NO_TOKEN
 from shared.messages.requests import SamplingParams, TokenLogprob
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -33,7 +35,7 @@ class SampledTokens:
     """Sampled tokens of one step, on the device."""
 
     tokens: torch.Tensor
-    """[S] int64"""
+    """[S] int64; `NO_TOKEN` where the logits are not finite"""
     logprobs: LogprobTensors | None = None
 
 
@@ -139,7 +141,7 @@ class SamplingRows:
         `token_table`: [num_rows, width] int32, every row's tokens so far, on the device of the logits. `masks`: of those
         that follow a grammar."""
         if self.are_plain(rows):
-            return SampledTokens(_argmax(logits))
+            return SampledTokens(most_likely(logits))
         if self._one_by_one and len(rows) > 1:
             return _joined(
                 [
@@ -158,7 +160,7 @@ class SamplingRows:
         if len(drawn) == len(rows):
             tokens = self._draw(adjusted, rows, positions)
         else:
-            tokens = _argmax(adjusted)
+            tokens = most_likely(adjusted)
             if len(drawn):
                 index = _to(drawn, logits)
                 scores = adjusted.index_select(0, index)
@@ -218,7 +220,7 @@ class SamplingRows:
         if threshold is not None:
             # a row without restrictions has the threshold -inf, so the comparison keeps all of it
             scores = scores.masked_fill_(scores < threshold, _NEGATIVE_INFINITY)
-        return _argmax(scores.add_(gumbel_noise(self._seed[rows], positions, scores)))
+        return most_likely(scores.add_(gumbel_noise(self._seed[rows], positions, scores)))
 
     def _threshold(self, scores: torch.Tensor, rows: np.ndarray) -> torch.Tensor | None:
         """[R, 1]: the lowest score that min-p, top-k and top-p leave in; None where nothing restricts."""
@@ -249,7 +251,7 @@ class SamplingRows:
             return None
         index = _to(indices, logits)
         logprobs = logits.index_select(0, index).float().log_softmax(-1)
-        chosen = logprobs.gather(1, tokens.index_select(0, index)[:, None])
+        chosen = logprobs.gather(1, tokens.index_select(0, index).clamp_(min=0)[:, None])
         ranks = (logprobs > chosen).sum(-1) + 1
         top = logprobs.topk(min(int(wanted.max()), logits.shape[1]), -1)
         return LogprobTensors(indices, wanted[indices], chosen[:, 0], ranks, top.values, top.indices)
@@ -327,14 +329,23 @@ def _mask_rows(scores: torch.Tensor, words: np.ndarray) -> None:
     scores.view(integers).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(infinity))
 
 
-def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """[R, vocab] -> [R] int64. On CPU numpy's vectorised argmax takes a tenth of torch's time."""
+def most_likely(scores: torch.Tensor) -> torch.Tensor:
+    """[R, vocab] -> [R] int64: the first of the largest, or `NO_TOKEN` where one is NaN or infinite. On CPU numpy's
+    vectorised argmax takes a tenth of torch's time."""
     compiled = kernels() if scores.device.type == "cpu" and scores.dtype in DTYPES else None
     if compiled is not None:
         return compiled.argmax(scores.contiguous())
     if scores.device.type == "cpu":
-        return torch.from_numpy(scores.float().numpy().argmax(-1))
-    return scores.argmax(-1)
+        best = torch.from_numpy(scores.float().numpy().argmax(-1))
+        largest = scores.gather(1, best[:, None])[:, 0]
+    else:
+        largest, best = scores.max(-1)
+    return where_finite(largest, best)
+
+
+def where_finite(largest: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """[R] each: the largest score and its place. torch and numpy take NaN for the largest, and NaN is below nothing."""
+    return torch.where(largest < math.inf, best, NO_TOKEN)
 
 
 def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -114,8 +114,8 @@ class SequenceRows:
         return sampled
 
     def enter_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: torch.Tensor) -> None:
-        """[S] each, `tokens` int64 on the device."""
-        self.tokens.index_copy_(0, self._places(rows, positions), tokens.int())
+        """[S] each, `tokens` int64 on the device; for `NO_TOKEN` any token, as a step that computes it may be under way."""
+        self.tokens.index_copy_(0, self._places(rows, positions), tokens.int().clamp_(min=0))
 
     def enter_drafts(self, expanded: StepPlan) -> None:
         """The guessed tokens of a plan (`StepPlan.expanded`), at the positions of their columns, which are its last."""
@@ -124,8 +124,8 @@ class SequenceRows:
         self.enter(rows, np.array(expanded.starts[-len(tokens) :], np.int64), tokens)
 
     def enter(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Tokens that were sampled elsewhere. [S] each, `tokens` int32."""
-        self.tokens.index_copy_(0, self._places(rows, positions), to_device(tokens, self._device))
+        """Tokens that were sampled elsewhere. [S] each, `tokens` int32; as of `enter_sampled`."""
+        self.tokens.index_copy_(0, self._places(rows, positions), to_device(np.maximum(tokens, 0), self._device))
 
     def _places(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         return to_device(rows * self._tokens.shape[1] + positions, self._device)

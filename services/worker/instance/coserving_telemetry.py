@@ -53,6 +53,9 @@ class CoServingTelemetry:
         self._unserved = counter(
             "unserved_requests", "Offline requests given up because online work left them no turn", "model_name"
         )
+        self._without_token = counter(
+            "not_finite_requests", "Requests that ended since the logits were NaN or infinite", "model_name"
+        )
         self._slo = counter(
             "slo", "Requests by whether they met their objective", "model_name", "class", "objective", "outcome"
         )
@@ -99,7 +102,7 @@ class CoServingTelemetry:
 
     def set_model(self, model: str) -> None:
         """It was loaded: its counters begin at 0, so that rates are known from the first event on."""
-        for counter in (*self._bytes.values(), *self._guesses.values(), self._unserved):
+        for counter in (*self._bytes.values(), *self._guesses.values(), self._unserved, self._without_token):
             counter.labels(self._engine, model)
         self._budget_use.labels(model, self._engine)
         for request_class, objective, outcome in product(RequestClass, ("ttft", "tpot"), ("met", "missed")):
@@ -140,6 +143,8 @@ class CoServingTelemetry:
                 self._advance(self._guesses[name], (model,), count)
         for model, count in list(counters.unserved.items()):
             self._advance(self._unserved, (model,), count)
+        for model, count in list(counters.without_token.items()):
+            self._advance(self._without_token, (model,), count)
         self._advance(self._freed_merged, (), counters.freed_merged)
         partial = counters.recomputed_partial_tokens
         self._advance(self._recomputed, ("partial_block",), partial)

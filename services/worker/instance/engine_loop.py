@@ -104,7 +104,7 @@ class EngineLoop:
         self._calls: _Calls = deque()
         self._quick_calls: _Calls = deque()
         self._lost: Exception | None = None
-        """Why a move of blocks was not carried out in a call."""
+        """Why the loop is to fail: a move of blocks was not carried out, or `give_up`."""
         executor.on_copy_finished(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._num_failed_in_a_row = 0
@@ -160,6 +160,11 @@ class EngineLoop:
         """The engine, for as long as nobody else may touch it: be quick."""
         with self._lock:
             yield self._engine
+
+    def give_up(self, reason: str) -> None:
+        """From any thread: the executor is of no more use, and the loop fails at its next turn."""
+        self._lost = RuntimeError(reason)
+        self._wake.set()
 
     @property
     def counters(self) -> EngineCounters:

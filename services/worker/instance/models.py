@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -41,6 +41,8 @@ T = TypeVar("T")
 POLL_S = 0.05
 LOADER_NICENESS = 5
 """Beyond that of the steps: their streams are not to stand still while weights are made ready."""
+CHECK_INTERVAL_S = 10.0
+"""Between two checks of a model: whose requests alone are at fault makes the others wait for one step."""
 DETACH_TIMEOUT_S = 30.0
 """For transfers of a model's KV and reservations for it, which end by their own deadlines."""
 
@@ -50,7 +52,7 @@ OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[object
 
 
 class ModelExecutor(Protocol):
-    """`prepare_model` is slow and runs beside steps; `add_model` and `remove_model` run between steps."""
+    """`prepare_model` is slow and runs beside steps, the others between steps."""
 
     def prepare_model(self, spec: ModelSpec) -> Any:
         """What `add_model` is given; nobody else looks into it."""
@@ -58,6 +60,9 @@ class ModelExecutor(Protocol):
     def add_model(self, prepared: Any) -> ModelShape: ...
 
     def remove_model(self, name: str) -> None: ...
+
+    def is_sound(self, name: str) -> bool:
+        """Whether the model makes numbers of tokens that have nothing to do with any request."""
 
 
 @runtime_checkable
@@ -100,6 +105,9 @@ class _Model(msgspec.Struct):
     error: str = ""
     is_final: bool = False
     """The model failed and would fail again."""
+    num_without_token: int = 0
+    """Requests that had ended for want of finite logits when it was checked."""
+    checked_s: float = -CHECK_INTERVAL_S
 
     @property
     def is_stuck(self) -> bool:
@@ -218,6 +226,27 @@ class InstanceModels:
         for name in [name for name, model in self._models.items() if model.state == "host"]:
             if self._weights is None or not self._weights.has_weights(name):
                 del self._models[name]
+
+    def look_into(self, without_token: Mapping[str, int]) -> None:
+        """Checks models of which requests have ended since their logits were not finite (their number since the start, by
+        model). Where it is not the requests, the weights here or the device are at fault: the instance ends, so that its
+        requests go on elsewhere and the weights are read again."""
+        for name, number in without_token.items():
+            model, now = self._models.get(name), time.monotonic()
+            if model is None or model.state != "ready" or number <= model.num_without_token:
+                continue
+            if now - model.checked_s >= CHECK_INTERVAL_S:
+                model.num_without_token, model.checked_s = number, now
+                self._tasks.start(self._check(name))
+
+    async def _check(self, name: str) -> None:
+        def is_sound() -> bool:
+            return name not in self._intake.models or self._executor.is_sound(name)
+
+        if await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(is_sound))):
+            log.warning("model %s: logits of requests were not finite, those of other tokens are", name)
+        else:
+            self._loop.give_up(f"the logits of {name!r} are NaN, whatever the prompt")
 
     async def stop(self) -> None:
         await self._tasks.end_all()

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.executor.sampling import most_likely
 from services.worker.kv.kv_store import KvViews
 from services.worker.kv.transfer import Field, StaticInputs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
@@ -125,7 +126,7 @@ class DecodeGraphs:
         if layers is None:
             return None
         state = layers[0]
-        head = self._agreed(size, lambda: self._capture(lambda: self._model.logits(state, None).argmax(-1)))
+        head = self._agreed(size, lambda: self._capture(lambda: most_likely(self._model.logits(state, None))))
         if head is None:
             self._discarded.append(layers[1])
             return None
@@ -160,14 +161,15 @@ class DecodeGraphs:
         torch.index_select(tokens, 0, graph.inputs.tensors["places"], out=graph.batch.token_ids)
         graph.layers.replay()
 
-        def most_likely() -> torch.Tensor:
+        def replayed() -> torch.Tensor:
             graph.head.replay()
             found = graph.most_likely[: len(places)].clone()
-            tokens.index_copy_(0, graph.inputs.tensors["places"][: len(places)] + 1, found.int())
+            places_after = graph.inputs.tensors["places"][: len(places)] + 1
+            tokens.index_copy_(0, places_after, found.int().clamp_(min=0))
             return found
 
         # the graph's tensors stay; what the caller does to the state must not reach them
-        return replace(graph.state, most_likely=most_likely)
+        return replace(graph.state, most_likely=replayed)
 
     def _values(self, layout: BatchLayout, places: np.ndarray) -> dict[str, np.ndarray]:
         return {"places": places, "positions": layout.positions, **self._attention.replay_values(layout)}

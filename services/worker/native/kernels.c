@@ -1417,11 +1417,20 @@ typedef struct {
     int64_t *best; /* [rows] */
 } ArgmaxCall;
 
+#define NO_TOKEN -1 /* of a row with NaN or infinity in it, as in shared/engine/plan.py */
+
 ALWAYS int64_t argmax_of(const int bf16, const void *scores, long row, long width) {
     const char *at = (const char *)scores + row * width * (bf16 ? 2 : 4);
     floats best = splat(-INFINITY);
+    ints are_finite = splat(0.0f) == splat(0.0f);
     long whole = width - width % LANES;
-    for (long i = 0; i < whole; i += LANES) best = larger(load(bf16, at, i), best);
+    for (long i = 0; i < whole; i += LANES) {
+        floats some = load(bf16, at, i);
+        are_finite &= some < splat(INFINITY); /* not of NaN */
+        best = larger(some, best);
+    }
+    for (int lane = 0; lane < LANES; lane++)
+        if (!are_finite[lane]) return NO_TOKEN;
     float most = largest_lane(best);
     for (long i = whole; i < width; i++) {
         floats one = splat(bf16 ? 0.0f : ((const float *)at)[i]);
@@ -1431,6 +1440,7 @@ ALWAYS int64_t argmax_of(const int bf16, const void *scores, long row, long widt
             memcpy(&x, &bits, 4);
             one = splat(x);
         }
+        if (!(one[0] < INFINITY)) return NO_TOKEN;
         most = one[0] > most ? one[0] : most;
     }
     for (long i = 0; i < whole; i += LANES) {
@@ -1459,7 +1469,7 @@ static void argmax_member(void *team, int thread, const void *argument) {
     even_phases(&worker);
 }
 
-/* The first of the largest of each row. */
+/* The first of the largest of each row, or NO_TOKEN. */
 void tideway_argmax(Team *team, const ArgmaxCall *call) { run_team(team, argmax_member, call); }
 
 typedef struct {

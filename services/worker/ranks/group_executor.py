@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.executor import UNSOUND, Executor, PreparedModel
 from services.worker.executor.grammars import Compiled, GrammarCounters
 from services.worker.kv.kv_store import BlockParts, KvBlocks, WindowedBlocks
 from services.worker.ranks.group import GroupError, RankGroup
 from services.worker.ranks.messages import (
     Add,
     Answer,
+    Check,
     Claim,
     Close,
     CompileGrammar,
@@ -181,7 +182,18 @@ class GroupExecutor:
                 shape = self._own.add_model(prepared.own)
         if any(answer.shape != shape for answer in call.answers):
             self._lose(f"ranks differ in the shape of {shape.name!r}: {shape} and {call.answers}")
+        if not self.is_sound(shape.name):
+            self.remove_model(shape.name)
+            raise CheckpointError(UNSOUND)
         return shape
+
+    def is_sound(self, name: str) -> bool:
+        """As of `Executor`, which the last stage finds."""
+        number, call = self._begin_call()
+        self._tell(Check(number, name))
+        with self._settled(call, f"checking {name!r}"):
+            is_sound = self._own.is_sound(name)
+        return is_sound and all(answer.is_sound for answer in call.answers)
 
     def remove_model(self, name: str) -> None:
         with self._window_lock:

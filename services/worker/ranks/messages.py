@@ -107,6 +107,13 @@ class DropWeights(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """Between steps: see `Executor.is_sound`."""
+
+    call_id: int
+    model: str
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Beside everything else."""
 
@@ -143,8 +150,8 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    SetUp | Launch | Copy | Claim | MoveWindow | Prepare | Add | Forget | Remove | DropWeights | LoadAdapter | DropAdapter |
-    CompileGrammar | SetLayersPerSafepoint | EnterTokens | Close
+    SetUp | Launch | Copy | Claim | MoveWindow | Prepare | Add | Forget | Remove | Check | DropWeights | LoadAdapter
+    | DropAdapter | CompileGrammar | SetLayersPerSafepoint | EnterTokens | Close
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ the others to rank 0
@@ -158,6 +165,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     shape: ModelShape | None = None
     """Shape of a model that was added."""
+    is_sound: bool = True
+    """Whether the model that was checked computes finite logits."""
     error: str = ""
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from services.worker.ranks.messages import (
     Add,
     Answer,
+    Check,
     Claim,
     Close,
     CompileGrammar,
@@ -107,6 +108,8 @@ class Member:
                 self._answer(call_id, lambda: executor.add_model(self._prepared[prepared]))
             case Forget(prepared):
                 self._prepared.pop(prepared, None)
+            case Check(call_id, model):
+                self._tell(Answer(call_id, is_sound=executor.is_sound(model)))
             case Remove(name, keeps_weights):
                 if keeps_weights:
                     executor.hold_weights(name)

@@ -306,6 +306,13 @@ class BlockPool:
                 if self._news is not None:
                     self._news.note(block_hash)
 
+    def forget(self, name: str, blocks: list[int]) -> None:
+        """What these used blocks hold is not to be found any more."""
+        of_model = self._models[name]
+        for block in blocks:
+            if block in of_model.hash_of:
+                self._lose(of_model, block)
+
     def hashes(self) -> Iterator[bytes]:
         """By which blocks can be found, of all models."""
         for of_model in self._models.values():

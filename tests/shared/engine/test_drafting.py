@@ -12,7 +12,7 @@ from shared.engine.engine import Engine
 from shared.engine.handover import Detached
 from shared.engine.plan import ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
-from shared.messages.requests import FinishReason, GenerationRequest, TokenLogprob, unpack_tokens
+from shared.messages.requests import FinishReason, GenerationRequest, TokenEntry, TokenLogprob, unpack_tokens
 from shared.policies.catalogue import ordering_policy
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.token_budget import FixedTokenBudget
@@ -47,6 +47,7 @@ class Run:
         self.plans: list[StepPlan] = []
         self.in_flight: list[StepPlan] = []
         self.entries: dict[str, list[tuple[int, list[int], tuple[TokenLogprob, ...]]]] = {}
+        self.said: list[TokenEntry] = []
         self.ended: dict[str, Ended] = {}
         self.now = 0.0
 
@@ -79,6 +80,7 @@ class Run:
                 for entry in effect.entries:
                     made = (entry.offset, unpack_tokens(entry.tokens), entry.logprobs)
                     self.entries.setdefault(entry.request_id, []).append(made)
+                    self.said.append(entry)
 
     def to_the_end(self) -> None:
         for _ in range(2000):
