@@ -14,7 +14,16 @@ from rich.text import Text
 
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import PlanChange
-from shared.placement.plan import ModelPrediction, Plan, Prediction, Trial
+from shared.placement.plan import (
+    ATTAINMENT_GRAIN,
+    FLOOR_SHARE,
+    MOST_FLOOR_COST,
+    ModelPrediction,
+    Plan,
+    Prediction,
+    Trial,
+    told_left_behind,
+)
 from tideway.console import fit
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, UnavailableError
@@ -59,6 +68,8 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     else:
         worth = "worth a change" if proposal.is_worth else "not worth a change"
         console.print(f"Proposed, {worth} ({proposal.cause or 'no cause is known'}): {escape(proposal.verdict)}.")
+        for line in _floor(proposal):
+            console.print(escape(line))
         if proposal.trial is not None and proposal.plan != proposal.before:
             console.print(_trial(proposal.trial))
         for rejected in proposal.rejected:
@@ -225,6 +236,25 @@ def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
         figures = [_figure(plans, name, value) for value in FIGURES.values()]
         table.add_row(escape(name), str(num), *(_cell(one, name) for one in (measured, *plans)), *figures)
     return table
+
+
+def _floor(proposal: PlanProposal) -> list[str]:
+    """How the model that is served worst fares in the proposed plan, what that costs the others, and who is left behind."""
+    prediction, lines = proposal.prediction, []
+    if worst := prediction.worst:
+        attainment = prediction.models[worst].attainment
+        line = f"Served worst would be {worst}: {attainment:.1%} within its SLO, of all requests {prediction.attainment:.1%}"
+        cost = f"; the plan that serves most in total has {proposal.floor_cost:.1%} more"
+        lines.append(line + (cost if proposal.floor_cost >= ATTAINMENT_GRAIN else "") + ".")
+    for which, one in (("now", proposal.incumbent), ("by the proposed plan", prediction)):
+        if one is not None and (behind := told_left_behind(one)):
+            lines.append(
+                f"Left behind {which}, below {FLOOR_SHARE:.0%} of the attainment of all requests: {behind}. "
+                f"No plan was found that helps them at a price of {MOST_FLOOR_COST:.0%} of the others."
+                if one is prediction
+                else f"Left behind {which}: {behind}."
+            )
+    return lines
 
 
 def _trial(trial: Trial) -> RenderableType:

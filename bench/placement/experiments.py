@@ -113,7 +113,7 @@ def optimum(seed: int = 1) -> Table:
         began_s = cpu_s()
         found = search(problem).prediction
         took_s = cpu_s() - began_s
-        attainment = round(found.attainment / ATTAINMENT_GRAIN)
+        attainment = round((found.attainment - found.unfairness) / ATTAINMENT_GRAIN)
         lost.append((best[1] - attainment) * ATTAINMENT_GRAIN)
         # Where less is attained by more than a grain, or more is, latency is not what was compared.
         is_near = 0 <= best[1] - attainment <= 1
@@ -122,7 +122,7 @@ def optimum(seed: int = 1) -> Table:
             {
                 "devices": num_devices, "a node": per_node, "models": num_models, "req/s": rate, "plans": len(plans),
                 "all estimated": "yes" if len(plans) <= MAX_ENUMERATED else "no", "search, s": round(took_s, 2),
-                "attainment": f"{found.attainment:.3f}", "best": f"{best[1] * ATTAINMENT_GRAIN:.3f}",
+                "attainment": f"{attainment * ATTAINMENT_GRAIN:.3f}", "best": f"{best[1] * ATTAINMENT_GRAIN:.3f}",
                 "normalised latency": round(found.normalised_latency, 3), "best's": round(-best[2], 3),
             }
         )  # fmt: skip
@@ -130,7 +130,7 @@ def optimum(seed: int = 1) -> Table:
         Target(name="normalised latency over the best of all plans, worst", value=max(distances), limit=WITHIN),
         Target(name="attainment below the best of all plans, worst", value=max(lost), limit=WITHIN),
     ]
-    notes = f"by the estimate; of up to {MAX_ENUMERATED} plans a search estimates all"
+    notes = f"by the estimate, less what models left behind count for; of up to {MAX_ENUMERATED} plans it estimates all"
     return Table(name="optimum", rows=rows, targets=targets, notes=notes)
 
 
@@ -154,7 +154,7 @@ def _tau(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, floa
 
 def rank(seed: int = 1, num_problems: int = 10, num_plans: int = 5, num_requests: int = 150) -> Table:
     rows: list[dict[str, object]] = []
-    taus, limits, estimate_errors, attainment_errors, losses = [], [], [], [], []
+    taus, limits, estimate_errors, attainment_errors, losses, slower = [], [], [], [], [], []
     num_best, num_requests_simulated, simulated_s = 0, 0, 0.0
     for number in range(num_problems):
         rng = np.random.default_rng([seed, number])
@@ -176,8 +176,9 @@ def rank(seed: int = 1, num_problems: int = 10, num_plans: int = 5, num_requests
         num_best += place <= 2
         best = max(range(len(plans)), key=theirs.__getitem__)
         losses.append(simulated[best].attainment - simulated[chosen].attainment)
+        slower.append(simulated[chosen].normalised_latency / simulated[best].normalised_latency - 1)
         latency = [e.normalised_latency / s.normalised_latency - 1 for e, s in zip(estimated, simulated, strict=True)]
-        estimate_errors += np.abs(latency).tolist()
+        estimate_errors += latency
         attainment_errors += [abs(e.attainment - s.attainment) for e, s in zip(estimated, simulated, strict=True)]
         rows.append(
             {
@@ -192,17 +193,24 @@ def rank(seed: int = 1, num_problems: int = 10, num_plans: int = 5, num_requests
         Target(
             name="Kendall's tau, mean",
             value=float(np.mean(taus)),
-            limit=0.8,
+            limit=0.7,
             is_least=True,
             note=f"of two simulations that differ in the noise of steps {np.mean(limits):.2f}",
         ),
         Target(
             name="estimate's best among the simulation's best two", value=num_best / len(rows), limit=0.9, is_least=True
         ),
+        Target(
+            name="regret: attainment of the simulation's best less that of the estimate's, mean",
+            value=float(np.mean(losses)),
+            limit=0.01,
+            note=f"normalised latency {np.mean(slower):+.1%}",
+        ),
+        Target(name="bias of normalised latency, mean", value=abs(float(np.mean(estimate_errors))), limit=0.02),
     ]
     notes = (
-        f"normalised latency off by {np.median(estimate_errors):.1%} in the median, attainment by "
-        f"{np.mean(attainment_errors):.3f} on average; the estimate's best attains {np.mean(losses):.4f} less than the "
-        f"simulation's best; {num_requests_simulated / simulated_s:.0f} requests simulated a second of processor time"
+        f"normalised latency off by {np.median(np.abs(estimate_errors)):.1%} in the median, attainment by "
+        f"{np.mean(attainment_errors):.3f} on average; "
+        f"{num_requests_simulated / simulated_s:.0f} requests simulated a second of processor time"
     )
     return Table(name="rank", rows=rows, targets=targets, notes=notes)

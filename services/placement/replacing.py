@@ -43,7 +43,7 @@ from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.demand import kv_bytes
-from shared.placement.plan import Group, Plan, Prediction, group_of, plan_of
+from shared.placement.plan import Group, Plan, Prediction, group_of, plan_of, told_left_behind
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
@@ -285,6 +285,9 @@ class Replacing:
             outcome, cause = "better" if verdict.is_worth else "kept", verdict.cause
             logger.info("a search over %d requests took %.1f s: %s", proposal.num_requests, proposal.search_s,
                         verdict.reason)  # fmt: skip
+            served = proposal.prediction if verdict.is_worth else proposal.incumbent
+            if served is not None and (behind := told_left_behind(served)):
+                logger.warning("left behind by the placement: %s", behind)
             if is_applied or (verdict.is_worth and self._settings.replacement == "auto"):
                 async with self._alone:
                     await self._apply(proposal)
@@ -337,7 +340,7 @@ class Replacing:
             cause=verdict.cause, trial=found.trial, plan=found.plan, prediction=found.prediction, before=problem.incumbent,
             incumbent=found.incumbent, measured=seen, rejected=list(found.rejected[:SHOWN_REJECTED]),
             unplaced=found.unplaced, search_s=self._monitor.now() - began_s, interval_s=window_s,
-            num_requests=traffic.num_requests, target=target, kv_bytes=held_bytes,
+            num_requests=traffic.num_requests, target=target, kv_bytes=held_bytes, floor_cost=found.floor_cost,
         )  # fmt: skip
         return proposal, verdict
 

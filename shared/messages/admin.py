@@ -120,6 +120,8 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
     """Cause of the verdict: see `shared.placement.replacement.Cause`."""
     trial: Trial | None = None
     """What the change would take and bring; None: nothing has to change, or a model gets or loses its last place."""
+    floor_cost: float = 0.0
+    """Attainment of all requests that the plan gives up so that no model is left behind."""
 
     @property
     def is_change(self) -> bool:

@@ -32,6 +32,7 @@ import numpy as np
 
 from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.memory import pool, why_not
+from shared.placement.plan import unfairness
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem
 from shared.placement.rehearsal import Episode
 from shared.policies.doubling_budget import BATCH, LEAST_GAIN_SHARE, LEAST_TIME_S
@@ -59,6 +60,8 @@ WAIT_GRAIN_S = 0.2
 """A group where prompts wait for so long is half as likely to get the next one."""
 EASE = 0.5
 """How much of the way to the wanted split of arrivals is gone in a bin: they are told of each other's load late."""
+CHANCE_S = 1.0
+"""Over which a mean load is taken, that arrivals by chance differ from: fitted; 1 to 3 s rank plans alike."""
 NEVER_S = 1e9
 
 Array = np.ndarray
@@ -76,11 +79,8 @@ class Outcome(NamedTuple):
     """Over all requests with a group."""
     rates: Array
     """[groups] requests per second that each group gets, in the order in which they were given."""
-
-    @property
-    def key(self) -> tuple[float, float]:
-        """Larger is better."""
-        return (self.attainment, -self.normalised_latency)
+    unfairness: float
+    """See `plan.unfairness`."""
 
 
 class _Lengths(NamedTuple):
@@ -367,12 +367,15 @@ class Estimator:
         total = np.bincount(self._model_of, weight * np.where(served, latency, 0.0), minlength=num_models)
         normalised = total / np.maximum(counted, 1e-9) / self.execution_s
         num, num_served = float(np.sum(self.num_requests)), float(np.sum(counted))
+        attainment = 1.0 - float(np.sum(missed)) / num if num else 1.0
+        of_services = 1.0 - missed[self.num_requests > 0] / self.num_requests[self.num_requests > 0]
         return Outcome(
             missed=missed,
             normalised=normalised,
-            attainment=1.0 - float(np.sum(missed)) / num if num else 1.0,
+            attainment=attainment,
             normalised_latency=float(np.sum(total / self.execution_s)) / num_served if num_served else 0.0,
             rates=rates,
+            unfairness=unfairness(attainment, of_services.tolist()),
         )
 
     # -------------------------------------------------------------------------------------------------- layout
@@ -620,12 +623,11 @@ class Estimator:
         waited = self._reaches(admitted, place, arrived * (1 - 1e-9) - 1e-9, bins)
         start = np.maximum(at_s, waited)
         start_bin = np.minimum(np.searchsorted(self._times, start, side="right") - 1, num_bins - 1)
-        phi = np.minimum(course.phi[start_bin, group], 0.95)
-        square = (
-            np.add.reduce((course.came * layout.costs[_Cost._fields.index("prefill_square")]), 2)
-            / self._widths[:, None]
-        )
-        residual = 0.5 * square[start_bin, group] / (1.0 - phi) + 0.5 * course.steps_s[start_bin, group]
+        # The queue that builds up from bin to bin is in `waited`. Beside it a prompt meets what the chance of arrivals makes
+        # of a mean load (M/G/1): of a bin as short as the prompt itself that would be the prompt's own time once more.
+        phi = np.minimum(self._smoothed(course.phi * self._widths[:, None]), 0.95)
+        square = self._smoothed(np.add.reduce((course.came * layout.costs[_Cost._fields.index("prefill_square")]), 2))
+        residual = 0.5 * (square / (1.0 - phi) + course.steps_s)[start_bin, group]
         prompts = layout.costs[_Cost._fields.index("prompts")].ravel()[place].astype(np.int64)
         prompt_s = self._prompt_s[prompts + request]
         stretch = 1.0 + course.steps_s[start_bin, group] / layout.chunk_s[group, 0]
@@ -638,6 +640,15 @@ class Estimator:
         end = np.maximum(first, self._reaches(moved, place, target, first_bin, rate[-1]))
         latency[served], ttft[served] = end - at_s, first - at_s
         return latency, ttft
+
+    def _smoothed(self, amounts: Array) -> Array:
+        """[bins, n] of each bin -> a second, on average over `CHANCE_S` around the middle of the bin, or the whole bin."""
+        middle = (self._times[:-1] + self._times[1:]) / 2
+        first = np.searchsorted(self._times, np.maximum(0.0, middle - CHANCE_S / 2), side="right") - 1
+        last = np.minimum(np.searchsorted(self._times, middle + CHANCE_S / 2), len(self._widths))
+        passed = np.concatenate([np.zeros((1, amounts.shape[1])), np.cumsum(amounts, axis=0)])
+        smoothed: Array = (passed[last] - passed[first]) / (self._times[last] - self._times[first])[:, None]
+        return smoothed
 
     def _reaches(
         self, curves: Array, place: Array, value: Array, first_bin: Array, slope: Array | None = None

@@ -215,6 +215,7 @@ A100_80G = Hardware(
     host_bytes_s=25.6e9,
     link_bytes_s=25e9,
     load_bytes_s=3e9,
+    block_size=256,
     sources=_A100_FITTED
     | _SHARES
     | {
@@ -250,6 +251,7 @@ _HELIX_L4 = "Helix's times of a layer of 70B and 30B on an L4 (its simulator's m
 H100 = msgspec.structs.replace(
     A100_80G,
     name="H100",
+    block_size=128,
     memory_bytes_s=3.35e12,
     flops=989e12,
     weight_share=0.81,

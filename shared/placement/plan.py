@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -10,6 +11,11 @@ from shared.messages.cluster import InstancePlan, instance_devices
 
 ATTAINMENT_GRAIN = 1e-3
 """Attainments that differ by less are as good."""
+FLOOR_SHARE = 0.8
+"""A service is left behind where its attainment is less than this share of that of all requests (delta of SeaLLM's
+equation 5, relative, as no plan may reach an absolute one under overload)."""
+MOST_FLOOR_COST = 0.02
+"""Share of the attainment of all requests that is given up at most so that no service is left behind."""
 DEFAULT_SLO_SCALE = 5.0
 """A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
 
@@ -51,6 +57,19 @@ def plan_of(groups: Iterable[Group]) -> Plan:
     return Plan(tuple(sorted(group for group in groups if group.models)))
 
 
+def unfairness(attainment: float, of_services: Iterable[float], most_cost: float = MOST_FLOOR_COST) -> float:
+    """Attainment that leaving services behind counts for, from 0 to `most_cost` of `attainment` (SeaLLM, equation 5, as a
+    penalty). `of_services`: attainments of those with requests.
+
+    Bounded: a plan that is chosen by `attainment` less this serves less than another by `most_cost` at most. The root makes
+    the last step up to the floor worth nearly half as much as all of the way; the exponential leaves something to gain by
+    helping one service where others are left behind as well."""
+    floor = FLOOR_SHARE * attainment
+    # Sums of weights may come out a rounding error above the number of requests.
+    short = sum(math.sqrt(1.0 - one / floor) for one in (max(0.0, one) for one in of_services) if one < floor)
+    return most_cost * attainment * -math.expm1(-short)
+
+
 class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Prediction for one model's online requests. Without any: attainment 1, the rest 0."""
 
@@ -82,6 +101,29 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         """Online ones."""
         return sum(model.num_requests for model in self.models.values())
 
+    @property
+    def unfairness(self) -> float:
+        """See `unfairness`, of the models with requests."""
+        return unfairness(self.attainment, (one.attainment for one in self.models.values() if one.num_requests))
+
+    @property
+    def worst(self) -> str:
+        """The model, of those with requests, with the lowest attainment; empty without any."""
+        there = (name for name in sorted(self.models) if self.models[name].num_requests)
+        return min(there, key=lambda name: self.models[name].attainment, default="")
+
+    @property
+    def left_behind(self) -> list[str]:
+        """Models with requests whose attainment is below `FLOOR_SHARE` of that of all requests."""
+        floor = FLOOR_SHARE * self.attainment
+        return sorted(name for name, one in self.models.items() if one.num_requests and one.attainment < floor)
+
+
+def told_left_behind(prediction: Prediction) -> str:
+    """The models that are left behind, worst first, with their attainment; empty without any."""
+    names = sorted(prediction.left_behind, key=lambda name: prediction.models[name].attainment)
+    return ", ".join(f"{name} ({prediction.models[name].attainment:.1%} within its SLO)" for name in names)
+
 
 class Horizon(msgspec.Struct, frozen=True, kw_only=True):
     """The last `seconds` of traffic, estimated three times for the same requests: on the plan that runs (`stay`), with a
@@ -100,6 +142,10 @@ class Horizon(msgspec.Struct, frozen=True, kw_only=True):
     change_latency: float
     free_latency: float
     latency_error: float
+    stay_unfairness: float = 0.0
+    """Attainment that services left behind count for (`unfairness`); likewise the next."""
+    change_unfairness: float = 0.0
+    free_unfairness: float = 0.0
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +188,9 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """Models that fit nowhere, and why."""
     trial: Trial | None = None
     """None: nothing runs that would have to change, or nobody tried it."""
+    floor_cost: float = 0.0
+    """Attainment of all requests that is given up so that no service is left behind: by which the plan that serves most in
+    total serves more."""
 
 
 def is_cpu(kind: str) -> bool:

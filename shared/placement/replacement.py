@@ -255,6 +255,7 @@ def _untried(proposal: Proposal, problem: Problem, interval_s: float) -> Trial:
     horizon = Horizon(
         seconds=interval_s, num_requests=num, stay_attainment=before.attainment, free_attainment=after.attainment,
         change_attainment=after.attainment - share,
+        stay_unfairness=before.unfairness, change_unfairness=after.unfairness, free_unfairness=after.unfairness,
         attainment_error=math.sqrt(before.attainment * (1.0 - before.attainment) / num),
         stay_latency=before.normalised_latency, free_latency=after.normalised_latency,
         change_latency=after.normalised_latency + share * before.normalised_latency,
@@ -269,7 +270,7 @@ def _untried(proposal: Proposal, problem: Problem, interval_s: float) -> Trial:
 
 def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSettings) -> Verdict:
     error = settings.errors * on.attainment_error
-    gain = on.change_attainment - on.stay_attainment
+    gain = on.change_attainment - on.stay_attainment + on.stay_unfairness - on.change_unfairness
     slower = max(on.stay_latency, 1e-9)
     latency_gain, latency_error = 1.0 - on.change_latency / slower, settings.errors * on.latency_error / slower
 
@@ -278,7 +279,10 @@ def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSe
         is_faster = latency_gain > max(settings.least_latency_gain, margin * latency_error)
         return more_attained or (gain >= -ATTAINMENT_GRAIN and is_faster)
 
-    free = on.free_attainment - on.stay_attainment, 1.0 - on.free_latency / slower
+    free = (
+        on.free_attainment - on.stay_attainment + on.stay_unfairness - on.free_unfairness,
+        1.0 - on.free_latency / slower,
+    )
     # That there will be more requests is taken to be as likely as that there will not. Room alone is no reason to change.
     robust = min(gain, 0.5 * (gain + trial.busier_gain)), latency_gain
     real = gain - better.attainment, latency_gain - better.latency

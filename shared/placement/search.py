@@ -10,7 +10,8 @@
 
 Of a small cluster all plans are estimated instead (enumeration.py).
 
-Larger attainment is better, in steps of `ATTAINMENT_GRAIN`, then smaller normalised latency. Where a cluster has many
+Larger attainment, less what services left behind count for (`plan.unfairness`, SeaLLM's equation 5), is better, in steps of
+`ATTAINMENT_GRAIN`, then smaller normalised latency. Where a cluster has many
 groups, a round of Algorithm 1 gives models to several of them, each time with the UI of a model that got one more of c
 groups times c / (c + 1); moves are drawn, with a seed, and made to several like groups at once.
 
@@ -37,7 +38,7 @@ import numpy as np
 from shared.placement.enumeration import all_plans
 from shared.placement.estimator import NUM_BINS, Estimator, Outcome
 from shared.placement.memory import why_not
-from shared.placement.plan import ATTAINMENT_GRAIN, Trial, plan_of
+from shared.placement.plan import ATTAINMENT_GRAIN, FLOOR_SHARE, MOST_FLOOR_COST, Trial, plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
 from shared.placement.rehearsal import change_s
 from shared.placement.stretches import busier, lasting, mean_execution_s, thinned
@@ -87,6 +88,9 @@ MAX_MOVES = 256
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
 MOVE_PATIENCE, POLISH_PATIENCE = 3, 2
 """Rounds of moves without a better plan, after which they end."""
+EVEN_PRESSURES, EVEN_PATIENCE, EVEN_PAIRS = (3.0, 20.0), 4, 24_000
+"""Pressures of the moves by which services that are left behind get more: times that these count, rounds without a
+better plan after which they end, and pairs of a group with a model from each start."""
 MAX_ENUMERATED = 512
 """Plans: where there are no more, all are estimated, which takes less than a search among them."""
 NUM_EVALUATED = 4
@@ -102,11 +106,24 @@ class Found(NamedTuple):
     key: Key
     """Larger is better."""
     slots: Slots
+    total: Key
+    """The key if services left behind counted for nothing."""
+    is_unfair: bool
+    """Whether any are."""
 
 
 class Score(NamedTuple):
     attainment: float
     normalised_latency: float
+    unfairness: float
+
+
+Scored = Score | Prediction
+
+
+def _served(outcome: Outcome | Scored) -> float:
+    """Attainment less what services left behind count for: what plans are compared by."""
+    return outcome.attainment - outcome.unfairness
 
 
 Allocation = Generator[Slots, Outcome, list[Found]]
@@ -146,6 +163,7 @@ def _find(searcher: Searcher, do: Callable[[Sequence[Asked]], Sequence[list[Foun
     if incumbent:
         asked.append(Asked(start=incumbent))
     found = _distinct([*starts, *(each for found in do(asked) for each in found)])
+    found = _distinct([*found, *searcher.evened(found, starts)])
     return _distinct(searcher.polished(found)) or found
 
 
@@ -154,6 +172,14 @@ def _distinct(found: Iterable[Found]) -> list[Found]:
     for each in sorted(found, key=lambda one: one.key, reverse=True):
         known.setdefault(each.slots, each)
     return list(known.values())
+
+
+def _first(found: Sequence[Found], num: int) -> list[Found]:
+    """So many of the best, with the best in total among them, by which the others say what the floor costs."""
+    if len(found) <= num:
+        return list(found)
+    most = max(found, key=lambda one: one.total)
+    return [*found[:num]] if most in found[:num] else [*found[: num - 1], most]
 
 
 _searchers: list[Searcher] = []
@@ -249,10 +275,15 @@ class Searcher:
             max(0, counts[name] - (self.models[name].replicas or counts[name])) for name in self.needed
         )
 
-    def key(self, slots: Iterable[Group], outcome: Outcome | Prediction | Score) -> Key:
-        """Larger is better."""
-        attainment = round(outcome.attainment / ATTAINMENT_GRAIN)
-        return (-self.num_lacking(slots), attainment, -outcome.normalised_latency)
+    def key(self, slots: Iterable[Group], outcome: Outcome | Scored, pressure: float = 1.0) -> Key:
+        """Larger is better. `pressure`: times that services left behind count for more than they do in the end."""
+        served = round((outcome.attainment - pressure * outcome.unfairness) / ATTAINMENT_GRAIN)
+        return (-self.num_lacking(slots), served, -outcome.normalised_latency)
+
+    def found(self, slots: Slots, outcome: Outcome) -> Found:
+        key = self.key(slots, outcome)
+        total = (key[0], round(outcome.attainment / ATTAINMENT_GRAIN), key[2])
+        return Found(key, slots, total, is_unfair=outcome.unfairness > 0)
 
     def scores(self, plans: Sequence[Plan], incumbent: Plan) -> list[Score]:
         """Scores of each plan, under the traffic that was searched with; for a problem with evidence, under traffic as
@@ -260,17 +291,21 @@ class Searcher:
         of them it gains less, the mean of both does."""
         groups = [plan.groups for plan in plans]
         found = [estimator.outcomes(groups) for estimator in self._lasting or [self.estimator]]
-        attainment = np.array([[one.attainment for one in each] for each in found])
-        gain = attainment - attainment[:, [plans.index(incumbent)]] if incumbent in plans else attainment
+        served = np.array([[_served(one) for one in each] for each in found])
+        gain = served - served[:, [plans.index(incumbent)]] if incumbent in plans else served
         fewer = np.minimum(0.0, gain.mean(0) - gain[0])
         return [
-            Score(float(robust), one.normalised_latency)
-            for robust, one in zip(attainment[0] + fewer, found[0], strict=True)
+            Score(one.attainment + less, one.normalised_latency, one.unfairness)
+            for less, one in zip(fewer.tolist(), found[0], strict=True)
         ]
 
     def unserved(self, outcome: Outcome) -> np.ndarray:
-        """[models] Equation 6."""
-        return np.asarray(outcome.missed + ALPHA * outcome.normalised)
+        """[models] Equation 6, and what a model that is left behind counts for beyond its requests."""
+        num = self.estimator.num_requests
+        attained = 1.0 - outcome.missed / np.maximum(1, num)
+        short = np.clip(1.0 - attained / max(FLOOR_SHARE * outcome.attainment, 1e-9), 0.0, 1.0) * (num > 0)
+        behind = MOST_FLOOR_COST * outcome.attainment * num.sum() * np.sqrt(short)
+        return np.asarray(outcome.missed + behind + ALPHA * outcome.normalised)
 
     def _incumbent(self) -> Slots:
         """What of it still stands, with the devices that it leaves; empty without one."""
@@ -299,7 +334,7 @@ class Searcher:
         limits = {name: self.models[name].replicas for name, least in self.needed.items() if least}
         plans = all_plans(self.problem.nodes, limits, self.fits, MAX_ENUMERATED)
         outcomes = self._outcomes(self.estimator, plans)
-        return _distinct(Found(self.key(slots, each), slots) for slots, each in zip(plans, outcomes, strict=True))
+        return _distinct(self.found(slots, each) for slots, each in zip(plans, outcomes, strict=True))
 
     # ------------------------------------------------------------------------------------------------- Algorithm 1
 
@@ -386,7 +421,7 @@ class Searcher:
             first = self._by_size({*first, *lacking})
         else:
             found, _ = yield from self._allocated(slots, limit, self._by_size(self.needed), is_last=True)
-        return [Found(self.key(found, (yield found)), found)]
+        return [self.found(found, (yield found))]
 
     def _by_size(self, names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: (-self.models[name].weight_bytes, name))
@@ -464,9 +499,9 @@ class Searcher:
         """The best of these, and what moves lead to from several of them, by estimates with more bins."""
         if not self.effort.num_polished:
             return []
-        tried = [each.slots for each in found[: self.effort.num_estimated]]
+        tried = [each.slots for each in _first(found, self.effort.num_estimated)]
         outcomes = self._outcomes(self.estimator, tried)
-        best = _distinct(Found(self.key(slots, each), slots) for slots, each in zip(tried, outcomes, strict=True))
+        best = _distinct(self.found(slots, each) for slots, each in zip(tried, outcomes, strict=True))
         polished, known = list(best), set[int]()
         num_pairs = self.effort.num_pairs // self.effort.num_polished
         for start in best[: self.effort.num_polished]:
@@ -476,13 +511,28 @@ class Searcher:
     def _outcomes(self, estimator: Estimator, plans: Iterable[Slots]) -> list[Outcome]:
         return estimator.outcomes([[group for group in slots if group.models] for slots in plans])
 
-    def _moved(self, start: Slots, estimator: Estimator, patience: int, num_pairs: int, known: set[int]) -> list[Found]:
+    def evened(self, found: Sequence[Found], starts: Sequence[Found]) -> list[Found]:
+        """What moves lead to from the best of both, where the best plan leaves services behind, if these count for more.
+        What that costs in total is looked at in the end: plans on the way there may be the best."""
+        if not found or not found[0].is_unfair:
+            return []
+        begins = dict.fromkeys([found[0].slots, *(each.slots for each in starts[: self.effort.num_starts])])
+        return [
+            each
+            for start in begins
+            for pressure in EVEN_PRESSURES
+            for each in self._moved(start, self._quick, EVEN_PATIENCE, EVEN_PAIRS, set(), pressure)
+        ]
+
+    def _moved(
+        self, start: Slots, estimator: Estimator, patience: int, num_pairs: int, known: set[int], pressure: float = 1.0
+    ) -> list[Found]:
         """By the best move of each round, also a bad one, until `patience` rounds have brought nothing better: the best
         plans. `num_pairs`: of a group with a model, over all plans that are tried, but for the least. `known`: signatures of
         plans that are not tried again; those that are, are added."""
         (outcome,) = self._outcomes(estimator, [start])
-        now = Found(self.key(start, outcome), start)
-        found, found_key, num_worse = [now], now.key, 0
+        now = self.found(start, outcome)
+        found, found_key, num_worse = [now], self.key(start, outcome, pressure), 0
         known.add(self._signature(start))
         draw = np.random.default_rng(len(start))
         of_plan = max(1, sum(len(group.models) for group in start))
@@ -500,11 +550,12 @@ class Searcher:
                 moves = [moves[index] for index in sorted(draw.choice(len(moves), most, replace=False).tolist())]
             outcomes = self._outcomes(estimator, moves)
             left -= max(1, len(moves) * of_plan)
-            tried = [Found(self.key(slots, each), slots) for each, slots in zip(outcomes, moves, strict=True)]
-            found = _distinct([*found, *tried])[: self.effort.num_estimated]
-            best = max(range(len(tried)), key=lambda index: tried[index].key)
-            num_worse = 0 if tried[best].key > found_key else num_worse + 1
-            found_key = max(found_key, tried[best].key)
+            tried = [self.found(slots, each) for each, slots in zip(outcomes, moves, strict=True)]
+            found = _first(_distinct([*found, *tried]), self.effort.num_estimated)
+            keys = [self.key(slots, each, pressure) for each, slots in zip(outcomes, moves, strict=True)]
+            best = max(range(len(tried)), key=keys.__getitem__)
+            num_worse = 0 if keys[best] > found_key else num_worse + 1
+            found_key = max(found_key, keys[best])
             if num_worse == patience:
                 break
             now, outcome = tried[best], outcomes[best]
@@ -686,20 +737,24 @@ def _propose(
     evaluated: Callable[[Evaluate, Sequence[Plan]], list[Prediction]],
 ) -> Proposal:
     problem, incumbent = searcher.problem, plan_of(searcher.incumbent)
+    found = _first(found, searcher.effort.num_estimated)
     plans = list(dict.fromkeys(plan_of(searcher.aligned(each.slots)) for each in found)) or [incumbent]
-    plans = plans[: searcher.effort.num_estimated]
     has_incumbent = bool(incumbent.groups)
     if has_incumbent and incumbent not in plans:
         plans.append(incumbent)
-    scores: dict[Plan, Score | Prediction] = dict(zip(plans, searcher.scores(plans, incumbent), strict=True))
+    scores: dict[Plan, Scored] = dict(zip(plans, searcher.scores(plans, incumbent), strict=True))
     plans.sort(key=lambda plan: searcher.key(plan.groups, scores[plan]), reverse=True)
     asked = plans[:NUM_EVALUATED]
     if has_incumbent and incumbent not in asked:
         asked.append(incumbent)
+    if (neglects := _best_in_total(searcher, plans, scores, asked[0])) is not None and neglects not in asked:
+        asked.append(neglects)  # so that it can be said what the floor costs, and whom it helps
     predict = searcher.estimator.predict
     predictions = [predict(plan) for plan in asked] if evaluate is None else evaluated(evaluate, asked)
     known = dict(zip(asked, predictions, strict=True))
-    if evaluate is not None or problem.evidence is None:
+    if evaluate is not None:
+        scores = _corrected(searcher, scores, known)
+    elif problem.evidence is None:
         scores |= known
     keys = {plan: searcher.key(plan.groups, scores[plan]) for plan in asked}
     best = max(asked, key=keys.__getitem__)
@@ -724,25 +779,69 @@ def _propose(
         ),
         unplaced=searcher.unplaced(best),
         trial=trial,
+        floor_cost=_floor_cost(searcher, plans, scores, best),
     )
 
 
+def _corrected(
+    searcher: Searcher, scores: Mapping[Plan, Scored], simulated: Mapping[Plan, Prediction]
+) -> dict[Plan, Scored]:
+    """Scores with what the simulation of the last window says beyond its estimate: where traffic as it may go on was
+    estimated, that stays what plans are compared by. Of plans that were not simulated the mean of the others' errors is
+    corrected, so that all are on one scale."""
+    errors = {}
+    for plan, told in simulated.items():
+        (estimated,) = searcher.estimator.outcomes([plan.groups])
+        errors[plan] = Score(
+            told.attainment - estimated.attainment,
+            told.normalised_latency / max(estimated.normalised_latency, 1e-9),
+            told.unfairness - estimated.unfairness,
+        )
+    mean = Score(*(fmean(column) for column in zip(*errors.values(), strict=True)))
+    found: dict[Plan, Scored] = {}
+    for plan, score in scores.items():
+        error = errors.get(plan, mean)
+        found[plan] = Score(
+            score.attainment + error.attainment,
+            score.normalised_latency * error.normalised_latency,
+            max(0.0, score.unfairness + error.unfairness),
+        )
+    return found
+
+
+def _best_in_total(searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Scored], best: Plan) -> Plan | None:
+    """The plan that serves most in total, where it serves more than the best one by leaving more models behind."""
+    lacking, now = searcher.num_lacking(best.groups), scores[best]
+    more = [
+        plan
+        for plan in plans
+        if scores[plan].unfairness > now.unfairness
+        and scores[plan].attainment > now.attainment
+        and searcher.num_lacking(plan.groups) <= lacking
+    ]
+    return max(more, key=lambda plan: scores[plan].attainment, default=None)
+
+
+def _floor_cost(searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Scored], best: Plan) -> float:
+    more = _best_in_total(searcher, plans, scores, best)
+    return 0.0 if more is None else scores[more].attainment - scores[best].attainment
+
+
 def _cheaper(
-    searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Score | Prediction], best: Plan, incumbent: Plan
+    searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Scored], best: Plan, incumbent: Plan
 ) -> Plan:
     """The one that is the least to change to of those that gain half of what the best one does."""
     now, most = scores[incumbent], scores[best]
     lacking = searcher.num_lacking(best.groups)
-    gain = most.attainment - now.attainment
+    gain = _served(most) - _served(now)
     if gain > ATTAINMENT_GRAIN:
-        enough = [plan for plan in plans if scores[plan].attainment - now.attainment >= gain / 2]
+        enough = [plan for plan in plans if _served(scores[plan]) - _served(now) >= gain / 2]
     else:
         latency = (most.normalised_latency + now.normalised_latency) / 2
         enough = [
             plan
             for plan in plans
-            if scores[plan].attainment >= most.attainment - ATTAINMENT_GRAIN
-            and scores[plan].normalised_latency <= latency
+            if _served(scores[plan]) >= _served(most) - ATTAINMENT_GRAIN and scores[plan].normalised_latency <= latency
         ]
     enough = [plan for plan in enough if plan != incumbent and searcher.num_lacking(plan.groups) <= lacking]
     return min([best, *enough], key=searcher.change_s)
@@ -757,16 +856,15 @@ def _tried(searcher: Searcher, incumbent: Plan, best: Plan, cheaper: Plan) -> tu
         horizons = tried[1].horizons
         if not horizons:
             return (-1.0, 0.0)
-        attainment = fmean(one.change_attainment for one in horizons)
+        attainment = fmean(one.change_attainment - one.change_unfairness for one in horizons)
         return (round(attainment / ATTAINMENT_GRAIN), -fmean(one.change_latency for one in horizons))
 
     return max(trials, key=key)
 
 
-def _is_as_good(one: Score | Prediction, best: Score | Prediction) -> bool:
-    return (
-        one.attainment >= best.attainment - ATTAINMENT_GRAIN
-        and one.normalised_latency <= best.normalised_latency * (1 + LATENCY_GRAIN)
+def _is_as_good(one: Scored, best: Scored) -> bool:
+    return _served(one) >= _served(best) - ATTAINMENT_GRAIN and one.normalised_latency <= best.normalised_latency * (
+        1 + LATENCY_GRAIN
     )
 
 
@@ -783,6 +881,11 @@ def _reason(searcher: Searcher, plan: Plan, prediction: Prediction | None, best:
             if cost != least
             else "as good, and as much to change"
         )
-    if round(prediction.attainment / ATTAINMENT_GRAIN) < round(taken.attainment / ATTAINMENT_GRAIN):
+    if round(_served(prediction) / ATTAINMENT_GRAIN) < round(_served(taken) / ATTAINMENT_GRAIN):
+        if prediction.unfairness > taken.unfairness:
+            name, now = prediction.worst, taken.models[prediction.worst].attainment
+            had = prediction.models[name].attainment
+            told = f"attainment {prediction.attainment:.1%}, not {taken.attainment:.1%}"
+            return f"{told}, and {name} would have {had:.1%}, not {now:.1%}"
         return f"attainment {prediction.attainment:.1%}, not {taken.attainment:.1%}"
     return f"normalised latency {prediction.normalised_latency:.3g}, not {taken.normalised_latency:.3g}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from shared.placement.estimator import NUM_BINS, Estimator, Served
 from shared.placement.execution import execution_s
-from shared.placement.plan import Horizon, Plan, Trial
+from shared.placement.plan import Horizon, Plan, Trial, unfairness
 from shared.placement.problem import Problem
 from shared.placement.rehearsal import Episode, Rehearsal, rehearse
 from shared.placement.stretches import STRETCH_EXECUTIONS, between, busier, horizons, lasting, mean_execution_s, spread
@@ -140,13 +140,35 @@ def _horizon(seconds: float, since_s: float, parts: Sequence[Sequence[Served]], 
         return float(stay @ weight) / total, on_free + cost / total, on_free, error
 
     late = means([one.is_late for one in seen], [one.is_late for one in change])
+    # While a change lasts, what is late because of it is late of some services only.
+    stay, free = (_unfairness([(one.model, one.weight, one.is_late[place]) for one in seen]) for place in (0, 1))
+    changing = _unfairness(
+        [(one.model, one.weight, one.is_late[1]) for one in seen]
+        + [(one.model, one.weight, one.is_late[0].astype(float) - one.is_late[1]) for one in change],
+        num_counted=len(seen),
+    )
     latency = means([one.normalised for one in seen], [one.normalised for one in change])
     return Horizon(
         seconds=seconds, num_requests=round(total),
         stay_attainment=1.0 - late[0], change_attainment=1.0 - late[1], free_attainment=1.0 - late[2],
         attainment_error=late[3], stay_latency=latency[0], change_latency=latency[1], free_latency=latency[2],
-        latency_error=latency[3],
+        latency_error=latency[3], stay_unfairness=stay, change_unfairness=changing, free_unfairness=free,
     )  # fmt: skip
+
+
+def _unfairness(parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], *, num_counted: int | None = None) -> float:
+    """`plan.unfairness` of requests. `parts`: models, weights, and whether (or by how much more) each request is late.
+    `num_counted`: only the requests of so many parts count, of the others what is late; None: of all."""
+    model = np.concatenate([part[0] for part in parts])
+    weight = np.concatenate([part[1] for part in parts])
+    late = np.bincount(model, weight * np.concatenate([part[2] for part in parts]))
+    first = parts[:num_counted]
+    num = np.bincount(
+        np.concatenate([part[0] for part in first]), np.concatenate([part[1] for part in first]), minlength=len(late)
+    )
+    there = num > 0
+    attained = np.clip(1.0 - late[there] / num[there], 0.0, 1.0)
+    return unfairness(float(attained @ num[there]) / max(1e-9, float(num.sum())), attained.tolist())
 
 
 def _held_bytes(problem: Problem, parts: Sequence[Served], seconds: float) -> np.ndarray:

@@ -22,6 +22,7 @@ from shared.messages.cluster import InstancePlan, PlanChange
 from shared.messages.requests import RequestClass
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
+from shared.placement.lengths import drawn_like
 from shared.placement.places import blocks, fits, places, pools, with_new_models
 from shared.placement.plan import group_of
 from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
@@ -247,28 +248,43 @@ class FleetReplacement:
         return [number for number in np.flatnonzero(there).tolist() if records[number].num_placements]
 
     def _traffic(self, since_s: float, until_s: float) -> Traffic:
-        """An answer that has not ended is taken to be as long as the model's were on average, or as it is by now."""
-        jobs, records, numbers = self._fleet.gateway.jobs, self._fleet.gateway.records, self._window(since_s, until_s)
+        """Lengths of answers that have not ended are drawn from all of the model's, as the log's are (lengths.py)."""
+        jobs, numbers = self._fleet.gateway.jobs, self._window(since_s, until_s)
         since_s = max(since_s, -self._past.interval_s)
         past = between(self._past, since_s + self._past.interval_s, self._past.interval_s)
-        lengths: dict[str, list[int]] = {}
-        for number in numbers:
-            if records[number].ended_s >= 0:
-                lengths.setdefault(jobs[number].model, []).append(records[number].num_tokens)
+        lengths = self._lengths(self._window(-math.inf, until_s))
         columns = (past.arrival_s, past.model, past.prompt_tokens, past.output_tokens, past.is_online)
         rows = [
             (at_s, past.models[model], prompt, output, is_online)
             for at_s, model, prompt, output, is_online in zip(*(one.tolist() for one in columns), strict=True)
         ]
         for number in numbers:
-            job, record = jobs[number], records[number]
-            ended = lengths.get(job.model)
-            expected = int(np.mean(ended)) if ended and record.ended_s < 0 else 1
+            job = jobs[number]
             rows.append(
-                (job.at_s - since_s, job.model, job.prompt_tokens, max(expected, record.num_tokens),
-                 job.request_class is RequestClass.ONLINE)
-            )  # fmt: skip
+                (
+                    job.at_s - since_s,
+                    job.model,
+                    job.prompt_tokens,
+                    lengths[number],
+                    job.request_class is RequestClass.ONLINE,
+                )
+            )
         return traffic(rows, until_s - since_s, sorted(self._models))
+
+    def _lengths(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Output tokens by number."""
+        gateway, found = self._fleet.gateway, dict[int, int]()
+        models: dict[str, list[int]] = {}
+        for number in numbers:
+            models.setdefault(gateway.jobs[number].model, []).append(number)
+        rng = np.random.default_rng(0)
+        for _, own in sorted(models.items()):
+            tokens = np.array([gateway.records[number].num_tokens for number in own], np.int64)
+            has_ended = np.array([gateway.records[number].ended_s >= 0 for number in own], np.bool_)
+            if has_ended.any():
+                tokens = np.maximum(tokens, tokens[drawn_like(tokens, has_ended, rng)])
+            found |= zip(own, np.maximum(1, tokens).tolist(), strict=True)
+        return found
 
     def measured(self, since_s: float, until_s: float) -> Prediction:
         """What was measured of the requests that were decided then, as the service monitor counts: each once, when it

@@ -101,6 +101,26 @@ def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_w
     assert "huge is on no instance: memory" in lines and "huge fits nowhere: memory" in lines
 
 
+def test_who_is_served_worst_and_left_behind_is_told_with_the_price() -> None:
+    def of(chat: float, code: float) -> Prediction:
+        models = {
+            name: ModelPrediction(
+                num_requests=num, attainment=attainment, normalised_latency=1.5, mean_latency_s=1.0, p99_latency_s=2.0
+            )
+            for name, num, attainment in (("chat", 90, chat), ("code", 10, code))
+        }
+        return Prediction(attainment=0.9 * chat + 0.1 * code, normalised_latency=1.5, models=models)
+
+    lines = shown(msgspec.structs.replace(PROPOSAL, incumbent=of(0.9, 0.0), prediction=of(0.9, 0.8), floor_cost=0.012))
+    text = " ".join(lines)
+    assert "Served worst would be code: 80.0% within its SLO, of all requests 89.0%" in text
+    assert "the plan that serves most in total has 1.2% more." in text
+    assert "Left behind now: code (0.0% within its SLO)." in text
+    assert "Left behind by" not in text
+    text = " ".join(shown(msgspec.structs.replace(PROPOSAL, prediction=of(0.9, 0.1))))
+    assert "Left behind by the proposed plan, below 80% of the attainment of all requests: code (10.0%" in text
+
+
 def test_figures_give_way_where_there_is_no_room() -> None:
     attained = "chat 40 70.0% 1.50x 80.0% 1.50x 95.0% 1.50x"
     for width, figures in ((70, " 20 -> 10"), (60, "")):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shared.placement.estimator import Estimator, estimate
-from shared.placement.execution import execution_s
-from shared.placement.problem import Group, Plan, traffic
+from shared.placement.execution import alone_s, execution_s
+from shared.placement.problem import Group, Plan, Problem, traffic
 from tests.shared.placement.small import model, node, problem
 
 A, B = model("a"), model("b", 2.0)
@@ -94,6 +94,23 @@ def test_a_model_that_does_not_fit_its_group_is_an_error():
         estimate(problem([model("a", 8.0)], [node()], [1.0]), on((1, ("a",))))
 
 
+def test_short_prompts_beside_long_ones_wait_as_long_however_fine_the_bins_are():
+    """A long prompt fills a short bin alone: that is no load that it meets itself."""
+    rows = [(float(at), "a", 4000 if at % 5 == 0 else 20, 20, True) for at in range(60)]
+    asked = Problem(nodes=(node(num_devices=1),), models=(A,), traffic=traffic(rows, 60.0))
+    ttft_s = [
+        Estimator(asked, num_bins=num_bins).predict(on((1, ("a",)))).models["a"].mean_ttft_s
+        for num_bins in (24, 96, 400, 1600)
+    ]
+    alone_s = float(np.mean(alone_s_of(asked)))
+    assert max(ttft_s) < 1.5 * min(ttft_s)
+    assert max(ttft_s) < 2.0 * alone_s
+
+
+def alone_s_of(asked: Problem) -> np.ndarray:
+    return alone_s(A.costs["gpu", 1], asked.traffic.prompt_tokens, np.ones(asked.traffic.num_requests), 8192)
+
+
 def test_plans_asked_about_together_get_what_each_gets_alone():
     loaded = problem([A, B], [node()], [10.0, 3.0])
     plans = [on((1, ("a", "b")), (1, ("a",))), on((2, ("a", "b"))), on((1, ("a",)), (1, ("b",)), (2, ("a", "b"))), on()]
@@ -101,7 +118,8 @@ def test_plans_asked_about_together_get_what_each_gets_alone():
     together = estimator.outcomes([plan.groups for plan in plans])
     for plan, outcome in zip(plans, together, strict=True):
         alone = Estimator(loaded).outcomes([plan.groups])[0]
-        assert outcome.key == pytest.approx(alone.key)
+        assert outcome.attainment == pytest.approx(alone.attainment)
+        assert outcome.normalised_latency == pytest.approx(alone.normalised_latency)
         assert np.allclose(outcome.rates, alone.rates)
         if plan.groups:
             assert estimate(loaded, plan).attainment == pytest.approx(outcome.attainment)

@@ -178,8 +178,8 @@ def test_a_measured_cost_model_goes_first() -> None:
 def test_facts_of_a_model_have_the_ranks_that_divide_its_heads() -> None:
     facts = model_facts("llama", SHAPES["llama-135m"], [A100_80G, CPU])
     assert set(facts.costs) == {("A100-80G", 1), ("cpu", 1)}
-    assert facts.block_size == 128  # the larger of the two kinds'
-    assert facts.block_bytes == 128 * 30 * 2 * 3 * 64 * 2
+    assert facts.block_size == 256  # the larger of the two kinds'
+    assert facts.block_bytes == 256 * 30 * 2 * 3 * 64 * 2
     assert facts.costs["cpu", 1].checkpoint_block_s == pytest.approx(facts.block_bytes / CPU.host_bytes_s)
     assert facts.weight_bytes > 269_030_016
     with pytest.raises(ValueError, match="3 KV heads"):
@@ -211,7 +211,8 @@ def test_what_was_measured_of_two_models_is_found_again(shares, layer_s, decode_
         host_bytes_s=host_bytes_s, prefill_layer_s=1e-5, mixed_layer_s=2e-5,
     )  # fmt: skip
     profiles = [
-        Profiled(name, SHAPES[name], dtype, 128, cost_model(true, SHAPES[name], dtype=dtype)) for name, dtype in MODELS
+        Profiled(name, SHAPES[name], dtype, true.block_size, cost_model(true, SHAPES[name], dtype=dtype))
+        for name, dtype in MODELS
     ]
     found = fitted(A100_80G, profiles)
     for name in (*names, "layer_s", "decode_layer_s", "host_bytes_s", "prefill_layer_s", "mixed_layer_s"):
@@ -250,3 +251,9 @@ def test_a_device_that_is_faster_than_its_base_has_higher_rates() -> None:
     assert cost_model(found, shape).predict(StepShape(2048, 2048**2 / 2)) == pytest.approx(
         cost.predict(StepShape(2048, 2048**2 / 2)), rel=0.1
     )
+
+
+def test_blocks_are_those_of_the_attention_that_a_kind_of_gpu_runs():
+    """Flash-attention 2 pages in blocks of 256 tokens; flash-attention 4, on Hopper and later, in 128."""
+    sizes = {name: hardware.block_size for name, hardware in HARDWARE.items() if hardware.device == "cuda"}
+    assert sizes == {"A800-80G": 256, "A100-80G": 256, "H100": 128, "H200": 128, "L4": 256, "A10": 256}

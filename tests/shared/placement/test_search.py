@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from shared.placement.enumeration import all_plans
 from shared.placement.memory import why_not
-from shared.placement.plan import ATTAINMENT_GRAIN, plan_of
+from shared.placement.plan import (
+    ATTAINMENT_GRAIN,
+    FLOOR_SHARE,
+    MOST_FLOOR_COST,
+    plan_of,
+    told_left_behind,
+    unfairness,
+)
 from shared.placement.problem import Group, Plan, Prediction, Problem
 from shared.placement.search import LATENCY_GRAIN, MAX_ENUMERATED, Asked, Searcher, search
 from tests.shared.placement.small import model, node, problem
@@ -103,9 +110,29 @@ def test_it_is_as_good_as_the_best_of_all_plans(monkeypatch, rates, seed):
     outcomes = searcher.estimator.outcomes(plans)
     best = max(map(searcher.key, plans, outcomes))
     found = search(asked).prediction
-    attainment = round(found.attainment / ATTAINMENT_GRAIN)
-    assert attainment >= best[1] - 1
-    assert found.normalised_latency <= -best[2] * (1 + LATENCY_GRAIN) or attainment > best[1]
+    served = round((found.attainment - found.unfairness) / ATTAINMENT_GRAIN)
+    assert served >= best[1] - 1
+    assert found.normalised_latency <= -best[2] * (1 + LATENCY_GRAIN) or served > best[1]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rare_models_are_not_sacrificed_for_the_total(seed):
+    """The plan that serves most in total leaves both rare models at less than 15 %."""
+    models = [model("busy"), model("rare", 0.5), model("third", 0.7)]
+    found = search(problem(models, [node(num_devices=4)], (26.0, 0.5, 0.3), seed=seed))
+    worst = min(each.attainment for each in found.prediction.models.values())
+    assert worst >= FLOOR_SHARE * found.prediction.attainment
+    assert not found.prediction.left_behind
+    assert 0.0 < found.floor_cost <= MOST_FLOOR_COST
+    reasons = [each.reason for each in found.rejected if each.prediction and each.prediction.left_behind]
+    assert any("would have" in reason for reason in reasons), "it says who would have paid for more in total"
+
+
+def test_a_model_is_left_behind_rather_than_all_others_and_that_is_told():
+    models = [model("busy"), model("rare", 0.5)]
+    found = search(problem(models, [node(num_devices=2)], (40.0, 0.5), seed=1))
+    assert found.prediction.left_behind == ["rare"]
+    assert told_left_behind(found.prediction).startswith("rare (")
 
 
 def test_the_model_with_more_requests_gets_more_groups():
@@ -206,3 +233,26 @@ def test_an_incumbent_on_nodes_that_are_gone_is_left():
     found = search(msgspec.structs.replace(asked, incumbent=gone))
     check(found.plan, asked)
     assert found.incumbent is not None
+
+
+@given(
+    attainment=st.floats(0.01, 1.0),
+    of_services=st.lists(st.floats(0.0, 1.0), max_size=8),
+    place=st.integers(0, 7),
+    more=st.floats(0.0, 1.0),
+)
+def test_to_leave_models_behind_costs_a_bounded_share_and_never_more_when_one_is_helped(
+    attainment, of_services, place, more
+):
+    cost = unfairness(attainment, of_services)
+    assert 0.0 <= cost <= MOST_FLOOR_COST * attainment
+    assert (cost == 0.0) == all(one >= FLOOR_SHARE * attainment for one in of_services) or cost < 1e-9
+    if of_services:
+        helped = list(of_services)
+        helped[place % len(helped)] = max(helped[place % len(helped)], more)
+        assert unfairness(attainment, helped) <= cost + 1e-12
+
+
+def test_rounding_errors_below_nothing_are_nothing():
+    assert unfairness(0.0, [-1e-17, 0.0]) == 0.0
+    assert unfairness(0.5, [-1e-17, 0.9]) == unfairness(0.5, [0.0, 0.9])
