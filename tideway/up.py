@@ -308,6 +308,8 @@ class Up:
         key = self._gateway.admin_api_key or self._data.credentials().admin_api_key
         # The API has the spec's own names, and takes what is absent for the default.
         body = None if spec is None else {name: value for name, value in msgspec.to_builtins(spec).items() if value}
+        if spec is not None and body is not None and not spec.on_demand:
+            del body["idle_s"]
         try:
             answer = await http.request(
                 method,

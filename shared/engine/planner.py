@@ -309,7 +309,7 @@ class Planner:
         return queue.cost_model.predict(StepShape(0, 0.0, len(running), context))
 
     def _online_groups(self, begins_s: float) -> Iterator[list[Candidate]]:
-        """Models that could lead alike, in an order in which those come first in which favoured tenants (favours.py)
+        """Models that could lead alike. Those come first in which favoured tenants (favours.py)
         have a prompt, or streams behind the pace of their objectives; streams that have stood still for as long as they
         may do so too."""
         for group in self._groups_of_ranks(begins_s):

@@ -35,6 +35,8 @@ OURS = {"shared", "services", "tideway", "bench", "tests"}
 NOT_INSTALLED_HERE = {
     "flashinfer": {"flashinfer-python"}, "flash_attn": {"flash-attn-4"}, "ucxx": {"ucxx-cu13"}, "libucx": {"libucx-cu13"},
 }  # fmt: skip
+IN_ANOTHER_ENVIRONMENT = REPOSITORY / "services/worker/engines/vllm"
+"""Runs beside vLLM, which has an environment of its own."""
 ONLY_THERE = {
     "flashinfer-python": ["apache-tvm-ffi<0.2,>=0.1.6", "torch", "nvidia-cutlass-dsl>=4.5.0", "einops"],
     "ucxx-cu13": ["libucxx-cu13==0.52.*", "numpy", "rmm-cu13==26.10.*", 'cudf-cu13; extra == "test"'],
@@ -101,6 +103,8 @@ def what_make_gpu_imports() -> dict[str, set[str]]:
         if file in seen:
             continue
         seen.add(file)
+        if file.is_relative_to(IN_ANOTHER_ENVIRONMENT):
+            continue
         for name in imports(file):
             top = name.partition(".")[0]
             if top in OURS:

@@ -48,7 +48,9 @@ def test_scheduler_and_instances_decide_the_same_again(stack: Stack, recordings:
     wanted = {request_id for term in recorded for request_id in submitted(term)}
     assert all(number > 0 for _, number in replayed) and len(replayed[-1][0].cluster) == 2
     assert {name for _, name in placed} == names
-    assert {request_id for request_id, _ in placed} == wanted and len(placed) >= 24
+    # Requests of fuzzing may be refused, or end while they wait.
+    missing = wanted - {request_id for request_id, _ in placed}
+    assert all(request_id.startswith("fuzz-") for request_id in missing) and len(placed) >= 24
     for name in names:
         engine, num_plans = recording.replay((recordings / f"of.{name}").read_bytes())
         assert num_plans > 20

@@ -57,6 +57,7 @@ async def test_models(stack: Stack, checkpoint: Path) -> None:
         "object": "model",
         "created": model.created,
         "owned_by": "tideway",
+        "state": "ready",
         "root": str(checkpoint),
         "parent": None,
         "max_model_len": MAX_MODEL_LEN,

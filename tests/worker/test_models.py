@@ -33,7 +33,7 @@ from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 from shared.models import checkpoint
 from shared.models.checkpoint import CheckpointError, run_dtype
-from shared.models.families import FAMILIES, TRANSFORMERS, family_of
+from shared.models.families import ENCODERS, FAMILIES, TRANSFORMERS, family_of
 from tests.worker.checkpoints import BY_TRANSFORMERS, VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -301,7 +301,7 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_accepted_can_be_run() -> None:
     """Placement goes by the records in shared."""
-    assert [family.name for family in (*FAMILIES, TRANSFORMERS)] == list(LOADERS)
+    assert [family.name for family in (*FAMILIES, TRANSFORMERS, ENCODERS)] == list(LOADERS)
     assert decoder.ACTIVATIONS.keys() == set(checkpoint.SUPPORTED_ACTIVATIONS)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from shared.policies import catalogue, dispatch
@@ -13,7 +15,7 @@ from tests.tideway.readme import REPOSITORY
 def test_the_policy_of_the_recipe_takes_the_fullest_that_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (REPOSITORY / "docs" / "design" / "policies.md").read_text().split("**A dispatch policy of your own**")[1]
     recipe = text.split("```python")[1].split("```")[0]
-    monkeypatch.setattr(catalogue, "DISPATCH_POLICIES", dict(catalogue.DISPATCH_POLICIES))
+    monkeypatch.setattr(catalogue, "DISPATCH_POLICIES", copy.copy(catalogue.DISPATCH_POLICIES))
     exec(recipe, {**vars(dispatch), "DISPATCH_POLICIES": catalogue.DISPATCH_POLICIES})
     driver = Driver(dispatch_policy="best_fit", max_waiting_per_model=100, lost_after_s=60.0)
     for name, freeness in (("a", 3.0), ("b", 1.5), ("c", 0.05)):
