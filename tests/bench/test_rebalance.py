@@ -201,6 +201,7 @@ def test_requests_move_to_an_instance_with_long_prompts_without_a_long_pause() -
     assert len(steps) >= 4 and max(steps) < 3.0
 
 
+@pytest.mark.long
 def test_long_prompts_do_not_starve_while_short_ones_move_in_circles() -> None:
     jobs = chats_and_long_prompts(6.0, 60.0, A10, 3)
     records = Cluster(A10, SYSTEMS["tideway"], jobs).run().records

@@ -84,6 +84,7 @@ def test_moves_for_want_of_memory_do_not_scatter_the_models() -> None:
     assert with_it.normalised_latency < 1.03 * without.normalised_latency
 
 
+@pytest.mark.long
 def test_suspension_makes_users_faster_where_steps_are_short_too() -> None:
     case = msgspec.structs.replace(CASES[0], run_s=10.0, rate_rps=6.0, num_lines=30)
     off = next(one for one in VARIANTS if one.name == "no suspension")

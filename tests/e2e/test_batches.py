@@ -189,6 +189,7 @@ def disturbances(system: Stack) -> list[Callable[[], object]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_every_line_is_answered_once_whatever_dies(system: Stack) -> None:
     client = client_of(system)

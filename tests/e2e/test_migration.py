@@ -303,6 +303,7 @@ def moved_without_kv(collector: OtlpCollector, source: str, destination: str) ->
     return any(s.name == "migration" and expected.items() <= s.attributes.items() for s in collector.spans)
 
 
+@pytest.mark.long
 async def test_a_rolling_restart_under_load_loses_nothing(workers, undisturbed):
     """The second worker comes back with a UCX that cannot be used."""
 

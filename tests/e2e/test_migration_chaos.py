@@ -23,6 +23,7 @@ SEED_OF_CUTS = 35
 """Draws them of all kinds."""
 
 
+@pytest.mark.long
 def test_faults_at_random_points_lose_nothing() -> None:
     said: list[str] = []
     trials = Trials(5, num_streams=12, num_at_once=5, rest_every=NUM_MIGRATIONS // 2, faults="brief", say=said.append)

@@ -382,6 +382,7 @@ def test_a_head_without_room_does_not_shut_out_who_would_not_delay_it():
     assert world.ttft_s("head") <= alone.ttft_s("head") + 1.0 + 20 * 20 * COST.predict(StepShape(0, 0.0, 20, 2000))
 
 
+@pytest.mark.long
 def test_a_head_without_room_is_not_delayed_by_many_small_ones():
     """Ten streams of A are to end before its head fits; small requests of B that come all the time may not take what they
     leave."""
