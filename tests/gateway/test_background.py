@@ -177,6 +177,24 @@ async def test_another_gateway_has_it_too(nats_settings: BusSettings, checkpoint
                 assert (await over(there, response.id)).output_text == TEXT
 
 
+async def test_another_gateway_takes_it_up_once(nats_settings: BusSettings, checkpoint: Path) -> None:
+    async with logging_stack(nats_settings, checkpoint) as stack:
+        stack.peer.automatic = False
+        tokens = stack.ids(TEXT)
+        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
+            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
+            async with there:
+                response, request = await begun(stack, client)
+                stack.peer.emit(request, 0, tokens[:4])
+                polled = await asyncio.gather(*(there.responses.retrieve(response.id) for _ in range(4)))
+                assert {one.status for one in polled} == {"in_progress"}
+                stack.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
+                assert (await over(there, response.id)).output_text == TEXT
+                in_flight = other.context.metrics.in_flight.labels("online")._value
+                await until(lambda: in_flight.get() == 0)
+                assert not other.context.background._making
+
+
 async def test_a_key_s_limit_counts_it_once(nats_settings: BusSettings, checkpoint: Path) -> None:
     async with logging_stack(nats_settings, checkpoint, api_keys="k:1") as stack:
         stack.peer.automatic = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
 from services.gateway.metrics import GatewayMetrics
@@ -31,6 +32,7 @@ class Background:
     def __init__(self, responses: Responses, metrics: GatewayMetrics) -> None:
         self._responses = responses
         self._making: dict[str, _Making] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks = TaskSet()
         metrics.background_responses.set_function(lambda: len(self._making))
 
@@ -38,8 +40,12 @@ class Background:
         """What is not over goes on without this gateway. To be called when its streams have ended."""
         await self._tasks.end_all()
 
+    def turn(self, response_id: str) -> asyncio.Lock:
+        """Held from the question whether the response is made here until it is: it must not be made twice."""
+        return self._turns.setdefault(response_id, asyncio.Lock())
+
     def make(self, exchange: Exchange, generation: Generation, plan: Plan) -> None:
-        """From a call that has begun, or that another gateway began; returns at once."""
+        """From a call that has begun, or that another gateway began; returns at once. Within the response's `turn`."""
         response = plan.response
         assert response is not None
         exchange.let_client_go()

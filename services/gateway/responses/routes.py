@@ -136,12 +136,13 @@ async def _begin_in_background(
     kept, response = exchange.call.kept, plan.response
     assert kept is not None and response is not None
     queued = msgspec.structs.replace(response, status="queued")
-    await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
-    if not queued.store:
-        kept.cancel()
-        message = "There is no room to keep a response that is made in the background."
-        raise ApiError(503, message, type="service_unavailable", code="unavailable", retry_after_s=RETRY_AFTER_S)
-    context.background.make(exchange, generation, plan)
+    async with context.background.turn(response.id):
+        await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
+        if not queued.store:
+            kept.cancel()
+            message = "There is no room to keep a response that is made in the background."
+            raise ApiError(503, message, type="service_unavailable", code="unavailable", retry_after_s=RETRY_AFTER_S)
+        context.background.make(exchange, generation, plan)
     if generation.options.is_stream:
         return kept.record
     return Response(msgspec.json.encode(queued), media_type="application/json", headers=headers)
@@ -232,8 +233,14 @@ async def _shown(context: GatewayContext, request: Request, key: Key, response_i
 async def _taken_up(context: GatewayContext, request: Request, key: Key, response_id: str) -> ResponseObject | None:
     """A response in the background as far as it is; from now on it is made here too, whichever gateway began it. None: it is
     over, or cannot be read now."""
-    if (so_far := context.background.so_far(response_id)) is not None:
-        return so_far
+    async with context.background.turn(response_id):
+        if (so_far := context.background.so_far(response_id)) is not None:
+            return so_far
+        return await _attached(context, request, key, response_id)
+
+
+async def _attached(context: GatewayContext, request: Request, key: Key, response_id: str) -> ResponseObject | None:
+    """As of `_taken_up`, where it is not made here yet."""
     exchange = Exchange(context, request, "chat")
     failure: BaseException | None = None
     try:
