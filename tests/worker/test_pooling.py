@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from services.worker.executor.executor import Executor
+from shared.engine.plan import NO_TOKEN
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Pooled, unpack_vector
 from shared.models.checkpoint import CheckpointError, describe
@@ -96,6 +97,26 @@ def test_a_mean_begins_anew_after_a_preemption(tmp_path: Path) -> None:
     driver.step([(row, 30)])
     driver.step([(row, 10)])
     torch.testing.assert_close(vector_of(row), expected(path, "mistral-mean", row.tokens[:40]), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral-mean", "qwen3-score", "bert-mean", "cross-bert"])
+def test_a_vector_that_is_not_finite_ends_its_request_alone(tmp_path: Path, name: str) -> None:
+    path = write_pooling_checkpoint(tmp_path, name)
+    driver = make(path)
+    model = driver.executor._models["m"].model
+    parts = vars(model).get("_model")
+    embeddings = model._embedding._weight if parts is None else parts.get_input_embeddings().weight
+    with torch.inference_mode():
+        embeddings[7] = torch.nan
+    lame = driver.add(0, [3, 7, 4], logprobs=0, pooled=Pooled())
+    good = driver.add(1, [3, 8, 4], logprobs=0, pooled=Pooled())
+    driver.step([(lame, 3), (good, 3)])
+    assert lame.output == [NO_TOKEN] and good.output != [NO_TOKEN]
+    assert vector_of(good).isfinite().all()
+    assert driver.executor.is_sound("m")
+    with torch.inference_mode():
+        embeddings.fill_(torch.nan)
+    assert not driver.executor.is_sound("m")
 
 
 def test_what_a_checkpoint_says_is_read(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from services.worker.models.adapters import BatchAdapters, LoraWeights, lora_byt
 from services.worker.models.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.deterministic import FAST, INVARIANT, Numerics
+from services.worker.models.encoder import EncoderModel
 from services.worker.models.host_weights import HostWeights
 from services.worker.models.loading import Identity, identity_of, load_model
 from services.worker.node.machine import free_memory_bytes
@@ -49,7 +50,7 @@ from services.worker.ranks.agreement import FREE, Agreement, Follower, Leader
 from services.worker.ranks.group import ALONE, GroupError, RankGroup
 from services.worker.ranks.shared_memory import RankMemory
 from shared.engine.memory import slab
-from shared.engine.plan import CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import NO_TOKEN, CopyKind, EndedCopy, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import UNKNOWN_LOGPROB, Adapter
 from shared.models import checkpoint
@@ -491,6 +492,12 @@ class Executor:
             if sampled is None:
                 return StepResult(step_id, [], suspended_share=launched.suspended_share)
             tokens = (sampled.tokens if launched.host_tokens is None else launched.host_tokens).tolist()
+            if launched.is_pooled:
+                vectors = [vector for _, vector in launched.prompt_logprobs]
+                tokens = [
+                    token if vector.isfinite().all() else NO_TOKEN
+                    for token, vector in zip(tokens, vectors, strict=True)
+                ]
             self._advance_grammars(launched, tokens)
             logprobs = sampled.logprobs
             told = logprobs.to_messages(len(tokens)) if logprobs else None
@@ -889,7 +896,11 @@ def _lone_step(
     start: int,
     count: int,
 ) -> torch.Tensor | None:
-    """In a cache of its own, whose blocks are all the same one. The rows' logits, on the last stage."""
+    """In a cache of its own, whose blocks are all the same one. The rows' logits, on the last stage; of an encoder, which
+    has neither, what it makes of texts of few tokens."""
+    if isinstance(model, EncoderModel):
+        text = torch.arange(min(count, NUM_CHECKED), device=model.device)
+        return model.encoded([text] * num_rows, [0] * num_rows, "cls")
     shape, device = model.kv_shape(block_size), model.device
     store = KvStore(1, -(-shape.block_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
     views = store.attach(shape, 1)
