@@ -21,6 +21,7 @@ ENGINES = (NATIVE, VLLM, ENDPOINT)
 class Capability(StrEnum):
     ADAPTERS = "adapters"
     PROMPT_LOGPROBS = "prompt_logprobs"
+    POOLING = "pooling"
     GRAMMARS = "grammars"
     PREFIX_SALTS = "prefix_salts"
     """Tenants' prefixes are kept apart in the cache, for certain."""
@@ -39,6 +40,7 @@ class Capability(StrEnum):
 NAMES = {
     Capability.ADAPTERS: ("LoRA adapters", "model"),
     Capability.PROMPT_LOGPROBS: ("log-probabilities of the prompt", "prompt_logprobs"),
+    Capability.POOLING: ("vectors and scores", "model"),
     Capability.GRAMMARS: ("structured output", "response_format"),
 }
 """Capabilities that a request may ask for: what each is, and the field at fault."""
@@ -51,6 +53,8 @@ def asked(request: GenerationRequest) -> frozenset[Capability]:
         found.append(Capability.ADAPTERS)
     if request.sampling.prompt_logprobs >= 0:
         found.append(Capability.PROMPT_LOGPROBS)
+    if request.sampling.pooled is not None:
+        found.append(Capability.POOLING)
     if request.sampling.grammar:
         found.append(Capability.GRAMMARS)
     return frozenset(found)

@@ -46,6 +46,7 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 LACKS = (
     Capability.ADAPTERS,
     Capability.PROMPT_LOGPROBS,
+    Capability.POOLING,
     Capability.GRAMMARS,
     Capability.PREFIX_SALTS,
     Capability.KV_MOVES,

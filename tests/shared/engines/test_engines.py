@@ -14,7 +14,7 @@ from shared.engines.admission import num_to_send, offline_rows
 from shared.engines.capabilities import Capability, asked, refusal
 from shared.engines.harvest import SequenceView, Victim, decide, victims
 from shared.engines.resuming import Diverged, Resumption, repeats_for
-from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, SamplingParams, pack_tokens
+from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, Pooled, SamplingParams, pack_tokens
 from shared.policies.slo_budget import SloTokenBudget
 
 ALL = frozenset(Capability)
@@ -37,6 +37,7 @@ def test_what_a_request_asks_is_refused_by_name_only_where_it_is_lacking():
     assert "LoRA adapters" in refused.message and "summaries" in refused.message
     assert refusal(made(grammar="{}"), ALL).param == "response_format"
     assert refusal(made(prompt_logprobs=0), ALL).param == "prompt_logprobs"
+    assert "Vectors and scores" in refusal(made(pooled=Pooled()), ALL).message
 
 
 def test_output_is_made_again_only_for_state_that_tokens_do_not_hold():

@@ -17,7 +17,13 @@ from shared.messages.requests import FinishReason, TokenLogprob, pack_tokens, un
 from tests.shared.engine.fake_executor import next_token
 
 STEP_S = 0.001
-LACKS = (Capability.ADAPTERS, Capability.PROMPT_LOGPROBS, Capability.SEED_RESUME, Capability.PENALTY_RESUME)
+LACKS = (
+    Capability.ADAPTERS,
+    Capability.PROMPT_LOGPROBS,
+    Capability.POOLING,
+    Capability.SEED_RESUME,
+    Capability.PENALTY_RESUME,
+)
 FACTS = EngineFacts(
     version="1.0", lacks=LACKS, max_model_len=600, block_size=4, num_blocks=400, block_bytes=64, max_running=8,
     max_step_tokens=512,

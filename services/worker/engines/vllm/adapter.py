@@ -30,6 +30,7 @@ STATS = "tideway"
 ALWAYS_LACKS = (
     Capability.ADAPTERS,
     Capability.PROMPT_LOGPROBS,
+    Capability.POOLING,
     Capability.KV_MOVES,
     Capability.SEVERAL_MODELS,
     Capability.SEED_RESUME,
