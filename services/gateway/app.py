@@ -70,7 +70,7 @@ from services.gateway.openai.schemas import (
 )
 from services.gateway.requests import other_routes, pooling_routes
 from services.gateway.requests.answering import answer_chat, answer_completion
-from services.gateway.requests.exchange import CLIENT_GONE_STATUS
+from services.gateway.requests.exchange import CLIENT_GONE_STATUS, ClientGone
 from services.gateway.requests.kept_calls import STREAM_HEADER
 from services.gateway.requests.resuming import AFTER, MAX_AFTER
 from services.gateway.responses import routes as responses
@@ -303,6 +303,7 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(BusError, _on_bus_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_any_error)
     app.router.redirect_slashes = False
     app.add_middleware(_Paths, base=context.settings.base_path)

@@ -195,6 +195,46 @@ async def test_another_gateway_takes_it_up_once(nats_settings: BusSettings, chec
                 assert not other.context.background._making
 
 
+async def test_one_that_is_being_placed_is_found_by_its_idempotency_key(manual: Stack) -> None:
+    key = {"idempotency-key": "once"}
+    manual.peer.may_answer.clear()
+    async with manual.openai() as client, asyncio.timeout(20):
+        first = asyncio.create_task(begun(manual, client, extra_headers=key))
+        request = await manual.next_request()
+        again = await client.responses.create(model=MODEL, input="Hi", background=True, extra_headers=key)
+        assert again.status == "queued" and again.background and again.output == []
+        manual.peer.may_answer.set()
+        assert (await first)[0].id == again.id
+        manual.peer.emit(request, 0, manual.ids(TEXT), FinishReason.LENGTH)
+        assert (await over(client, again.id)).output_text == TEXT
+    assert len(manual.peer.submitted) == 1
+
+
+async def test_a_poll_may_be_given_up(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with logging_stack(nats_settings, checkpoint) as stack:
+        stack.peer.automatic = False
+        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
+            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
+            async with there, asyncio.timeout(20):
+                response, request = await begun(stack, client)
+                read, asked = other.context.tokenizers.get, asyncio.Event()
+
+                async def never(spec: Any) -> Any:
+                    asked.set()
+                    await asyncio.Event().wait()
+
+                monkeypatch.setattr(other.context.tokenizers, "get", never)
+                poll = asyncio.create_task(there.responses.retrieve(response.id))
+                await asked.wait()
+                poll.cancel()
+                monkeypatch.setattr(other.context.tokenizers, "get", read)
+                stack.peer.emit(request, 0, stack.ids(TEXT), FinishReason.LENGTH)
+                assert (await over(there, response.id)).output_text == TEXT
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_key_s_limit_counts_it_once(nats_settings: BusSettings, checkpoint: Path) -> None:
     async with logging_stack(nats_settings, checkpoint, api_keys="k:1") as stack:
         stack.peer.automatic = False

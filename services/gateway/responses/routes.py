@@ -24,7 +24,7 @@ from services.gateway.requests.answering import (
     num_prompt_tokens,
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
-from services.gateway.requests.kept_calls import Plan, Wish
+from services.gateway.requests.kept_calls import Plan, Wish, plan_of
 from services.gateway.requests.other_routes import json_response
 from services.gateway.requests.resuming import attach, num_events_seen
 from services.gateway.responses.compaction import compacted, summing_up
@@ -103,7 +103,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     async def again(record: KeptCall) -> Response:
         if message.background and not message.stream:
             exchange.end(None)
-            return await _shown(context, request, key, record.call_id)
+            return await _shown_of(context, request, key, record)
         return await answer_again(context, request, exchange, key, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
@@ -135,7 +135,7 @@ async def _begin_in_background(
 ) -> Response | KeptCall:
     kept, response = exchange.call.kept, plan.response
     assert kept is not None and response is not None
-    queued = msgspec.structs.replace(response, status="queued")
+    queued = _queued(response)
     async with context.background.turn(response.id):
         await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
         if not queued.store:
@@ -146,6 +146,10 @@ async def _begin_in_background(
     if generation.options.is_stream:
         return kept.record
     return Response(msgspec.json.encode(queued), media_type="application/json", headers=headers)
+
+
+def _queued(response: ResponseObject) -> ResponseObject:
+    return msgspec.structs.replace(response, status="queued")
 
 
 async def _read(context: GatewayContext, request: Request, exchange: Exchange, record: KeptCall) -> Response:
@@ -228,6 +232,17 @@ async def _shown(context: GatewayContext, request: Request, key: Key, response_i
             return json_response(so_far)
         stored = await context.responses.get(response_id, key.tenant)
     return Response(stored.body, media_type="application/json")
+
+
+async def _shown_of(context: GatewayContext, request: Request, key: Key, record: KeptCall) -> Response:
+    """As `_shown`; a call that is still being placed is not stored yet. Raises `ApiError`, `BusError`."""
+    try:
+        return await _shown(context, request, key, record.call_id)
+    except ApiError as error:
+        response = plan_of(record).response
+        if error.status != 404 or response is None:
+            raise
+        return json_response(_queued(response))
 
 
 async def _taken_up(context: GatewayContext, request: Request, key: Key, response_id: str) -> ResponseObject | None:
