@@ -102,6 +102,17 @@ async def test_what_could_not_serve_chats_is_refused_before_it_is_added(
     assert "bad" not in [model["name"] for model in (await stack.client.get("/admin/models")).json()["models"]]
 
 
+async def test_one_that_embeds_needs_no_chat_template(stack: Stack, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", byte_level_tokenizer(), "{{ raise_exception('documents only') }}")
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": ["LlamaModel"]}
+    for vocab_size, status in ((config["vocab_size"], 200), (100, 400)):
+        file.write_text(json.dumps(config | {"vocab_size": vocab_size}))
+        answer = await stack.client.post("/admin/models", json={"name": f"v{vocab_size}", "source": str(folder)})
+        assert answer.status_code == status, answer.text
+    assert "its vocabulary 100" in answer.json()["error"]["message"]
+
+
 async def test_one_that_failed_is_corrected_under_its_name(stack: Stack, tmp_path: Path) -> None:
     await set_state(stack, failed(is_final=True))
     await until(lambda: stack.gateway.context.catalog.failure(MODEL), "the failure")

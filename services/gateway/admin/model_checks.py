@@ -1,5 +1,6 @@
 """A checkpoint that is about to be served, tried as requests will use it: its tokenizer is loaded, its chat template renders
-conversations of the usual kinds, and what comes of them lies within the model's vocabulary."""
+conversations of the usual kinds, and what comes of them lies within the model's vocabulary. One that embeds or scores has a
+text to read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 20.0
 """After which a checkpoint is taken as it is: one of the hub may take minutes to come."""
 
-_USER = ChatMessage("user", "Will it rain in Oslo?")
+_TEXT = "Will it rain in Oslo?"
+_USER = ChatMessage("user", _TEXT)
 _CALL: dict[str, Any] = {
     "id": "call12345",
     "type": "function",
@@ -63,6 +65,10 @@ async def check_model(context: GatewayContext, spec: ModelSpec) -> None:
         return
     except CheckpointError as error:
         raise invalid("source", str(error)) from None
+    if tokenizer.pooling is not None:
+        # Nobody chats with it: its chat template is of no use.
+        await _check_text(context, tokenizer, _TEXT, adds_special=True)
+        return
     for name, messages, tools in _CONVERSATIONS:
         try:
             await _check_conversation(context, tokenizer, messages, tools)
@@ -81,7 +87,11 @@ async def _check_conversation(
     text, _ = await context.tokenizers.render(
         tokenizer, messages, None, tools, add_generation_prompt=True, continue_final_message=False, variables=None
     )
-    (ids,) = await context.tokenizers.encode(tokenizer, [text], False, "messages")
+    await _check_text(context, tokenizer, text, adds_special=False)
+
+
+async def _check_text(context: GatewayContext, tokenizer: ModelTokenizer, text: str, *, adds_special: bool) -> None:
+    (ids,) = await context.tokenizers.encode(tokenizer, [text], adds_special, "messages")
     if ids and max(ids) >= tokenizer.vocab_size:
         piece = tokenizer.token_piece(max(ids))
         message = f"its tokenizer has the token {max(ids)} ({piece!r}), and its vocabulary {tokenizer.vocab_size}."
