@@ -11,7 +11,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from shared.messages.catalogue import KEPT_CALLS
+from services.gateway.responses.store import answered_of
+from shared.messages.catalogue import KEPT_CALLS, RESPONSES
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, GenerationRequest
 from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway
@@ -208,6 +209,31 @@ async def test_one_that_is_being_placed_is_found_by_its_idempotency_key(manual: 
         manual.peer.emit(request, 0, manual.ids(TEXT), FinishReason.LENGTH)
         assert (await over(client, again.id)).output_text == TEXT
     assert len(manual.peer.submitted) == 1
+
+
+async def test_it_is_made_where_its_client_goes_before_it_is_told_the_id(
+    manual: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    responses, may_keep = manual.gateway.context.responses, asyncio.Event()
+    keep = responses.keep
+
+    async def kept_later(*args: Any) -> None:
+        await may_keep.wait()
+        await keep(*args)
+
+    monkeypatch.setattr(responses, "keep", kept_later)
+    async with manual.openai() as client, asyncio.timeout(20):
+        creating = asyncio.create_task(client.responses.create(model=MODEL, input="Hi", background=True))
+        request = await manual.next_request()
+        await asyncio.sleep(0.1)
+        creating.cancel()
+        await asyncio.sleep(0.3)
+        may_keep.set()
+        manual.peer.emit(request, 0, manual.ids(TEXT), FinishReason.LENGTH)
+        response_id = request.request_id.removesuffix("-0")
+        stored = await manual.peer.bus.key_value(RESPONSES)
+        while (entry := await stored.get(response_id)) is None or not answered_of(entry.value).is_over:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_poll_may_be_given_up(

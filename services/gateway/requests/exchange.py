@@ -374,7 +374,8 @@ class Exchange:
         self._watch = asyncio.create_task(self._wait_until_gone())
 
     def let_client_go(self) -> None:
-        """From now on it goes on without a client, and is not cancelled when that one goes away."""
+        """From now on it goes on without a client, and is not cancelled when that one goes away, or has gone."""
+        self.is_client_gone = False
         if self._watch is not None:
             self._watch.cancel()
 
