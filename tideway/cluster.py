@@ -67,7 +67,7 @@ def view_model(
     ]
     if not planned:
         reason = plan.unplaced.get(name, "") if plan else ""
-        if plan is not None and name in plan.asleep:
+        if plan is not None and name in plan.asleep and not reason:
             return ModelView(name, ModelState.PUT_AWAY)
         if configured is not None and name not in configured:
             reason = "it was removed while Tideway ran, and stays so until it is added again (POST /admin/models)"

@@ -19,6 +19,7 @@ import httpx
 import msgspec
 
 from shared.bus.interface import BusError
+from shared.engines.capabilities import NATIVE
 from shared.messages.cluster import ModelSpec, PlacementPlan
 from shared.runtime.service import OPERATOR_ERROR_EXIT_CODE
 from shared.runtime.settings import (
@@ -288,28 +289,29 @@ class Up:
             )
 
     async def _replace_changed_models(self, http: httpx.AsyncClient, configured: dict[str, ModelSpec]) -> None:
-        """Models of earlier starts whose names are asked for now with other checkpoints. Raises `OperatorError` where a new
-        one is refused; the earlier one is put back then."""
+        """Models of earlier starts whose names are asked for now with other checkpoints or engines, or on demand. Raises
+        `OperatorError` where a new one is refused; the earlier one is put back then."""
         for spec in self._options.models:
             earlier = configured.get(spec.name)
-            if earlier is None or earlier.source == spec.source:
+            if earlier is None or _is_as_asked(earlier, spec):
                 continue
             await self._change_models(http, "DELETE", f"/{spec.name}")
             try:
                 await self._change_models(http, "POST", "", spec)
             except OperatorError as error:
                 await self._change_models(http, "POST", "", earlier)
-                raise OperatorError(f"model {spec.name}: {error} It stays what it was, {earlier.source}.") from None
-            self._reporter.done(f"model {spec.name}", f"is {spec.source} now, and was {earlier.source}")
+                raise OperatorError(f"model {spec.name}: {error} It stays what it was, {_told(earlier)}.") from None
+            self._reporter.done(f"model {spec.name}", f"is {_told(spec)} now, and was {_told(earlier)}")
 
     async def _change_models(
         self, http: httpx.AsyncClient, method: str, path: str, spec: ModelSpec | None = None
     ) -> None:
         key = self._gateway.admin_api_key or self._data.credentials().admin_api_key
         # The API has the spec's own names, and takes what is absent for the default.
-        body = None if spec is None else {name: value for name, value in msgspec.to_builtins(spec).items() if value}
-        if spec is not None and body is not None and not spec.on_demand:
-            del body["idle_s"]
+        body = None
+        if spec is not None:
+            default = msgspec.to_builtins(ModelSpec("", ""))
+            body = {name: value for name, value in msgspec.to_builtins(spec).items() if value != default[name]}
         try:
             answer = await http.request(
                 method,
@@ -400,3 +402,21 @@ class Up:
         except OSError as error:
             # A full disk must not keep processes from being restarted.
             self._reporter.warn(f"what `tideway status` shows is out of date: {error}")
+
+
+def _is_as_asked(earlier: ModelSpec, asked: ModelSpec) -> bool:
+    """Whether a model of an earlier start is what is asked for now. What is not said now stays what it was."""
+    if asked.engine and _engine(earlier) != _engine(asked):
+        return False
+    if asked.on_demand and (earlier.on_demand, earlier.idle_s) != (asked.on_demand, asked.idle_s):
+        return False
+    return earlier.source == asked.source
+
+
+def _engine(spec: ModelSpec) -> tuple[str, str, str]:
+    return spec.engine or NATIVE, spec.engine_args, spec.engine_url
+
+
+def _told(spec: ModelSpec) -> str:
+    engine = "" if spec.is_native else f" on the engine {spec.engine}"
+    return f"{spec.source}{engine}" + (f", on demand and idle for {spec.idle_s:g} s" if spec.on_demand else "")

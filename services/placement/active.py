@@ -348,11 +348,13 @@ class ActivePlacement:
         raise BusError(ErrorInfo(ErrorCode.CONFLICT, "the plan is being changed by somebody else"))
 
     async def _tell_waiting(self) -> None:
-        """Models that were added while a replacement is under way."""
+        """Models that were added while a replacement is under way; those that are put away wait for nothing."""
         plan = self._plans.current
         placed = {spec.name for place in plan.instances for spec in place.models}
-        waiting = dict.fromkeys(sorted(self._models.keys() - placed), "it is placed when the replacement is over")
-        unplaced = waiting | {name: reason for name, reason in plan.unplaced.items() if name in waiting}
+        absent = self._models.keys() - placed
+        names = sorted(name for name in absent if not self._residence.why_asleep(self._models[name]))
+        waiting = dict.fromkeys(names, "it is placed when the replacement is over")
+        unplaced = waiting | {name: reason for name, reason in plan.unplaced.items() if name in absent}
         if unplaced != plan.unplaced:
             await self._plans.publish(msgspec.structs.replace(plan, version=plan.version + 1, unplaced=unplaced))
 

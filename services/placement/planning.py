@@ -87,7 +87,7 @@ class _Room:
     """Bytes within `weight_bytes` of models that are always loaded; the next field counts blocks in the same way."""
     always_blocks: int = 0
     on_demand: list[Footprint] = field(default_factory=list)
-    """Footprints of all configured models on demand, wherever they are."""
+    """Footprints of all configured models on demand, wherever they are; none beside an engine that shares with nobody."""
 
     @property
     def used_bytes(self) -> int:
@@ -143,6 +143,8 @@ class _Room:
         self.weight_bytes += size.weight_bytes
         self.activation_bytes = max(self.activation_bytes, size.activation_bytes)
         self.least_blocks += self._blocks(size)
+        if not spec.is_native:
+            self.on_demand = []
         if not spec.on_demand:
             self.always_bytes += size.weight_bytes
             self.always_blocks += self._blocks(size)
@@ -213,7 +215,9 @@ def plan(
     unplaced = {
         name: f"{reason}; {', '.join(out)} drained" if out and configured[name].shape is not None else reason
         for name, model in configured.items()
-        if not model.asleep and not placement.num_replicas[name] and (reason := placement.why_unplaced(name))
+        if not (model.asleep and model.shape is not None)
+        and not placement.num_replicas[name]
+        and (reason := placement.why_unplaced(name))
     }
     version = 1 if incumbent is None else incumbent.version + 1
     unusable = {name: configured[name].problem for name in unplaced if configured[name].shape is None}
@@ -520,6 +524,10 @@ class _Placement:
     def why_not(self, name: str, room: _Room) -> str:
         """It has no place there."""
         beside = f" beside {', '.join(sorted(room.specs))}" if room.specs else ""
+        if self._is_taken(name, room):
+            specs = [self._configured[name].spec, *room.specs.values()]
+            engine = next(spec.engine for spec in specs if not spec.is_native)
+            return f"{name!r} cannot be on {room.instance_id}{beside}: the engine {engine} takes an instance for itself"
         return f"{name!r} does not fit on {room.instance_id}{beside}: {self._needs(name, room)}; there {_free(room)}"
 
     def _needs(self, name: str, room: _Room) -> str:

@@ -21,8 +21,9 @@ ENGINES = (NATIVE, VLLM, ENDPOINT)
 class Capability(StrEnum):
     ADAPTERS = "adapters"
     PROMPT_LOGPROBS = "prompt_logprobs"
-    POOLING = "pooling"
     GRAMMARS = "grammars"
+    POOLING = "pooling"
+    """Embeddings and scores of prompts."""
     PREFIX_SALTS = "prefix_salts"
     """Tenants' prefixes are kept apart in the cache, for certain."""
     KV_MOVES = "kv_moves"

@@ -372,7 +372,8 @@ class ClusterView:
 
     def cut(self, request: GenerationRequest) -> GenerationRequest | None:
         """A request that has a `refusal` with as many `max_tokens` as fit; None: not one token more than it has fits."""
-        longest = max(way.max_tokens for way in self._taking[request.model])
+        able = [way for way in self._taking[request.model] if capabilities.refusal(request, way.lacks) is None]
+        longest = max((way.max_tokens for way in able), default=0)
         max_tokens = int(longest) - len(request.prompt) // 4
         if max_tokens <= len(request.prior) // 4:
             return None

@@ -161,3 +161,6 @@ async def test_a_model_on_demand_is_listed_with_its_state_and_its_failure_is_tol
         answer.status_code == 503 and "no instance has memory for it" in answer.text and "retry-after" in answer.headers
     )
     assert (await stack.client.get("/ready")).status_code == 503
+    plan = msgspec.structs.replace(plan, unplaced={MODEL: REASON}, unusable={MODEL: REASON})
+    await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
+    await until(lambda: REASON in catalog.failure(MODEL).message, "that it cannot be read")

@@ -683,7 +683,9 @@ def test_a_model_that_is_put_away_and_cannot_be_read_freezes_nothing():
     models = [model("always"), on_demand("a")]
     before = plan(woken(models, "a"), [node(num_instances=1)], None)
     unread = [models[0], replace(models[1], shape=None, problem="it is gone")]
-    assert where(plan([*unread, model("new")], [node(num_instances=1)], before), "new")
+    after = plan([*unread, model("new")], [node(num_instances=1)], before)
+    assert where(after, "new") and after.asleep == {"a": "idle"}
+    assert after.unplaced == after.unusable == {"a": "it is gone"}, "requests for it are refused, and do not wait"
 
 
 @given(
@@ -729,6 +731,19 @@ def test_an_engine_of_anothers_has_an_instance_for_itself() -> None:
     assert "takes an instance for itself" in full.unplaced["second"] or "takes" in full.unplaced["hosted"]
     assert "needs one more" in full.unplaced["a"]
     assert plan(models, [node("a", num_instances=3)], result) is result
+
+
+def test_beside_an_engine_that_shares_with_nobody_no_memory_is_left_for_models_on_demand() -> None:
+    hosted, nodes = on_engine("hosted", "vllm"), [node("a", memory=4 * GIB, num_instances=1, device="cuda")]
+    (alone,) = plan([hosted], nodes, None).instances
+    (beside,) = plan([hosted, on_demand("a", 1000)], nodes, None).instances
+    assert beside.pool_bytes == alone.pool_bytes
+
+
+def test_a_chosen_plan_with_models_beside_an_engine_that_shares_with_nobody_is_refused_with_the_cause() -> None:
+    models, nodes = [model("b"), on_engine("hosted", "vllm")], [node("a", num_instances=1)]
+    with pytest.raises(DoesNotFit, match="the engine vllm takes an instance for itself"):
+        chosen(models, nodes, PlacementPlan(1, []), [Group("a", (0,), ("b", "hosted"))])
 
 
 def test_a_server_that_runs_already_takes_no_memory_and_one_instance() -> None:

@@ -595,6 +595,7 @@ async def test_a_model_that_is_added_meanwhile_is_told_to_wait_and_is_placed_aft
         node.is_loading = False
         await ask(cluster, "roll_back")
         await until(lambda: cluster.plans[-1].change.stage == "change" and cluster.plans[-1].change.steps)
+        await cluster.add(ModelSpec("on-demand", sources["c"], on_demand=True))
         await cluster.add(ModelSpec("c", sources["c"]))
         await until(lambda: cluster.plans[-1].unplaced == {"c": "it is placed when the replacement is over"})
         node.is_loading = True

@@ -240,6 +240,10 @@ def test_why_a_model_failed() -> None:
     assert view_model("tide", plan("a", "b"), partly).reason == "failed on 1 of 2: no such weights"
     unplaced = view_model("tide", plan(unplaced={"tide": "too large"}), {})
     assert (unplaced.state, unplaced.reason) == (ModelState.FAILED, "too large")
+    put_away = msgspec.structs.replace(plan(), asleep={"tide": "idle"})
+    assert view_model("tide", put_away, {}).state is ModelState.PUT_AWAY
+    unreadable = msgspec.structs.replace(put_away, unplaced={"tide": "it is gone"})
+    assert view_model("tide", unreadable, {}).reason == "it is gone"
 
 
 def test_a_model_whose_instances_are_drained_has_not_failed() -> None:

@@ -271,7 +271,7 @@ async def test_a_name_that_is_asked_for_with_another_checkpoint_has_that(tmp_pat
     log = run.up._supervisor.children["gateway"].log_path.read_text()
     assert log.count("DELETE /admin/models/tide") == 1 and log.count("POST /admin/models") == 1
     body = json.loads(next(line for line in log.splitlines() if "org/new" in line).partition(" ")[2])
-    assert body == {"name": "tide", "source": "org/new", "dtype": "auto", "max_model_len": 64, "quantization": "int8"}
+    assert body == {"name": "tide", "source": "org/new", "max_model_len": 64, "quantization": "int8"}
     # One that is refused leaves the earlier one.
     run = Run(tmp_path, models=[ModelSpec("tide", "bad/one"), MODELS[1]])
     with pytest.raises(OperatorError, match=r"model tide: its template is broken\. It stays what it was, org/tide"):
@@ -280,6 +280,24 @@ async def test_a_name_that_is_asked_for_with_another_checkpoint_has_that(tmp_pat
     assert [json.loads(line.partition(" ")[2])["source"] for line in log.splitlines() if "{" in line][-2:] == [
         "bad/one",
         "org/tide",
+    ]
+
+
+async def test_a_name_that_is_asked_for_on_another_engine_or_on_demand_has_that(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.until_ready()
+    await run.stop()
+    hosted = ModelSpec("tide", "org/tide", engine="vllm", engine_args="--seed 1")
+    on_demand = ModelSpec("ebb", "org/ebb", on_demand=True, idle_s=0.0)
+    run = Run(tmp_path, models=[hosted, on_demand])
+    await run.until_ready()
+    await run.stop()
+    assert "model tide is org/tide on the engine vllm now, and was org/tide" in run.text
+    assert "model ebb is org/ebb, on demand and idle for 0 s now, and was org/ebb" in run.text
+    log = run.up._supervisor.children["gateway"].log_path.read_text()
+    assert [json.loads(line.partition(" ")[2]) for line in log.splitlines() if "{" in line] == [
+        {"name": "tide", "source": "org/tide", "engine": "vllm", "engine_args": "--seed 1"},
+        {"name": "ebb", "source": "org/ebb", "on_demand": True, "idle_s": 0.0},
     ]
 
 

@@ -184,7 +184,7 @@ class Catalog:
         elif (plan := self._plan) is not None:
             reason = plan.unusable.get(model, "")
             is_final = bool(reason)
-            if plan.asleep.get(model) == WhyAsleep.NO_ROOM:
+            if not reason and plan.asleep.get(model) == WhyAsleep.NO_ROOM:
                 reason = "no instance has memory for it beside the models that are always loaded"
         if not reason:
             return None

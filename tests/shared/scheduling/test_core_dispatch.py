@@ -410,6 +410,19 @@ def test_an_answer_without_a_limit_of_its_own_gets_what_fits_at_once() -> None:
     assert refused is not None and refused.code == ErrorCode.TOO_LONG
 
 
+def test_an_answer_without_a_limit_gets_what_fits_on_an_engine_that_can_run_it() -> None:
+    driver = Driver()
+    driver.up("hosted", num_merged=16, lacks=("grammars",))
+    driver.up("native", num_merged=8)
+    sampling = SamplingParams(max_tokens=5000, grammar="{}")
+    assert (
+        driver.submit(long_request("chat", is_open_ended=True, prompt=pack_tokens([1] * 100), sampling=sampling))
+        is None
+    )
+    (sent,) = driver.take(Dispatch)
+    assert (sent.instance_id, sent.request.sampling.max_tokens) == ("native", 412)
+
+
 def test_an_answer_that_has_begun_goes_on_to_where_it_fits() -> None:
     driver = Driver()
     driver.up("small", num_merged=8)
