@@ -1,13 +1,13 @@
 """Where a queued online request goes: each policy is a small object without state.
 
-Who may take a request at all, what is on its way to whom, and how instances are kept in order, is not a policy's concern
-(`shared.scheduling.dispatching`): it ranks an instance by itself, and chooses for a request among candidates.
+A policy ranks an instance by itself, and chooses for a request among candidates. Other modules
+(`shared.scheduling.dispatching`) decide which may take a request, track what is in flight to them, and keep them in order.
 
-Memory is one thing that a request waits for, prompts before its own are another, and its own the third. Where several
-instances have the memory, `FirstToken` chooses among the `NUM_TIMED` freest, and those that have the prompt's beginning in
-their caches, by predicted time to the first token, the part of the prompt that is not cached in it; among those where it
-comes as soon by what is left to compute, and by what its tokens cost there: models that share an instance take turns, and
-the fewer places a model's requests are in, the larger are its batches and the fewer the turns (token_cost.py).
+A request waits for memory, for prompts before its own, and for its own prompt. `FirstToken` looks at instances that have
+the memory: the `NUM_TIMED` freest, and those with the prompt's beginning in their caches. It compares the predicted time to
+the first token, without the cached part of the prompt. Where that is equal, it compares what is left to compute, and what
+the request's tokens cost there: models that share an instance take turns, so the fewer places a model's requests are in,
+the larger are its batches and the fewer the turns (token_cost.py).
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ NUM_TIMED = 16
 GRAIN_S = 0.1
 """Predicted times that differ by less are as good as equal."""
 SPARED_S = 0.005
-"""Seconds of a prompt that are not worth the less free instance; nor is a tenth of what is left, as costs are learnt
-apart."""
+"""Saving this much prompt time does not justify a less free instance; nor does saving a tenth of what is left, because
+each instance learns costs by itself."""
 MOST_UNEVEN = 1.25
-"""Cost of a token where the prompt is cached, times the least: else a prefix that many have in common gathers them all."""
+"""Most that a token may cost where the prompt is cached, times the least: a shared prefix must not gather all requests."""
 NUM_CACHED = 8
-"""How many instances that have some of a prompt in their caches are looked at."""
+"""Number of instances looked at that have part of a prompt in their caches."""
 NUM_FREEST = 64
-"""How many of the freest instances are looked at for one that a long request fits into."""
+"""Number of the freest instances looked at for one that a long request fits into."""
 
 
 class DispatchView(NamedTuple):
-    """What an instance is ranked by. Load that is on its way to it is counted in."""
+    """What an instance is ranked by, including load in flight to it."""
 
     freeness: float
     """Merged blocks per running request; higher is freer."""
     num_requests: int
     """Running, waiting and in flight."""
     last_turn: int
-    """Number of the last dispatch that went there, counted over the cluster; 0 before the first."""
+    """Number of the last dispatch to it, counted over the cluster; 0 before the first."""
 
 
 class Wanted(Protocol):
-    """An online request that waits."""
+    """A waiting online request."""
 
     @property
     def model(self) -> str: ...
@@ -71,7 +71,7 @@ class Wanted(Protocol):
 
 
 class Candidate(Protocol):
-    """An instance that may take the request, as that would find it: what was reported last, and what is on its way there."""
+    """An instance that may take the request, as the request would find it: its last report, and what is in flight to it."""
 
     @property
     def instance_id(self) -> str: ...
@@ -83,25 +83,25 @@ class Candidate(Protocol):
 
     @property
     def in_flight_merged(self) -> float:
-        """Those that the requests on their way will take."""
+        """Merged blocks that requests in flight will take."""
 
     @property
     def left_merged(self) -> float:
-        """Those beside the virtual usage, as reported; the headroom of high priority is among them. Below 0 where more is
-        asked for than there is."""
+        """Merged blocks beside the virtual usage, as reported, including the headroom of high priority. Below 0 if demand
+        exceeds the pool."""
 
     @property
     def missing_merged(self) -> float:
-        """Those that would have to get free before the request could run, and all that run there could grow for a while; at
-        most 0: none."""
+        """Merged blocks that must become free before the request could run and all that run there could grow for a while.
+        At most 0: none."""
 
     @property
     def start_s(self) -> float:
-        """Predicted time until its prompt would be begun."""
+        """Predicted time until its prompt would begin."""
 
     @property
     def prompt_s(self) -> float:
-        """Predicted time of its prompt, without what is in a cache there."""
+        """Predicted time of its prompt, without the part cached there."""
 
     @property
     def token_s(self) -> float:
@@ -109,16 +109,16 @@ class Candidate(Protocol):
 
 
 class Candidates(Protocol):
-    """All that may take a request: at least one."""
+    """All instances that may take a request: at least one."""
 
     may_wait: bool
     """Whether the request may still be left in the queue, to be passed by others."""
 
     def first(self, limit: int, until: Callable[[Candidate], bool] | None = None) -> Sequence[Candidate]:
-        """In the order of their ranks, up to `limit` or the first for which `until` is true. Costs as much as it gives."""
+        """In the order of their ranks, up to `limit` or the first for which `until` is true. Cost: the number returned."""
 
     def cached(self, limit: int) -> Sequence[Candidate]:
-        """Those that have the longest prefixes of the prompt in their caches, longest first."""
+        """Those with the longest cached prefixes of the prompt, longest first."""
 
     @property
     def num_defragmenting(self) -> int:
@@ -131,7 +131,7 @@ class Candidates(Protocol):
 
 class DispatchParameters(NamedTuple):
     max_defragmenting_share: float = 1.0
-    """Share of a model's instances: on so many at once, at least one, a request waits for memory."""
+    """Share of a model's instances, at least one, on which requests may wait for memory at once."""
 
 
 class DispatchPolicy:

@@ -1,32 +1,31 @@
-"""Who gives requests away, and who takes them (Llumnix, OSDI'24, section 4.4.3, with hysteresis and bounds).
+"""Which instances migrate requests out, and to which (Llumnix, OSDI'24, section 4.4.3, with hysteresis and bounds).
 
 An instance whose migration freeness falls below `low` is a source until it rises to `release`. The least free source is
-paired with a free destination, one pair out of an instance and one into it, and a pair lives while the source is one
-and the destination can take. Which request moves is the source's choice.
+paired with a free destination: at most one pair out of an instance and one into it. A pair lives while the source remains
+one and the destination can take requests. The source chooses which request moves.
 
-A pair must be a gain for the request that would move next, of virtual usage v (as shares of the two pools' sizes):
+A pair must be a gain for the request that would move next, of virtual usage v (as a share of the pool):
 
     (u - v)^2 + (w + v)^2  <  u^2 + w^2         u, w: of source and destination, which keeps `least_left` decode steps
-    u - v  >=  w + v                            but where one waits for memory: nor is the destination then the fuller one
+    u - v  >=  w + v                            unless a request waits for memory: the destination does not become fuller
 
-so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a destination must keep
-falls with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more
-than the reserve of others. A running request gets no token while prompts are computed, so a destination is not busy with
-them for longer than the source, by predicted time, unless that one is memory-bound. To begin, a destination must be freer
-than that, by `high` to `low`.
+So at constant load each move lowers the sum of squares, and moves come to an end. What a destination must keep falls with
+the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more than others'
+reserve. A running request gets no token while prompts are computed. So the predicted time of the destination's prompts may
+exceed the source's by little, unless the source is memory-bound. To begin, a destination must be freer than that by a
+factor of `high` / `low`.
 
-Models that share instances take turns, and a request of one that is alone of its model somewhere costs all there a turn more
-(token_cost.py). So a request moves for memory's sake only to where it costs no more turns than where it is, but where one
-waits for memory, or for the sake of high priority; and of the `NUM_COMPARED` freest to the first where it costs hardly more
-than the fewest.
+Models that share an instance take turns, and a request that is the only one of its model costs all others there a turn
+(token_cost.py). So a request moves only to where it costs no more turns than where it is, unless a request waits for memory
+or the source has high-priority requests. Of the `NUM_COMPARED` freest, the first with nearly the lowest cost is taken.
 
-The first request that waits for memory counts at both ends, in the one sum that every move lowers: memory that an instance
-gets together for it is nobody else's, or two sums, with it and without, are lowered in turn, and requests go in circles
-while it starves. The destination refuses as well (`Reservations`), as a head may have come since its report.
+The first request that waits for memory counts at both ends, in the one sum that every move lowers. With a second sum without
+it, moves would lower the two sums in turn: requests would go in circles, and the waiting one would starve. The destination
+refuses as well (`Reservations`), because a head may have come since its report.
 
-An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
-at. `touch` is constant work and is called for every report; a step looks at sources, pairs and, only if a source has no
-destination, at all instances. It comes in slices, between which the host may do what is more urgent.
+A draining instance migrates out to every instance that can take requests, whatever the load. Only numbers per instance are
+used. `touch` is constant work and is called for every report. A step looks at sources, pairs and, only if a source has no
+destination, at all instances. It comes in slices, between which the host may do more urgent work.
 """
 
 from __future__ import annotations
@@ -50,29 +49,29 @@ MAX_BACKOFF_S = 30.0
 BURST_S = 0.2
 """The bound on pairings is a token bucket that holds as many as come in this time."""
 MAX_DRAIN_DESTINATIONS = 32
-"""Told to a draining instance."""
+"""Named to a draining instance."""
 MOST_PROMPTS_S = 0.25
 """Seconds by which a destination may be busy with prompts for longer than the source."""
 MAX_CHECKED = 48
-"""Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
-hundreds of pairs everything else would wait for it."""
+"""Pairs that a step checks for still being a gain, those first that were not checked for longest: with hundreds of pairs,
+all other work would wait for the checks."""
 
 NUM_COMPARED = 8
 """Destinations whose costs are compared for a source."""
 MAX_LOOKED = 64
-"""Destinations, freest first, that are looked at for a source until so many are found to which a move is a gain."""
+"""Destinations, freest first, that are looked at for a source until `NUM_COMPARED` are found to which a move is a gain."""
 MAX_LOOKS = 1024
 """Most destinations looked at for all sources of a step, so that steps take a small share of the scheduler's time.
-Those that get none come first in the next one."""
+Sources that get no look come first in the next step."""
 LATE_SHARE = 0.25
 """Share of these looks that is kept for late prompts."""
 MAX_SLICE = 32
-"""Instances looked at in one go, but for what one source needs: one or two milliseconds, as dispatches wait for it."""
+"""Instances looked at in one slice, except for what one source needs: one or two milliseconds, because dispatches wait."""
 DESTINATIONS_OF_VIEW = 16
-"""To find the freest among so many takes as long as to look at one."""
+"""Finding the freest among this many takes as long as looking at one."""
 
 LEAST_SOONER_S = 0.25
-"""A prompt moves only where it would be begun so much sooner, by predicted times."""
+"""A prompt moves only to where it would begin at least this much sooner, by predicted times."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
@@ -86,37 +85,37 @@ class InstanceView(NamedTuple):
     freeness: float
     """Migration freeness, in decode steps; +inf where nothing runs or waits."""
     num_running: int
-    """Online requests that run."""
+    """Running online requests."""
     num_counted: int
-    """Requests in its virtual usage: the running ones, and the first that waits."""
+    """Requests in its virtual usage: the running ones, and the first waiting one."""
     total_tokens: float
     """Tokens that its KV pool holds."""
     models: frozenset[str]
     """Those it serves."""
     leaving: frozenset[str] = frozenset()
-    """Models whose requests have to go, whatever the load: of a draining instance all, else those being unloaded."""
+    """Models whose requests must leave, whatever the load: all if it drains, otherwise those being unloaded."""
     can_give: bool = True
     """It has requests, and its KV can be moved."""
     can_take: bool = True
     next_tokens: float = 0.0
-    """Tokens of the running request that it would give away first; 0: unknown."""
+    """Tokens of the running request that it would migrate out first; 0: unknown."""
     next_model: str = ""
     """Model of that request."""
     num_high: int = 0
     """Online requests of high priority."""
     residents: Sequence[Resident] = ()
     running_freeness: float = math.inf
-    """Decode steps, as if nobody waited."""
+    """Decode steps, without the waiting requests."""
     prompts_s: float = 0.0
-    """Predicted time of the prompts that are to be computed there, and of the steps in flight."""
+    """Predicted time of the prompts still to be computed there, and of the steps in flight."""
     late_model: str = ""
     late_tokens: float = 0.0
     late_starts_s: float = 0.0
-    """The first prompt that waits and would be too late: its model, its tokens, and the time until it is begun (0: none)."""
+    """The first waiting prompt that would be too late: its model, its tokens, and the time until it begins (0: none)."""
 
     @property
     def spare_tokens(self) -> float:
-        """Beside the virtual usage; below 0 if more is asked for than there is."""
+        """Beside the virtual usage; below 0 if demand exceeds the pool."""
         return left_of(self.total_tokens, self.freeness, self.num_running)
 
     @property
@@ -130,7 +129,7 @@ class InstanceView(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """An instance that may be given requests: alive, ready and reachable."""
+    """An instance that may receive requests: alive, ready and reachable."""
 
     instance_id: str
     freeness: float
@@ -138,12 +137,12 @@ class Destination(NamedTuple):
 
 
 def is_memory_bound(source: InstanceView, low: float) -> bool:
-    """Whether requests that run are soon to be preempted there."""
+    """Whether running requests will soon be preempted there."""
     return source.running_freeness < low / 2
 
 
 def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool:
-    """Whether moving the next request of the source, or else a typical one, lowers the sum of squared usage and leaves
+    """Whether moving the next request of the source (if unknown, a typical one) lowers the sum of squared usage and leaves
     the destination what it must keep."""
     if not (source.total_tokens > 0 and destination.total_tokens > 0):
         return False
@@ -160,7 +159,7 @@ def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool
 
 
 def is_sooner(source: InstanceView, destination: InstanceView, low: float) -> bool:
-    """Whether the source's late prompt would be begun enough sooner there, in memory that nobody there will miss."""
+    """Whether the source's late prompt would begin enough sooner there, in memory that requests there will not need."""
     if source.late_model not in destination.models or not destination.total_tokens > 0:
         return False
     is_sooner = destination.prompts_s + LEAST_SOONER_S < source.late_starts_s
@@ -168,9 +167,9 @@ def is_sooner(source: InstanceView, destination: InstanceView, low: float) -> bo
 
 
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
-    """Whether the next request would cost itself and others no more turns than it does where it is. Who waits for memory, or
-    is of high priority, is worth more; and what is not known is no reason against it, nor is what another request would cost
-    that moves because the next one's model is not there."""
+    """Whether the next request would cost itself and others no more turns there than where it is. Requests that wait for
+    memory and high priority matter more. Unknown costs do not prevent a move, nor do those of another request that moves
+    because the next one's model is not there."""
     model = source.next_model
     if source.num_high or not source.freeness > 0:
         return True
@@ -180,8 +179,8 @@ def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
 
 
 def cost_there_s(source: InstanceView, destination: InstanceView) -> float:
-    """What a token of the next request of the source would cost by turns, and by a step of its model as long as it is in the
-    source; 0: not known; inf: its model is not there, so another would move."""
+    """What a token of the source's next request would cost there: its turns, and a step of its model as long as in the
+    source. 0: not known; inf: its model is not there, so another request would move."""
     if source.next_model and source.next_model not in destination.models:
         return math.inf
     own_s, _ = own_and_turns_s(source.next_model, source.residents)
@@ -190,7 +189,7 @@ def cost_there_s(source: InstanceView, destination: InstanceView) -> float:
 
 
 def least_left(freeness: float, low: float) -> float:
-    """Decode steps that a destination keeps beside a request from a source of that freeness."""
+    """Decode steps that a destination keeps beside a request from a source with that freeness."""
     return low / 2 if not freeness > 0 else min(low, (low + freeness) / 2)
 
 
@@ -198,7 +197,7 @@ def least_left(freeness: float, low: float) -> float:
 class Pair:
     source: str
     destinations: tuple[str, ...]
-    """One; of a draining source all that can take, freest first."""
+    """One; for a draining source all that can take requests, freest first."""
     reason: MigrationReason
 
 
@@ -211,7 +210,7 @@ Slices = Generator[Changes, None, Changes]
 
 
 def next_slice(slices: Slices) -> tuple[Changes, bool]:
-    """What the next slice changes, and whether it is the last one."""
+    """Changes by the next slice, and whether it is the last one."""
     try:
         return next(slices), False
     except StopIteration as last:
@@ -261,10 +260,10 @@ class Rebalancer:
         self._sources: dict[str, float] = {}
         """With their freeness."""
         self._late: dict[str, float] = {}
-        """Where prompts would be too late that could move for it, with when the first of them is begun."""
+        """Instances with late prompts that could move, and when the first of them begins."""
         self._draining: set[str] = set()
         self._taking: Counter[str] = Counter()
-        """Pairs into each instance, of those that are not for a drain."""
+        """Pairs into each instance, without those of draining sources."""
         self._backoffs: dict[str, _Backoff] = {}
         self._bucket = _TokenBucket(pairings_per_s)
         self._num_looks = 0
@@ -272,9 +271,9 @@ class Rebalancer:
         self._num_views = 0
         """Instances looked at in this slice of it."""
         self._in_vain_s: dict[str, float] = {}
-        """When a destination was last looked for, of sources that found none while others wait for their turn."""
+        """Sources that found no destination while others wait for their turn, and when they last looked."""
         self._late_in_vain_s: dict[str, float] = {}
-        """When a destination was last looked for in vain, of sources with late prompts."""
+        """Sources with late prompts that found no destination, and when they last looked."""
 
     @property
     def is_idle(self) -> bool:
@@ -310,7 +309,7 @@ class Rebalancer:
         return not is_known
 
     def forget(self, instance_id: str) -> None:
-        """The instance is gone; the pair that it gives in ends with the next step, those that it takes in in their turn."""
+        """The instance is gone. The next step ends the pair in which it is the source, later ones those into it."""
         self._backoffs.pop(instance_id, None)
         self._sources.pop(instance_id, None)
         self._late.pop(instance_id, None)
@@ -319,13 +318,13 @@ class Rebalancer:
         self._draining.discard(instance_id)
 
     def on_move(self, source: str, destination: str, reason: str | None, now: float) -> None:
-        """A move ended; `reason`: why it failed, None if it did not."""
+        """A move ended; `reason`: why it failed, None on success."""
         if reason is None:
             self._backoffs.pop(source, None)
             self._backoffs.pop(destination, None)
             return
         if reason in LINK_FAILURES or reason in DESTINATION_FAILURES:
-            # A want of room is news of its load, and no fault.
+            # A lack of room is news about its load, not a fault.
             self._fail(destination, now, may_double=reason != AbortReason.REFUSED)
         if reason in LINK_FAILURES:
             self._fail(source, now)
@@ -354,9 +353,9 @@ class Rebalancer:
         view_of: ViewOf,
         destinations_above: DestinationsAbove,
     ) -> Slices:
-        """Ends pairs that are over and begins new ones, in slices (`next_slice`) between which anything may be called but
-        this. `view_of`: None for an instance that is gone or never reported; `destinations_above`: those that are at least
-        so free."""
+        """Ends pairs that are over and begins new ones, in slices (`next_slice`). Between them, anything except this may be
+        called. `view_of`: None for an instance that is gone or never reported; `destinations_above`: those with at least
+        that freeness."""
         self._num_looks = self._num_views = 0
 
         def view(instance_id: str) -> InstanceView | None:
@@ -381,7 +380,7 @@ class Rebalancer:
     # ------------------------------------------------------------------------------------------------ the parts
 
     def _end_pairs(self, view_of: ViewOf, changes: Changes, now: float) -> Iterator[None]:
-        """Those that are over."""
+        """Ends pairs that are over."""
         num_checked = 0
         for pair in list(self.pairs.values()):
             if self.pairs.get(pair.source) is not pair:
@@ -413,7 +412,7 @@ class Rebalancer:
         return not source.models.isdisjoint(destination.models) and self._is_worth_it(source, destination)
 
     def _still_draining(self, view_of: ViewOf) -> list[InstanceView]:
-        """Who drains; others are so no more."""
+        """The draining instances; the others are removed from the set."""
         draining = []
         for name in list(self._draining):
             view = view_of(name)
@@ -426,7 +425,7 @@ class Rebalancer:
     def _pair_draining(
         self, draining: list[InstanceView], destinations_above: DestinationsAbove, changes: Changes, now: float
     ) -> Iterator[None]:
-        """Those that back off come last: they are better than nobody."""
+        """Destinations that back off come last: they are better than none."""
         draining = [source for source in draining if source.instance_id in self._draining]
         if not draining:
             return
@@ -478,7 +477,7 @@ class Rebalancer:
         changes: Changes,
         now: float,
     ) -> Iterator[None]:
-        """`are_late`: some looks are to be left for late prompts."""
+        """`are_late`: some looks are kept for late prompts."""
         max_looks = MAX_LOOKS * (1.0 - LATE_SHARE if are_late else 1.0)
         for _, _, name in unpaired:
             if self._num_looks >= max_looks or not groups or not self._bucket.has_one(now):
@@ -507,7 +506,7 @@ class Rebalancer:
         changes: Changes,
         now: float,
     ) -> Iterator[None]:
-        """Those first whose prompts wait longest."""
+        """Sources whose prompts wait longest come first."""
         for _, _, name in late:
             if self._num_looks >= MAX_LOOKS or not groups or not self._bucket.has_one(now):
                 return
@@ -527,7 +526,7 @@ class Rebalancer:
         self._late_in_vain_s.clear()
 
     def _freest(self, destinations: Iterable[Destination], now: float) -> list[list[Destination]]:
-        """By the models served, in order: those that can be looked at in this step for one source, whichever others take."""
+        """Grouped by models served, freest first: those that one source may look at in this step, whatever others take."""
         groups: dict[frozenset[str], list[Destination]] = {}
         able = [destination for destination in destinations if self._may_take(destination.instance_id)]
         if self._backoffs:
@@ -557,7 +556,7 @@ class Rebalancer:
         bar: float,
         view_of: ViewOf,
     ) -> Iterator[InstanceView]:
-        """The freest at least as free as `bar` that serve a model of the source and take from nobody."""
+        """The freest, down to `bar`, that serve a model of the source and may take requests."""
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
         freest = takewhile(lambda each: each.freeness >= bar, merge(*serving, key=_freeness_of, reverse=True))
         for each in islice((each for each in freest if self._may_take(each.instance_id)), MAX_LOOKED):
@@ -593,7 +592,7 @@ class Rebalancer:
         return backoff is not None and backoff.until_s > now
 
     def _fail(self, instance_id: str, now: float, may_double: bool = True) -> None:
-        """Several moves that fail of one cause count once."""
+        """Several moves that fail from one cause count once."""
         backoff = self._backoffs.get(instance_id)
         if backoff is not None and backoff.until_s > now:
             return
