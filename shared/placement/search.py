@@ -8,16 +8,16 @@
     from the best of these, and from the plan that runs:
         add, drop, replace or exchange a model, make a group like another, split a group, join two
 
-Of a small cluster all plans are estimated instead (enumeration.py).
+For a small cluster all plans are estimated instead (enumeration.py).
 
-Larger attainment, less what services left behind count for (`plan.unfairness`, SeaLLM's equation 5), is better, in steps of
-`ATTAINMENT_GRAIN`, then smaller normalised latency. Where a cluster has many
-groups, a round of Algorithm 1 gives models to several of them, each time with the UI of a model that got one more of c
-groups times c / (c + 1); moves are drawn, with a seed, and made to several like groups at once.
+Plans are compared by attainment less a term for models left behind (`plan.unfairness`, SeaLLM's equation 5), in steps of
+`ATTAINMENT_GRAIN`, then by smaller normalised latency. In a cluster of many groups, a round of Algorithm 1 gives models to
+several groups; the UI of a model that got one more of its c groups is multiplied by c / (c + 1). Moves are then drawn with a
+seed, and are made to several equal groups at once.
 
-The best few are evaluated by the faithful simulation if there is one. Of those that are as good, the one that is the least
-to load from where the models are now is taken; groups that are alike are named so that most stays in place.
-Same problem, same answer, on however many processes.
+The faithful simulation, if there is one, evaluates the best few plans. Among equally good plans, the one that loads least
+from where the models are now is taken. Equal groups are named so that most models stay in place.
+The same problem gives the same answer, on any number of processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shared.placement.trial import try_change
 ALPHA = 1e-4
 """Weight of normalised latency in a model's unserved index."""
 LATENCY_GRAIN = 0.02
-"""Relative: plans whose normalised latencies differ by less, and attainments by less than their grain, are as good."""
+"""Relative: plans are equally good if their normalised latencies differ by less, and attainments by less than their grain."""
 
 
 class Effort(NamedTuple):
@@ -56,12 +56,12 @@ class Effort(NamedTuple):
     num_starts: int
     """Plans of Algorithm 1 from which moves are tried."""
     num_pairs: int
-    """Pairs of a group with a model, over all plans that moves lead to from one start; but `LEAST_MOVES` in each of
-    `LEAST_ROUNDS` are tried at least."""
+    """Bound on pairs of a group with a model, over all plans that moves lead to from one start. At least `LEAST_MOVES` in
+    each of `LEAST_ROUNDS` are tried."""
     num_estimated: int
-    """How many of the best by the quick estimate are estimated with more bins."""
+    """Number of the best by the quick estimate that are estimated with more bins."""
     num_polished: int
-    """How many of the best of these are improved by moves that are tried by estimates with more bins."""
+    """Number of the best of these from which moves are tried by estimates with more bins."""
 
 
 EFFORTS = (
@@ -69,30 +69,30 @@ EFFORTS = (
     (128, Effort((2,), 2, 6000, 12, 0)),
     (1 << 62, Effort((2,), 1, 6000, 8, 0)),
 )
-"""Up to so many devices."""
+"""The effort for clusters up to a number of devices."""
 ROUND_GROUPS = 16
-"""So many groups get models one by one; of k times as many, k do in a round."""
+"""Up to this many groups get models one by one; with k times as many, k groups get one in a round."""
 PATIENCE = 8
-"""Rounds of Algorithm 1 without a better plan, after which it ends."""
+"""Algorithm 1 ends after this many rounds without a better plan."""
 QUICK_BINS, QUICK_TAIL_BINS, QUICK_FOLLOWED = 36, 12, 1000
-"""Fineness of the estimates that Algorithm 1 and moves go by; the plans that are left at the end are estimated with more."""
+"""Fineness of the estimates in Algorithm 1 and moves; the plans left at the end are estimated with more bins."""
 BIN_SHARE, QUICK_BIN_SHARE = 0.25, 1.0
-"""Share of the mean execution time that a bin may last. Within one, what runs where stays as it is: with longer ones
-estimates are of something else."""
+"""Longest bin, as a share of the mean execution time. What runs where is constant within a bin, so longer bins would make
+estimates wrong."""
 MOST_EXECUTIONS = 240.0
-"""Mean execution times of traffic that is estimated at most."""
+"""Most traffic that is estimated, in mean execution times."""
 NUM_HOT = 8
-"""Models with the highest unserved index: moves give groups to these."""
+"""Number of models with the highest unserved index, to which moves give groups."""
 MAX_MOVES = 256
 """Tried in a round."""
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
 MOVE_PATIENCE, POLISH_PATIENCE = 3, 2
-"""Rounds of moves without a better plan, after which they end."""
+"""Moves end after this many rounds without a better plan."""
 EVEN_PRESSURES, EVEN_PATIENCE, EVEN_PAIRS = (3.0, 20.0), 4, 24_000
-"""Pressures of the moves by which services that are left behind get more: times that these count, rounds without a
-better plan after which they end, and pairs of a group with a model from each start."""
+"""Moves that help models left behind: factors by which these count more, rounds without a better plan after which the
+moves end, and pairs of a group with a model from each start."""
 MAX_ENUMERATED = 512
-"""Plans: where there are no more, all are estimated, which takes less than a search among them."""
+"""With at most this many plans, all are estimated, which takes less time than a search."""
 NUM_EVALUATED = 4
 NUM_REJECTED = 8
 
@@ -107,9 +107,9 @@ class Found(NamedTuple):
     """Larger is better."""
     slots: Slots
     total: Key
-    """The key if services left behind counted for nothing."""
+    """The key without the term for models left behind."""
     is_unfair: bool
-    """Whether any are."""
+    """Whether any model is left behind."""
 
 
 class Score(NamedTuple):
@@ -122,17 +122,17 @@ Scored = Score | Prediction
 
 
 def _served(outcome: Outcome | Scored) -> float:
-    """Attainment less what services left behind count for: what plans are compared by."""
+    """Attainment less the term for models left behind: plans are compared by it."""
     return outcome.attainment - outcome.unfairness
 
 
 Allocation = Generator[Slots, Outcome, list[Found]]
-"""A run of Algorithm 1: asks what comes of a plan, is told, and ends with the best ones."""
+"""A run of Algorithm 1: yields a plan, receives its estimate, and returns the best plans."""
 
 
 def search(problem: Problem, *, evaluate: Evaluate | None = None, num_processes: int = 1) -> Proposal:
-    """The best plan that was found; the incumbent where nothing better was. `evaluate`: the faithful simulation, asked about
-    the best few and the incumbent; must be picklable for `num_processes` above 1."""
+    """The best plan found; the incumbent if there is nothing better. `evaluate`: the faithful simulation, for the best few
+    and the incumbent; must be picklable for `num_processes` above 1."""
     searcher = Searcher(problem)
     if num_processes > 1:
         with ProcessPoolExecutor(num_processes, get_context("spawn"), _begin, (problem,)) as pool:
@@ -145,7 +145,7 @@ def search(problem: Problem, *, evaluate: Evaluate | None = None, num_processes:
 
 
 class Asked(NamedTuple):
-    """Work that other work does not depend on."""
+    """Independent work."""
 
     num_ranks: int = 0
     limit: int = 0
@@ -175,7 +175,7 @@ def _distinct(found: Iterable[Found]) -> list[Found]:
 
 
 def _first(found: Sequence[Found], num: int) -> list[Found]:
-    """So many of the best, with the best in total among them, by which the others say what the floor costs."""
+    """The best `num`, including the plan with the best total, from which the cost of the floor follows."""
     if len(found) <= num:
         return list(found)
     most = max(found, key=lambda one: one.total)
@@ -195,7 +195,7 @@ def _do(asked: Sequence[Asked]) -> list[list[Found]]:
 
 
 def _divided(asked: Sequence[Asked], num: int, pool: ProcessPoolExecutor) -> list[list[Found]]:
-    """Each process gets every so manyth."""
+    """Each process gets every `num`th."""
     parts = list(pool.map(_do, [asked[first::num] for first in range(num)]))
     return [parts[index % num][index // num] for index in range(len(asked))]
 
@@ -268,7 +268,7 @@ class Searcher:
         return Counter(name for group in slots for name in group.models)
 
     def num_lacking(self, slots: Iterable[Group]) -> int:
-        """Groups that models must have and have not, or have beyond what they may."""
+        """Number of groups that models lack, or have beyond their limit."""
         counts = self.num_groups(slots)
         lacking = sum(max(0, least - counts[name]) for name, least in self.needed.items())
         return lacking + sum(
@@ -276,7 +276,7 @@ class Searcher:
         )
 
     def key(self, slots: Iterable[Group], outcome: Outcome | Scored, pressure: float = 1.0) -> Key:
-        """Larger is better. `pressure`: times that services left behind count for more than they do in the end."""
+        """Larger is better. `pressure`: factor on the term for models left behind, 1 in the final comparison."""
         served = round((outcome.attainment - pressure * outcome.unfairness) / ATTAINMENT_GRAIN)
         return (-self.num_lacking(slots), served, -outcome.normalised_latency)
 
@@ -286,9 +286,9 @@ class Searcher:
         return Found(key, slots, total, is_unfair=outcome.unfairness > 0)
 
     def scores(self, plans: Sequence[Plan], incumbent: Plan) -> list[Score]:
-        """Scores of each plan, under the traffic that was searched with; for a problem with evidence, under traffic as
-        it may go on. What a plan gains on the incumbent, one of them, counts with as many requests; but where with more
-        of them it gains less, the mean of both does."""
+        """Scores of each plan under the traffic of the search; for a problem with evidence, under traffic as it may go on.
+        A plan's gain on the incumbent (one of `plans`) counts at the recorded number of requests. If it gains less with
+        more requests, the mean of both counts."""
         groups = [plan.groups for plan in plans]
         found = [estimator.outcomes(groups) for estimator in self._lasting or [self.estimator]]
         served = np.array([[_served(one) for one in each] for each in found])
@@ -300,7 +300,7 @@ class Searcher:
         ]
 
     def unserved(self, outcome: Outcome) -> np.ndarray:
-        """[models] Equation 6, and what a model that is left behind counts for beyond its requests."""
+        """[models] Equation 6, plus the term for a model left behind."""
         num = self.estimator.num_requests
         attained = 1.0 - outcome.missed / np.maximum(1, num)
         short = np.clip(1.0 - attained / max(FLOOR_SHARE * outcome.attainment, 1e-9), 0.0, 1.0) * (num > 0)
@@ -308,7 +308,7 @@ class Searcher:
         return np.asarray(outcome.missed + behind + ALPHA * outcome.normalised)
 
     def _incumbent(self) -> Slots:
-        """What of it still stands, with the devices that it leaves; empty without one."""
+        """The part of the incumbent that still exists, with the devices that it leaves free; empty without one."""
         if self.problem.incumbent is None:
             return ()
         slots: list[Group] = []
@@ -330,7 +330,7 @@ class Searcher:
         return tuple(sorted(slots))
 
     def every(self) -> list[Found]:
-        """All plans, best first, where these are few; else none."""
+        """All plans, best first, if they are few; otherwise none."""
         limits = {name: self.models[name].replicas for name, least in self.needed.items() if least}
         plans = all_plans(self.problem.nodes, limits, self.fits, MAX_ENUMERATED)
         outcomes = self._outcomes(self.estimator, plans)
@@ -345,7 +345,7 @@ class Searcher:
         return [Asked(2**power, limit) for power in range(self.most_ranks.bit_length()) for limit in limits]
 
     def do(self, asked: Sequence[Asked]) -> list[list[Found]]:
-        """Runs of Algorithm 1 go on side by side: in each round the plans of all are estimated at once."""
+        """Runs of Algorithm 1 advance side by side: each round estimates the plans of all at once."""
         found: list[list[Found]] = [self.improved(each.start) if each.start else [] for each in asked]
         runs: dict[int, tuple[Allocation, Slots]] = {}
 
@@ -367,8 +367,8 @@ class Searcher:
         return found
 
     def cut(self, num_ranks: int) -> Slots:
-        """All nodes in groups of so many devices (what is left of a node in smaller ones), and some joined for the models
-        that do not fit these, by their share of all work."""
+        """All nodes in groups of that many devices (the rest of a node in smaller ones). Some are joined for models that do
+        not fit, by their share of all work."""
         found: list[Group] = []
         for node in self.problem.nodes:
             first, size = 0, num_ranks
@@ -396,7 +396,7 @@ class Searcher:
         return float(sum(estimator.num_requests[at] * estimator.execution_s[at] * size for at, size in numbers))
 
     def _join(self, slots: list[Group], size: int, names: Sequence[str]) -> list[Group] | None:
-        """The last aligned groups that are together so large, as one; None where there are none left."""
+        """The last aligned groups that together have that size, as one; None if there are none left."""
         for node in reversed(self.problem.nodes):
             if not any(self.fits((name,), node, size) for name in names):
                 continue
@@ -408,7 +408,7 @@ class Searcher:
         return None
 
     def allocated(self, num_ranks: int, limit: int) -> Allocation:
-        """Plan of groups of so many devices, with so many models each at most (0: as many as fit)."""
+        """Plan of groups of that many devices, with at most that many models each (0: as many as fit)."""
         slots = self.cut(num_ranks)
         if limit * len(slots) < sum(self.needed.values()) and limit not in (0, self.problem.max_models_per_group):
             return []
@@ -485,18 +485,18 @@ class Searcher:
         return (() if best is None else best[1]), counts
 
     def _kind(self, group: Group) -> tuple[str, int, int]:
-        """Groups of which all models say the same."""
+        """Groups that are equal for all models."""
         node = self.nodes[group.node_id]
         return (node.kind, node.memory_bytes, group.num_ranks)
 
     # -------------------------------------------------------------------------------------------------------- moves
 
     def improved(self, start: Slots) -> list[Found]:
-        """The best plans that moves lead to by the quick estimate."""
+        """The best plans reached by moves, by the quick estimate."""
         return self._moved(start, self._quick, MOVE_PATIENCE, self.effort.num_pairs, set())
 
     def polished(self, found: Sequence[Found]) -> list[Found]:
-        """The best of these, and what moves lead to from several of them, by estimates with more bins."""
+        """The best of these, and plans reached by moves from several of them, by estimates with more bins."""
         if not self.effort.num_polished:
             return []
         tried = [each.slots for each in _first(found, self.effort.num_estimated)]
@@ -512,8 +512,8 @@ class Searcher:
         return estimator.outcomes([[group for group in slots if group.models] for slots in plans])
 
     def evened(self, found: Sequence[Found], starts: Sequence[Found]) -> list[Found]:
-        """What moves lead to from the best of both, where the best plan leaves services behind, if these count for more.
-        What that costs in total is looked at in the end: plans on the way there may be the best."""
+        """If the best plan leaves models behind: plans reached by moves from the best of both, while these count more.
+        Their cost in total is compared at the end, because a plan on the way may be the best."""
         if not found or not found[0].is_unfair:
             return []
         begins = dict.fromkeys([found[0].slots, *(each.slots for each in starts[: self.effort.num_starts])])
@@ -562,7 +562,7 @@ class Searcher:
         return found
 
     def _signature(self, slots: Slots) -> int:
-        """Signature of groups that do the same, wherever they are."""
+        """Signature of equivalent groups, wherever they are."""
         return hash(tuple(sorted((self._kind(group), group.models) for group in slots)))
 
     def _moves(self, slots: Slots, outcome: Outcome, counts: Counter[str]) -> Iterable[Slots]:
@@ -658,7 +658,7 @@ class Searcher:
     # ------------------------------------------------------------------------------------------------------- stability
 
     def aligned(self, slots: Slots) -> Slots:
-        """The same plan with models on those of like groups where they are now."""
+        """The same plan, with models on those of equivalent groups where they are now."""
         incumbent = self.problem.incumbent
         if incumbent is None:
             return slots
@@ -691,7 +691,7 @@ class Searcher:
         return sum(self.models[name].weight_bytes * (1 if name in has else -1) for name in names)
 
     def change_s(self, plan: Plan) -> float:
-        """Seconds of devices that going there from the incumbent takes."""
+        """Device seconds that the change from the incumbent takes."""
         return change_s(self.problem.incumbent, plan, self.problem)
 
     def unplaced(self, plan: Plan) -> dict[str, str]:
@@ -748,7 +748,7 @@ def _propose(
     if has_incumbent and incumbent not in asked:
         asked.append(incumbent)
     if (neglects := _best_in_total(searcher, plans, scores, asked[0])) is not None and neglects not in asked:
-        asked.append(neglects)  # so that it can be said what the floor costs, and whom it helps
+        asked.append(neglects)  # so that the cost of the floor, and whom it helps, can be reported
     predict = searcher.estimator.predict
     predictions = [predict(plan) for plan in asked] if evaluate is None else evaluated(evaluate, asked)
     known = dict(zip(asked, predictions, strict=True))
@@ -786,9 +786,9 @@ def _propose(
 def _corrected(
     searcher: Searcher, scores: Mapping[Plan, Scored], simulated: Mapping[Plan, Prediction]
 ) -> dict[Plan, Scored]:
-    """Scores with what the simulation of the last window says beyond its estimate: where traffic as it may go on was
-    estimated, that stays what plans are compared by. Of plans that were not simulated the mean of the others' errors is
-    corrected, so that all are on one scale."""
+    """Scores corrected by the difference between simulation and estimate of the last window. If traffic as it may go on was
+    estimated, plans are still compared by that. Plans that were not simulated are corrected by the mean difference of the
+    others, so that all are on one scale."""
     errors = {}
     for plan, told in simulated.items():
         (estimated,) = searcher.estimator.outcomes([plan.groups])
@@ -810,7 +810,7 @@ def _corrected(
 
 
 def _best_in_total(searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Scored], best: Plan) -> Plan | None:
-    """The plan that serves most in total, where it serves more than the best one by leaving more models behind."""
+    """The plan that serves most in total, if it serves more than the best one by leaving more models behind."""
     lacking, now = searcher.num_lacking(best.groups), scores[best]
     more = [
         plan
@@ -830,7 +830,7 @@ def _floor_cost(searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan,
 def _cheaper(
     searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Scored], best: Plan, incumbent: Plan
 ) -> Plan:
-    """The one that is the least to change to of those that gain half of what the best one does."""
+    """The cheapest plan to change to, among those with at least half of the best one's gain."""
     now, most = scores[incumbent], scores[best]
     lacking = searcher.num_lacking(best.groups)
     gain = _served(most) - _served(now)
@@ -848,7 +848,7 @@ def _cheaper(
 
 
 def _tried(searcher: Searcher, incumbent: Plan, best: Plan, cheaper: Plan) -> tuple[Plan, Trial]:
-    """The one of both that would have served better with the change to it."""
+    """Of both plans, the one that would have served better including its change."""
     problem = msgspec.structs.replace(searcher.problem, incumbent=incumbent)
     trials = [(plan, try_change(problem, plan)) for plan in dict.fromkeys((best, cheaper))]
 

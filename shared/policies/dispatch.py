@@ -138,10 +138,10 @@ class DispatchPolicy:
     """The first by rank takes each request."""
 
     ranks_by_freeness: ClassVar[bool] = False
-    """Whether the first number of `rank` is the negative freeness: then an instance need not be ranked with each report, but
-    when it may come first."""
+    """Whether the first number of `rank` is the negative freeness. An instance is then ranked only when it may come first,
+    not with each report."""
     asks_for_cached: ClassVar[bool] = False
-    """Whether `choose` wants to know who has a prefix cached, which costs a hash for each block of a prompt."""
+    """Whether `choose` asks for cached prefixes, which costs a hash for each block of a prompt."""
 
     def __init__(self, parameters: DispatchParameters) -> None:
         self.parameters = parameters
@@ -151,8 +151,8 @@ class DispatchPolicy:
         raise NotImplementedError
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
-        """Who takes the request, or None: it waits for room. Then, until something has changed, those of its model that need
-        no less, now and at most, are not asked about, if they may wait."""
+        """The instance that takes the request, or None: it waits for room. Until something changes, `choose` is then not called
+        for requests of its model that need no less, now and at most, and that may wait."""
         return candidates.first(1)[0]
 
 
@@ -173,8 +173,8 @@ class FewestRequests(DispatchPolicy):
 class Freest(DispatchPolicy):
     """Llumnix: the freest instance; among equals the one with fewer requests. Without migration this is INFaaS++.
 
-    One that has the memory comes before all that have not; and where none has, the request goes where least is missing, if
-    few others wait for memory like that and the freest instances together have enough in pieces.
+    An instance with the memory precedes all without. If none has it, the request goes where least is missing, provided that
+    few others wait for memory in this way and the freest instances together have enough in pieces.
     """
 
     ranks_by_freeness = True
@@ -202,12 +202,12 @@ class Freest(DispatchPolicy):
         return next(as_good, best)
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
-        """Where there is memory."""
+        """The best instance if it has the memory."""
         return candidates.first(1)[0]
 
     def _may_defragment(self, freest: Sequence[Candidate], candidates: Candidates) -> bool:
-        """Whether one more instance may get memory together for a request that fits nowhere: only if they have it together,
-        beside all that waits for them, or one would keep memory idle for it until enough requests end."""
+        """Whether one more instance may collect memory for a request that fits nowhere. The instances must have enough together,
+        beyond all that waits for them; otherwise one would keep memory idle until enough requests end."""
         if (share := self.parameters.max_defragmenting_share) >= 1.0:
             return True
         if candidates.num_defragmenting >= max(1, int(share * candidates.num_serving)):
@@ -216,17 +216,18 @@ class Freest(DispatchPolicy):
         return left - sum(candidate.in_flight_merged for candidate in freest) >= freest[0].demand_merged
 
     def _is_as_good(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
-        """Whether one that has some of the prompt in its cache is as free."""
+        """Whether an instance with part of the prompt in its cache is as free."""
         return owner.missing_merged <= max(0.0, best.missing_merged) and owner.view.freeness >= best.view.freeness
 
 
 class FirstToken(Freest):
-    """Among the freest instances that have the memory and those that have the prompt's beginning in their caches,
-    chooses the one where the first token comes soonest: what is before the prompt, and the part of it that is not
-    cached, in one predicted time. Of those where it comes as soon, where least is left to compute, so that others'
-    prompts wait least, unless its tokens cost much more there than elsewhere; of these, the freest where its tokens cost
-    least, or may do so as the cost is not known. One of high priority goes where least runs: what its tokens cost others
-    is nothing to it."""
+    """Chooses among the freest instances that have the memory, and those with the prompt's beginning in their caches.
+
+    The predicted time of the first token decides: work before the prompt, plus its uncached part. Instances where its tokens
+    cost much more than elsewhere are then excluded. Of those left with an equal time, the ones with the least left to compute
+    count, so that others' prompts wait least. Of these it takes the freest where its tokens cost nearly the least, or where
+    the cost is unknown. A high-priority request ignores the cost and goes where least runs.
+    """
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:
         freest = candidates.first(NUM_TIMED)
@@ -254,17 +255,17 @@ class FirstToken(Freest):
 
 
 class ReportedFreeness(NamedTuple):
-    """Freeness as a load report has it."""
+    """Freeness as in a load report."""
 
     freeness: float
     num_running: int
-    """Online requests that run: what the freeness is divided by."""
+    """Running online requests: the divisor of the freeness."""
     free_merged: float
     """Stands for the numerator where the report says +inf (idle)."""
 
     @property
     def left_merged(self) -> float:
-        """Merged blocks beside the virtual usage; below 0 where more is asked for than there is."""
+        """Merged blocks beside the virtual usage; below 0 if demand exceeds the pool."""
         if self.freeness != self.freeness:  # not a number
             return -math.inf
         return left_of(self.free_merged, self.freeness, self.num_running)
