@@ -47,7 +47,7 @@ from shared.placement.trial import try_change
 ALPHA = 1e-4
 """Weight of normalised latency in a model's unserved index."""
 LATENCY_GRAIN = 0.02
-"""Relative: plans are equally good if their normalised latencies differ by less, and attainments by less than their grain."""
+"""Relative: plans are equally good if their latencies differ by less, and their attainments by less than their grain."""
 
 
 class Effort(NamedTuple):

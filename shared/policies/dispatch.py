@@ -151,8 +151,8 @@ class DispatchPolicy:
         raise NotImplementedError
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
-        """The instance that takes the request, or None: it waits for room. Until something changes, `choose` is then not called
-        for requests of its model that need no less, now and at most, and that may wait."""
+        """The instance that takes the request, or None: it waits for room. Until something changes, `choose` is then not
+        called for requests of its model that need no less, now and at most, and that may wait."""
         return candidates.first(1)[0]
 
 
@@ -206,8 +206,8 @@ class Freest(DispatchPolicy):
         return candidates.first(1)[0]
 
     def _may_defragment(self, freest: Sequence[Candidate], candidates: Candidates) -> bool:
-        """Whether one more instance may collect memory for a request that fits nowhere. The instances must have enough together,
-        beyond all that waits for them; otherwise one would keep memory idle until enough requests end."""
+        """Whether one more instance may collect memory for a request that fits nowhere. The instances must have enough
+        together, beyond all that waits for them; otherwise one would keep memory idle until enough requests end."""
         if (share := self.parameters.max_defragmenting_share) >= 1.0:
             return True
         if candidates.num_defragmenting >= max(1, int(share * candidates.num_serving)):
@@ -224,8 +224,8 @@ class FirstToken(Freest):
     """Chooses among the freest instances that have the memory, and those with the prompt's beginning in their caches.
 
     The predicted time of the first token decides: work before the prompt, plus its uncached part. Instances where its tokens
-    cost much more than elsewhere are then excluded. Of those left with an equal time, the ones with the least left to compute
-    count, so that others' prompts wait least. Of these it takes the freest where its tokens cost nearly the least, or where
+    cost much more than elsewhere are then excluded. Of those left with an equal time, the ones with the least left to
+    compute count, so that others' prompts wait least. Of these it takes the freest where its tokens cost nearly the least, or where
     the cost is unknown. A high-priority request ignores the cost and goes where least runs.
     """
 

@@ -1,11 +1,11 @@
 """How long a stream may stand still while others are served.
 
-A stream that has its first token is due its next one, whatever an order of models says, within
+Whatever the order of models, a stream that has its first token is due its next one within
 
     max(MAX_SILENT_TPOTS * TPOT objective, MAX_SILENCE_S)        of its last
 
-A step of a model serves all its streams, so the model is due when the earliest of them is. Turns by earliest due time keep
-all in time if any turns do, so the time that is left before the first of them must begin is
+A step of a model serves all its streams, so the model is due when the earliest of them is. If any sequence of turns keeps
+all in time, then turns by earliest due time do. The time left before the first of them must begin is
 
     room = min over the models, by due time, of (time left - time to serve its streams and those of models due before it)
 """
@@ -18,11 +18,11 @@ from math import inf
 MAX_SILENT_TPOTS = 3.0
 MAX_SILENCE_S = 0.5
 PLANNED_SHARE = 0.95
-"""Share of the time that a stream may stand still within which it is planned to run: predictions are off by some percent."""
+"""A stream is planned to run within this share of the time that it may stand still: predictions are off by some percent."""
 SERVING_STEPS = 2.0
-"""What serving streams takes, in steps of them alone: prompts of their model may take as much again."""
+"""Time to serve streams, in steps of them alone: prompts of their model may take as much again."""
 URGENT_S = 0.15
-"""Seconds of room: with less, streams go before everything else."""
+"""With less room (seconds), streams precede everything else."""
 
 
 def allowed_silence_s(tpot_objective_s: float) -> float:
@@ -31,14 +31,14 @@ def allowed_silence_s(tpot_objective_s: float) -> float:
 
 
 def is_overfull(serving_s: Iterable[float]) -> bool:
-    """Whether serving the streams of all models takes so long that they are always urgent: then nothing else would run, and
-    they cannot all be in time if it does."""
+    """Whether serving the streams of all models takes so long that they are always urgent. Nothing else would then run; if it
+    runs, they cannot all be in time."""
     return PLANNED_SHARE * MAX_SILENCE_S - sum(serving_s) < URGENT_S
 
 
 def room_s(streams: Iterable[tuple[float, float]]) -> float:
-    """`streams`: of each model the time left to the earliest due token of its streams, and the time that serving them takes.
-    How long something else may run before their turns must begin; below 0: too late for all of them; inf: there are none."""
+    """How long other work may run before the streams' turns must begin; below 0: too late for all of them; inf: no streams.
+    `streams`: for each model, the time left to the earliest due token of its streams, and the time to serve them."""
     room = inf
     needed_s = 0.0
     for left_s, step_s in sorted(streams):

@@ -2,19 +2,19 @@
 Serving Large Language Models", section 4.1), counted in seconds of the cost model instead of tokens, so that prefill, decode
 and context weigh what they take.
 
-    served(t)    += seconds / weight(t)      whatever was computed for t
+    served(t)    += seconds / weight(t)      of all that was computed for t
     promised(t)   seconds / weight(t)        of what was begun for t and is not computed yet
     next          the least served + promised
-    reached      += seconds / weight of all that are here, at least
+    reached      += seconds / weight of all present tenants, at least
                     served(t) when something of t is begun, and the least served when another tenant comes
     a request of t comes:   served(t) = max(served(t), reached - CREDIT_S / weight(t))
 
-A promise is the paper's charge of a whole prompt at its admission. What was reached is how far a tenant would be that always
-had work waiting. It never falls, so whoever comes later goes after who waits already, however many tenants come.
-Nobody hoards more than a little credit, neither while away nor with a request that takes little, and whoever is served while
-nobody else wants anything owes nothing for it. Of two tenants that always have work waiting, weighted service differs by no
-more than that credit and twice the largest promise or charge made at once. (The paper's credit is 0: then half of what
-others have waiting goes before each prompt of a tenant that asks one at a time.)
+A promise is the paper's charge of a whole prompt at its admission. `reached` is the service of a tenant that always had work
+waiting. It never falls, so a later tenant is served after those that wait already, however many tenants come. No tenant
+saves up more than a little credit, neither while away nor with a request that takes little. A tenant served while no other
+wants anything owes nothing for it. For two tenants that always have work waiting, weighted service differs by at most that
+credit and twice the largest promise or charge made at once. (The paper's credit is 0. Then half of what others have waiting
+is served before each prompt of a tenant that asks one at a time.)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 CREDIT_S = 1.0
-"""Seconds of its own service that a tenant may be behind when a request of it comes."""
+"""Seconds of service that a tenant may be behind when a request of it comes."""
 BEHIND_SHARE = 0.5
-"""Share of what its weight gives it: a tenant with no more than that is behind."""
+"""A tenant is behind with at most this part of its share by weight."""
 MAX_AWAY = 1024
-"""Tenants without a request whose counters are kept, those with the most service: the others would be lifted anyway."""
+"""Tenants without requests whose counters are kept, those with the most service. Others would be lifted anyway."""
 
 
 class _Counter:
@@ -48,25 +48,25 @@ class TenantShares:
     """The counters of one class of requests in one place: an instance, or the scheduler's queue."""
 
     def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
-        """`on_change` is told of each tenant that is here whose `key` may have changed."""
+        """`on_change` is called with each present tenant whose `key` may have changed."""
         self._on_change = on_change
         self._here: dict[str, _Counter] = {}
         """Counters of tenants with requests."""
         self._away: dict[str, _Counter] = {}
         self._reached_s = 0.0
-        """Weighted service of a tenant that would always have had work waiting."""
+        """Weighted service of a tenant that always had work waiting."""
         self._weight = 0.0
         self._num_here = 0
-        """Numbers of those that are here together: weights, and requests."""
+        """Total weight and number of requests of the present tenants."""
 
     @property
     def are_several(self) -> bool:
-        """Whether there is anything to share: else all keys are alike."""
+        """Whether several tenants share; with one, all keys are equal."""
         return len(self._here) > 1
 
     @property
     def mean_weight(self) -> float:
-        """Mean weight of the tenants that are here; 0 if none is."""
+        """Mean weight of the present tenants; 0 without any."""
         return self._weight / len(self._here) if self._here else 0.0
 
     def __contains__(self, tenant: str) -> bool:
@@ -77,7 +77,7 @@ class TenantShares:
         return iter(self._here)
 
     def enter(self, tenant: str, weight: float) -> None:
-        """A request came; its weight holds for its tenant from now on. Each is to `leave` once."""
+        """A request came. Its weight holds for its tenant from now on. Each request must `leave` once."""
         counter = self._here.get(tenant)
         if counter is None:
             self._reached_s = max(self._reached_s, self.least_served_s())
@@ -93,7 +93,7 @@ class TenantShares:
         self._tell(tenant)
 
     def leave(self, tenant: str) -> None:
-        """A request is over, or went elsewhere."""
+        """A request ended or went elsewhere."""
         counter = self._here[tenant]
         counter.num_here -= 1
         self._num_here -= 1
@@ -110,18 +110,18 @@ class TenantShares:
                 del self._away[name]
 
     def least_served_s(self) -> float:
-        """Least service among those that are here; O(n)."""
+        """Least service among the present tenants; O(n)."""
         return min((counter.served_s for counter in self._here.values()), default=0.0)
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """So much was computed for it. Of a tenant without a request here, nothing."""
+        """`seconds` were computed for the tenant. Without a request here, nothing is counted."""
         if (counter := self._here.get(tenant)) is not None:
             counter.served_s += seconds / counter.weight
             self._reached_s += seconds / self._weight
             self._tell(tenant)
 
     def promise(self, tenant: str, seconds: float) -> None:
-        """So much was begun for it; below 0: that much was computed, or given up."""
+        """`seconds` of work began for the tenant; below 0: that much was computed or abandoned."""
         if (counter := self._here.get(tenant)) is not None:
             if seconds > 0.0:
                 self._reached_s = max(self._reached_s, counter.served_s)
@@ -133,11 +133,11 @@ class TenantShares:
             self._on_change(tenant)
 
     def key(self, tenant: str) -> float:
-        """Smaller goes first. Only of those that are here."""
+        """Smaller goes first. The tenant must be present."""
         return self._here[tenant].key
 
     def served_s(self, tenant: str) -> float:
-        """Weighted service counted so far; only of those that are here."""
+        """Weighted service counted so far; the tenant must be present."""
         return self._here[tenant].served_s
 
     def num_here(self, tenant: str) -> int:
@@ -146,16 +146,16 @@ class TenantShares:
         return 0 if counter is None else counter.num_here
 
     def share(self, tenant: str) -> float:
-        """Its part of what there is, by weight among those that are here."""
+        """Its share, by weight among the present tenants."""
         return self._here[tenant].weight / self._weight
 
     def is_behind(self, tenant: str) -> bool:
-        """Whether it has much fewer requests here than is its share."""
+        """Whether it has far fewer requests here than its share."""
         return self._here[tenant].num_here <= BEHIND_SHARE * self.share(tenant) * self._num_here
 
     def has_dominant(self, at_least: int, factor: float, weight_away: float) -> bool:
-        """Whether a tenant has at least so many requests here, and `factor` times its share or more, if others of that
-        weight together came too."""
+        """Whether a tenant has at least `at_least` requests here, and at least `factor` times its share even if others with
+        `weight_away` in total came too."""
         total, per_weight = self._weight + weight_away, factor * self._num_here
         return any(
             counter.num_here >= max(at_least, per_weight * counter.weight / total) for counter in self._here.values()

@@ -1,21 +1,21 @@
 """Virtual usage and freeness: how loaded an instance is, in one number (Llumnix, OSDI'24, section 4.4).
 
-Plain arithmetic over sums that the instance keeps anyway. All amounts are in merged blocks of the KV pool (fractions
-allowed, because a merged block holds several blocks of one model). Only online requests are given in: offline work yields
-at once and is therefore not load. Higher freeness is freer, everywhere.
+Plain arithmetic over sums that the instance keeps anyway. All amounts are in merged blocks of the KV pool, as fractions,
+because a merged block holds several blocks of one model. Only online requests count: offline work yields at once and is
+therefore not load. Higher freeness is freer, everywhere.
 
     V(running request)       = its blocks, and as headroom HIGH_WEIGHT times as many if it is of high priority
     V(waiting request)       = blocks that its known tokens need: all of them for dispatch, only the head for migration
     freeness                 = (total - sum of V) / running requests
 
-Headroom keeps normal requests away from those of high priority, of which each is slowed by all that run beside it. It grows
-with what these hold: a short one is soon over, and one that has grown long will likely stay. It is nothing to a request of
-high priority, which goes where least runs, and at most what lies above the load at which decode is near its ideal speed.
-To move those away that run already costs more than to send new ones elsewhere: half of it counts for migration, and none
-where no normal request runs that could leave.
+Headroom keeps normal requests away from high-priority ones, which every request beside them slows. It grows with the blocks
+of high-priority requests: a short one ends soon, and a long one will likely stay. It does not apply to a high-priority
+request, which goes where least runs. It is at most what lies above the load at which decode is near its ideal speed.
+Moving a running request costs more than sending a new one elsewhere. So half of the headroom counts for migration, and none
+of it where no normal request runs that could leave.
 
-Where requests of several models run, a step of one token for each uses up sum(1 / tokens that a merged block holds) merged
-blocks; freeness over that is in decode steps, so that one threshold fits models of any block size.
+Where requests of several models run, a step of one token for each uses sum(1 / tokens that a merged block holds) merged
+blocks. Freeness divided by that is in decode steps, so one threshold fits models of any block size.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MIGRATING_SHARE = 0.5
 """Share of the headroom that counts for migration."""
 
 IDEAL_SLOWDOWN = 1.5
-"""A decode step that takes so many times that of a single sequence is still near its ideal speed."""
+"""A decode step is near its ideal speed while it takes at most this many times as long as that of a single sequence."""
 
 TYPICAL_CONTEXT_TOKENS = 256
-"""Context of one sequence, where a load in tokens is turned into a number of sequences."""
+"""Context of one sequence, to convert a load in tokens into a number of sequences."""
 
 
 def merged_demand(num_tokens: int, block_size: int, blocks_per_merged: int) -> float:
@@ -44,14 +44,14 @@ def merged_demand(num_tokens: int, block_size: int, blocks_per_merged: int) -> f
 
 
 def headroom(total: float, ideal_load: float, high_usage: float) -> float:
-    """Blocks to be kept unused for requests of high priority that hold or need `high_usage`. `ideal_load`: up to which
-    decode still runs near its ideal speed."""
+    """Blocks to keep unused for high-priority requests that hold or need `high_usage`. `ideal_load`: the load up to which
+    decode runs near its ideal speed."""
     return min(max(0.0, total - ideal_load), HIGH_WEIGHT * high_usage)
 
 
 def ideal_load_tokens(cost_model: CostModel) -> float:
-    """Tokens in the caches of decoding sequences up to which a step takes at most `IDEAL_SLOWDOWN` times that of one alone;
-    `inf` if no load slows it."""
+    """Tokens in the caches of decoding sequences up to which a step takes at most `IDEAL_SLOWDOWN` times as long as that
+    of one alone; `inf` if no load slows it."""
     seconds = (IDEAL_SLOWDOWN - 1) * cost_model.predict(StepShape(0, 0, 1, TYPICAL_CONTEXT_TOKENS))
     sequence_s = cost_model.decode_cost_s(TYPICAL_CONTEXT_TOKENS)
     below_knee = max(0, cost_model.knee_tokens - 1) if cost_model.over_knee_s else math.inf
@@ -63,16 +63,16 @@ def ideal_load_tokens(cost_model: CostModel) -> float:
 
 
 def decode_steps(free: float, step_merged: float) -> float:
-    """How many steps can run until `free` merged blocks are used up, at `step_merged` a step; +inf where nothing runs or
-    waits (0). Negative where more is asked for than there is."""
+    """Number of steps until `free` merged blocks are used up, at `step_merged` per step; +inf if nothing runs or waits
+    (0). Negative if demand exceeds the pool."""
     return free / step_merged if step_merged else math.inf
 
 
 def dispatch_virtual_usage(running: float, waiting: float, *, high_headroom: float = 0.0) -> float:
-    """The usage that decides where a new request goes: every waiting request counts with its whole demand.
+    """The usage for dispatch: every waiting request counts with its whole demand.
 
-    `running`, `waiting`: blocks held by running and needed by waiting requests. `high_headroom`: none for a request of high
-    priority.
+    `running`, `waiting`: blocks held by running and needed by waiting requests. `high_headroom`: none for a
+    high-priority request.
     """
     return running + waiting + high_headroom
 
@@ -80,15 +80,15 @@ def dispatch_virtual_usage(running: float, waiting: float, *, high_headroom: flo
 def migration_virtual_usage(
     running: float, first_waiting: float, *, high_headroom: float = 0.0, runs_normal: bool = True
 ) -> float:
-    """The usage that decides who gives requests away: of the waiting ones only the head counts, because only it can be
-    let in by moving a running one."""
+    """The usage for migration: of the waiting requests only the head counts, because only it can be admitted by migrating
+    a running one out."""
     return running + first_waiting + (MIGRATING_SHARE * high_headroom if runs_normal else 0.0)
 
 
 def freeness(total: float, virtual_usage: float, num_running: int) -> float:
     """Blocks left for each running request, so about the decode steps (times block size) until memory runs out.
 
-    Negative when more is asked for than there is; +inf where nothing runs or waits.
+    Negative if demand exceeds the pool; +inf if nothing runs or waits.
     """
     if virtual_usage == 0 and num_running == 0:
         return math.inf
@@ -96,6 +96,6 @@ def freeness(total: float, virtual_usage: float, num_running: int) -> float:
 
 
 def left_of(total: float, freeness: float, num_running: int) -> float:
-    """What lies beside the virtual usage: the numerator of a freeness, in the unit of `total` (all, where nothing runs or
-    waits)."""
+    """What is left beside the virtual usage: the numerator of a freeness, in the unit of `total` (all of it if nothing runs
+    or waits)."""
     return total if freeness == math.inf else freeness * max(1, num_running)
