@@ -1,28 +1,28 @@
 """How many instances there should be: keeps each model's mean freeness within bounds (Llumnix, OSDI'24, section 4.4.3), and
 the time that its prompts take and wait.
 
-    one more    for a period       mean freeness of a model < low,
-                                or its prompts wait for longer than the objective of a first token,
+    one more    for a period    mean freeness of a model < low,
+                                or its prompts wait for longer than the TTFT objective,
                                 or they take more than `MOST_WORK` of its instances' time,
                                 or a batch of it will miss its deadline
-    one less    for a period       with one instance less, for every model: mean freeness >= high, prompts wait for at most
+    one less    for a period    with one instance less, for every model: mean freeness >= high, prompts wait for at most
                                 `SPARE_LATE` of the objective and take at most `SPARE_WORK`, and all batches are in time:
-                                the one with fewest requests is drained
-    kept        for a period       demand while an instance is being drained: that one stays after all
+                                the instance with the fewest requests is drained
+    kept        for a period    demand while an instance is being drained: that instance stays
 
-Freeness is in decode steps until the KV pool is full, as a normal request sees it. The mean of a model is over the
-instances that serve it. An idle instance, whose freeness has no bound, counts `IDLE_BOUNDS` times `high`, as does whatever
-is freer: enough that idle ones let others go, not so much that one of them hides many that are full.
+Freeness is in decode steps until the KV pool is full, as a normal request sees it. The mean of a model covers the instances
+that serve it. Idle instances, whose freeness is infinite, and any that are freer than that count as `IDLE_BOUNDS` times
+`high`. Idle instances thus allow others to leave, but a single one does not hide many full ones.
 
-Where requests of a model wait before they reach any instance, its freeness does not matter: the instances are short of
-something other than memory. A model that nobody serves is not free: nothing is drained beside it. (It asks for nothing
-either: why nobody serves it, one more instance rarely mends. Nor does a model that is to be on so many instances and is.)
+If requests of a model wait before they reach any instance, its freeness does not matter: the instances are short of
+something other than memory. A model that no instance serves is not free: nothing is drained meanwhile. It asks for nothing
+either, because one more instance rarely helps it. A model that is on its fixed number of instances asks for nothing.
 
-As many come at once as what is known of the load asks for, up to `MAX_GROWTH` times those that there are. One thing at a
-time: nothing is decided while an instance comes or goes, and for a settling time after, so that what is measured is the
-effect of what was done. At a constant load that cannot go to and fro, because an instance leaves only where the rest stays
-within bounds that are narrower than those for one more. What no bound sees is learnt: an instance that was missed soon after
-it had left is kept for `HOLD_S`, and for twice as long each time that this happens again.
+Growth is as large as the known load requires, up to `MAX_GROWTH` times the present number. Changes come one at a time:
+nothing is decided while an instance comes or goes, nor for a settling time after, so measurements show the effect of the
+last change. At constant load the number does not go to and fro, because an instance leaves only if the rest stays within
+narrower bounds than those for growth. Unmeasured needs are learnt: if an instance was missed soon after it left, none leaves
+for `HOLD_S`, and for twice as long each further time.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ from shared.policies.virtual_usage import left_of
 
 IDLE_BOUNDS = 2.0
 CARRY_OUT_S = 600.0
-"""For an instance to start and load its models, the largest of which take minutes, or to drain. After it the attempt counts
-as failed."""
+"""Time for an instance to start and load its models (large ones take minutes), or to drain. Then the attempt has failed."""
 RETRY_S = 30.0
 """After an attempt that was refused or failed."""
 
 MOST_WORK, SPARE_WORK = 0.7, 0.5
-"""Share of an instance's time that prompts take: above the first there are too few; with one less at most the second.
-Decodes need the rest."""
+"""Share of the instances' time that prompts may take: above the first there are too few instances; with one less, at
+most the second. Decodes need the rest."""
 SPARE_LATE = 0.5
 SPARE_PRESSURE = 0.8
-"""Share of the time that batches have left which they may need with one instance less."""
+"""Share of their remaining time that batches may need with one instance less."""
 MAX_GROWTH = 4
 
 REGRET_S = 120.0
-"""Who asks for one more so soon after one less left too early."""
+"""A need for one more within this time means that the last instance left too early."""
 HOLD_S, MAX_HOLD_S = 600.0, 3600.0
 
 
@@ -72,7 +71,7 @@ class ScalingBounds:
 
 
 class Member(NamedTuple):
-    """An instance that serves and is to stay."""
+    """An instance that serves and stays."""
 
     instance_id: str
     models: frozenset[str]
@@ -80,40 +79,40 @@ class Member(NamedTuple):
     freeness: float
     """Scaling freeness, in decode steps; +inf when idle."""
     num_running: int
-    """Online requests in its batch: what the freeness was divided by."""
+    """Online requests in its batch: the divisor of the freeness."""
     num_requests: int
-    """Online ones that it has."""
+    """Its online requests."""
     pool_tokens: float
-    """What its whole KV pool holds."""
+    """Tokens in its whole KV pool."""
     late: float = 0.0
-    """Predicted time until the prompt of one more request would be begun, over the objective of a first token."""
+    """Predicted time until one more prompt would begin, over the TTFT objective."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The instances at one moment. Those that somebody else drains are in none of the three."""
+    """The instances at one moment, without those drained for other reasons."""
 
     members: Sequence[Member]
     starting: Collection[str] = ()
     """Instances that serve nothing yet, and are about to."""
     leaving: Collection[str] = ()
-    """Instances that drain because of a `Shrink`: the one that was named, or another that had to be taken for it."""
+    """Instances that drain because of a `Shrink`: the named one, or another in its place."""
     unserved: Collection[str] = ()
     """Models that should be served and are not."""
     queued: Collection[str] = ()
-    """Models of which online requests wait for an instance to take them; a mapping says how many."""
+    """Models whose online requests wait for an instance; a mapping says how many."""
     settled: Collection[str] = ()
-    """Models that are on as many instances as they are to be: they would not be on one more."""
+    """Models on their fixed number of instances: they would not be on one more."""
     failed: Collection[str] = ()
     """Instances that serve nothing and are not about to: their models cannot be loaded."""
     work: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of prompts that come each second, of each model; those that wait for an instance in it."""
+    """Seconds of prompts that come per second, by model, including those that wait for an instance."""
     pressure: Mapping[str, float] = field(default_factory=dict)
     """Time that the batches of a model need at the present rate, over the time that they have."""
 
 
 class Grow(NamedTuple):
-    """There should be so many instances."""
+    """There should be `num_instances` instances."""
 
     num_instances: int
 
@@ -139,8 +138,7 @@ def mean_freeness(members: Collection[Member], cap: float) -> float:
 
 
 def mean_without(members: Collection[Member], leaving: Member, cap: float) -> float:
-    """As it would be with the requests of `leaving`, and what they use, spread evenly over the others; -inf where there
-    are none."""
+    """The mean if the requests of `leaving`, and their memory, were spread evenly over the others; -inf without others."""
     others = [member for member in members if member.instance_id != leaving.instance_id]
     if not others:
         return -math.inf
@@ -152,13 +150,13 @@ def mean_without(members: Collection[Member], leaving: Member, cap: float) -> fl
 
 
 def work_of(model: str, serving: Mapping[str, Sequence[Member]], work: Mapping[str, float], num_less: int = 0) -> float:
-    """Share of the time of the model's instances that prompts of all models there take, were there `num_less` fewer."""
+    """Share of the time of the model's instances that prompts of all models would take with `num_less` fewer instances."""
     on_each = {name: work.get(name, 0.0) / max(1, len(members) - num_less) for name, members in serving.items()}
     return _mean([sum(on_each[name] for name in member.models) for member in serving[model]])
 
 
 def num_wanted(members: Sequence[Member], num_queued: int, low: float) -> int:
-    """Instances on which the requests that there are, and those that wait and are as large, have a freeness of `low`; 0: not
+    """Number of instances at which the present requests, and queued ones of the same size, have a freeness of `low`; 0: not
     known."""
     used = sum(member.pool_tokens - _free_tokens(member) for member in members)
     num_requests = sum(member.num_requests for member in members)
@@ -168,7 +166,7 @@ def num_wanted(members: Sequence[Member], num_queued: int, low: float) -> int:
     if not (math.isfinite(used) and pool_tokens > low):
         return 0
     wanted = math.ceil((used + low * num_requests) / pool_tokens)
-    # Where there are more instances than requests, each has to hold one.
+    # With more instances than requests, each has to hold one.
     return wanted if wanted <= num_requests else max(num_requests, math.ceil(used / (pool_tokens - low)))
 
 
@@ -184,11 +182,11 @@ class _Attempt(NamedTuple):
     decision: Decision
     begun_s: float
     num_instances: int
-    """Members that there shall be in the end."""
+    """Number of members in the end."""
 
 
 class Autoscaling:
-    """Call `decide` about once a second; what it returns counts as asked for."""
+    """Call `decide` about once a second; its result counts as requested."""
 
     def __init__(self, bounds: ScalingBounds) -> None:
         self.bounds = bounds
@@ -201,7 +199,7 @@ class Autoscaling:
         self._attempt: _Attempt | None = None
         self._quiet_until_s = -math.inf
         self._is_refused = False
-        """The last attempt: what is asked for next is one more."""
+        """Whether the last attempt was refused: the next one asks for one more."""
         self._shrunk_s = -math.inf
         """When an instance last left."""
         self._hold_s = HOLD_S
@@ -209,11 +207,11 @@ class Autoscaling:
 
     @property
     def attempt(self) -> Decision | None:
-        """What is being carried out."""
+        """The change in progress."""
         return self._attempt.decision if self._attempt is not None else None
 
     def refused(self, now: float) -> None:
-        """What was decided last cannot be done."""
+        """The last decision cannot be applied."""
         if self._attempt is not None:
             self._is_refused = True
             self._end_attempt(now, RETRY_S)
@@ -277,18 +275,18 @@ class Autoscaling:
         self._quiet_until_s = now + quiet_s
 
     def _regret(self, now: float) -> None:
-        """What left, or was to, is missed."""
+        """An instance that left, or was to leave, is missed."""
         self._held_until_s, self._shrunk_s = now + self._hold_s, -math.inf
         self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s)
 
     def _forget(self) -> None:
-        """What was measured does not hold any more."""
+        """Past measurements are no longer valid."""
         self._short_since = {}
         self._spare_since = None
 
     def _recent(self, starting: Collection[str], now: float) -> list[str]:
-        """Without those that will not get to serve. One that comes back soon, as its process crashes again and again, has
-        been starting since it first did."""
+        """Without those that will not serve. An instance that returns soon, because its process crashes repeatedly, counts as
+        starting since its first start."""
         self._starting |= {i: (self._starting.get(i, (now, now))[0], now) for i in starting}
         self._starting = {i: times for i, times in self._starting.items() if now < times[1] + CARRY_OUT_S}
         return [i for i in starting if now < self._starting[i][0] + CARRY_OUT_S]
@@ -296,7 +294,7 @@ class Autoscaling:
     # ------------------------------------------------------------------------------------------ measurements
 
     def _short(self, fleet: Fleet, num_active: int, now: float) -> list[str]:
-        """Models of which more has been needed for a period."""
+        """Models that have needed more instances for a period."""
         serving = _by_model(fleet.members)
         short = {model for model, members in serving.items() if self._lacks(model, members, serving, fleet)}
         short -= set(fleet.settled)
@@ -317,7 +315,7 @@ class Autoscaling:
         )
 
     def _num_more(self, fleet: Fleet, short: Collection[str]) -> int:
-        """Instances: as many as the model asks for that lacks most."""
+        """Number of instances that the neediest model asks for."""
         if self._is_refused:
             return 1
         serving, most = _by_model(fleet.members), 1
@@ -332,7 +330,7 @@ class Autoscaling:
         return most
 
     def _spare(self, fleet: Fleet, num_active: int, now: float) -> str | None:
-        """An instance that could have been done without for a period."""
+        """An instance that was not needed for a period."""
         found = None
         may_go = num_active > self.bounds.min_instances and now >= self._held_until_s
         if may_go and not self._short_since and not fleet.unserved:

@@ -225,8 +225,8 @@ class FirstToken(Freest):
 
     The predicted time of the first token decides: work before the prompt, plus its uncached part. Instances where its tokens
     cost much more than elsewhere are then excluded. Of those left with an equal time, the ones with the least left to
-    compute count, so that others' prompts wait least. Of these it takes the freest where its tokens cost nearly the least, or where
-    the cost is unknown. A high-priority request ignores the cost and goes where least runs.
+    compute count, so that others' prompts wait least. Of these it takes the freest where its tokens cost nearly the least,
+    or where the cost is unknown. A high-priority request ignores the cost and goes where least runs.
     """
 
     def _favourite(self, request: Wanted, candidates: Candidates) -> Candidate:

@@ -1,5 +1,5 @@
 """SeaLLM's doubling budget (section 4.2, Algorithm 2 of its appendix): shortest expected remaining time first, weighted for
-normalised latency, and mended for requests that run longer than expected; and turns in proportion to it.
+normalised latency, and corrected for requests that run longer than expected; models have turns in proportion to it.
 
     L, D       mean and standard deviation of the execution time of the model's finished requests (the paper's "Var")
     Q = L + D  a request's budget at the start; falls by the execution time it receives
@@ -18,25 +18,25 @@ normalised latency, and mended for requests that run longer than expected; and t
 Q * L minimises the sum of (latency / L) where all requests of a model take L (the paper's theorem 1): of two requests with
 T_j, T_k left, j first costs T_j / L_k more for k, and k first T_k / L_j more for j.
 
-The paper gives the device to the model of the request with the smallest O (`shares_turns` False) until another's is smaller:
-streams of the others stand still meanwhile, for seconds where budgets double. And a decode step costs nearly the same for
-one sequence as for many: whoever waits shares the steps of those who come later, so putting one model off altogether saves
-less than one request after another on a device would. So 1 / O, the gain by the c-mu rule of the paper's theorem 2, says how
-often a model has a turn, and doubling makes turns rarer, not longer. Turns are steps and not time, because the long ones are
-prompts, which nobody can share: those are better done at once. A request counts as if at least half of its budget were left,
-because one whose budget is nearly used up is not for that reason near its end.
+In the paper, the model of the request with the smallest O has the device until another O is smaller (`shares_turns` False).
+Streams of other models stand still meanwhile, for seconds where budgets double. A decode step costs nearly the same for one
+sequence as for many, and waiting requests share the steps of later ones. Putting a model off thus saves less than on a
+device that serves requests one after another. So 1 / O, the gain by the c-mu rule of the paper's theorem 2, sets how often a
+model has a turn, and doubling makes turns rarer, not longer. Turns are steps, not time, because long steps are prompts, which
+requests cannot share: those are better done at once. A request counts as if at least half of its budget were left, because
+a nearly used up budget does not mean that it is near its end.
 
-By gain alone a device near its limit is wasted: a model of short requests has so many turns that few of its requests are
-there at once, and its steps serve few. So the batch that a turn serves counts too, as in Tassiulas and Ephremides'
-MaxWeight (backlog times rate of service; 1992), which no load that can be served overwhelms: the term in n^2 equals the
-gain at 16 requests. And where memory is short, all who wait for it pay for what others hold: H S / n is that price, of a
-request, beside what its own latency costs. Turns by memory held lead to batches of n ~ sqrt(load / memory of a request), a
-model's load being its share of the device's time times n, and that is how memory is divided for the most tokens. The
-constants were chosen on real lengths, five models on eight L4s and pairs on one device. A larger batch term costs pairs in
-which prompts of thousands of tokens are most of the work, which gain nothing by a batch.
+By gain alone, a device near its limit is wasted: a model of short requests has so many turns that few of its requests are
+there at once, and its steps serve few. So the batch that a turn serves counts too, as in Tassiulas and Ephremides' MaxWeight
+(backlog times rate of service; 1992), which is stable under any load that can be served. The term in n^2 equals the gain at
+16 requests. Where memory is short, all requests that wait for it pay for what others hold: H S / n is that price per
+request, beside the cost of its own latency. Turns by memory held lead to batches of n ~ sqrt(load / memory of a request),
+where a model's load is its share of the device's time times n. That division of memory gives the most tokens. The constants
+were chosen on real lengths, with five models on eight L4s and pairs on one device. A larger batch term harms pairs in which
+prompts of thousands of tokens are most of the work, because these gain nothing from a batch.
 
-The paper batches one phase of one model; a step with chunked prefill may hold both phases. `mixes_phases` chooses, the
-planner obeys: budgets and order are the same in both modes.
+The paper batches one phase of one model; a step with chunked prefill may hold both phases. `mixes_phases`
+tells the planner which to form: budgets and order are the same in both modes.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from shared.policies.silence import MAX_SILENCE_S, URGENT_S, is_overfull, room_s
 from shared.policies.turns import Turns
 
 LEAST_TIME_S = 1e-6
-"""A mean below it counts as this: budgets must not be zero."""
+"""Smaller means count as this: budgets must not be zero."""
 
 LEAST_GAIN_SHARE = 0.5
-"""Share of a budget as it was set: a request counts in its model's weight as if at least this were left."""
+"""In its model's weight, a request counts as if at least this share of its budget, as set, were left."""
 
 BATCH = 16.0
-"""Requests of a model at which their batch counts as much as their gain one by one."""
+"""Number of requests at which a model's batch counts as much as its gain."""
 
 SHORT = 30.0
-"""Requests that are taken to wait for room in the pool for each that does here: few wait here, the others in the scheduler's
+"""Assumed number of requests that wait for room in the pool for each that waits here: most wait in the scheduler's
 queue."""
 
 
@@ -81,8 +81,8 @@ class _Budget:
 
 
 class DoublingBudget(OrderingPolicy):
-    """`default_s`: the mean of models of which no statistics, not even a prediction, were told. `shares_turns` False: the
-    paper's choice of the model."""
+    """`default_s`: the mean of models without statistics or a prediction. `shares_turns` False: the paper's choice of the
+    model."""
 
     is_static = False
 
@@ -101,7 +101,7 @@ class DoublingBudget(OrderingPolicy):
         self._weights: dict[str, float] = {}
         """Weights of the candidates of the last pick."""
         self._picked_s = 0.0
-        """When the step begins for which was picked."""
+        """When the step of the last pick begins."""
         self._last_turn_s: dict[str, float] = {}
         self._starvation_means = starvation_means
         self._min_starvation_s = min_starvation_s
@@ -109,7 +109,7 @@ class DoublingBudget(OrderingPolicy):
         self._services: dict[str, _Service] = {}
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
-        """Holds for priorities and for budgets given from now on; what is left of those given before stays."""
+        """Applies to priorities and to new budgets; earlier budgets keep what is left of them."""
         self._services[statistics.model] = self._service(statistics.mean_s, statistics.std_s)
 
     def on_arrival(self, sequence: SequenceView, now: float) -> None:

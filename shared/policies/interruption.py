@@ -1,8 +1,9 @@
-"""Whether an online arrival stops the running offline step, and what becomes of a step that was stopped.
+"""Whether an online arrival interrupts the running offline step, and what happens to an interrupted step.
 
 ConServe's Algorithm 2 decides the first. (Its listing leaves the batch alone when the time is OVER the objective; its text
-says the opposite, and the text is right.) ConServe throws the stopped step away; here it is suspended, which costs nothing
-but its memory and its sequences' wait, so what follows is a question of rent: section "interrupting" of the policies' page.
+says the opposite, and the text is right.) ConServe discards the interrupted step. Here it is suspended, which costs only its
+memory and its sequences' wait. What follows is a ski-rental question: see "Interrupting an offline step" in
+docs/design/policies.md.
 """
 
 from __future__ import annotations
@@ -26,21 +27,20 @@ def should_interrupt(
 
 
 PATIENCE_SHARE = 0.01
-"""Share of the time left to a first token for which an offline step may go on. ConServe waits for as long as the
-objective allows at all, because what it stops is lost; a suspended step is not, so there is little to be gained by
-making somebody wait."""
+"""Share of the time left to a first token for which an offline step may continue. ConServe waits as long as the objective
+allows, because an interrupted step is lost. A suspended step is not lost, so making users wait gains little."""
 
 
 LEAST_GAIN_S = 0.002
-"""What an arrival must gain by stopping a step: that and going on with it later take some tenths of a millisecond of the
-executor, and a turn of its host."""
+"""Least gain for which a step is interrupted: stopping and resuming it take some tenths of a millisecond of the executor,
+and a turn of its host."""
 
 WAIT_TTFTS = 2.0
-"""Times the objective of a first token, for which a suspended step waits for a time without online work."""
+"""Longest wait of a suspended step for a time without online work, in TTFT objectives."""
 
 
 def waits(waited_s: float, ttft_objective_s: float, *, has_online: bool) -> bool:
-    """Whether a step that was interrupted `waited_s` ago stays as it is; afterwards `what_next` says.
+    """Whether a step that was interrupted `waited_s` ago stays suspended; afterwards `what_next` decides.
 
     A part of it shares nothing with the online step beside it, not even the reading of the weights: it would make users
     slower and offline work no faster, provided that a time without online work comes. Until then other offline sequences
@@ -50,11 +50,11 @@ def waits(waited_s: float, ttft_objective_s: float, *, has_online: bool) -> bool
 
 class SuspendedStep(NamedTuple):
     done_s: float
-    """Execution time that went into it."""
+    """Execution time spent on it."""
     remaining_s: float
     """Predicted time to its end."""
     lost_s: float
-    """Spare time beside online steps that nobody used since it was suspended."""
+    """Unused spare time beside online steps since it was suspended."""
 
 
 class Next(StrEnum):
@@ -71,9 +71,9 @@ def what_next(suspended: SuspendedStep, *, has_online: bool, spare_s: float = 0.
     `has_online`: an online sequence of any model is runnable. `spare_s`: what the objectives leave beside an online step;
     `safepoint_s`: time between two safepoints, the least that can be run of it.
 
-    From now on nothing else is computed in the spare time, as that is its own; spare time shorter than a safepoint
-    interval is lost. Discarding repeats `done_s` instead. Which is cheaper depends on how long online work goes on, which
-    nobody knows: losing as much as the work is worth costs at most twice the better of the two (ski rental)."""
+    From now on the spare time belongs to this step alone; spare time shorter than a safepoint interval is lost. Discarding
+    repeats `done_s` instead. Which is cheaper depends on how long online work continues, which is unknown. Losing as much
+    as the work is worth costs at most twice the better choice (ski rental)."""
     if not has_online or suspended.remaining_s <= spare_s:
         return Next.RESUME
     if safepoint_s <= spare_s:

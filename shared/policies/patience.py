@@ -6,7 +6,7 @@ Without such times it would get nothing. A leaky sum of the time with online wor
 
     pressed = min(PATIENCE_S, pressed + seconds with online work - LEAK * seconds without), at least 0
 
-It is full where online work has been there for PATIENCE_S, or for more than LEAK / (1 + LEAK) of the time over a long period.
+It is full after PATIENCE_S of online work, or if online work takes more than LEAK / (1 + LEAK) of the time for long.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def allowed_silence_s(tpot_objective_s: float) -> float:
 
 
 def is_overfull(serving_s: Iterable[float]) -> bool:
-    """Whether serving the streams of all models takes so long that they are always urgent. Nothing else would then run; if it
-    runs, they cannot all be in time."""
+    """Whether serving the streams of all models takes so long that they are always urgent. Nothing else would then run;
+    if it did, the streams could not all be in time."""
     return PLANNED_SHARE * MAX_SILENCE_S - sum(serving_s) < URGENT_S
 
 

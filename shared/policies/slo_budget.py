@@ -5,13 +5,13 @@ its k-th token after the first is due at
 
     due(k) = first token + PACE * TPOT objective * (k - HEAD_START_TOKENS)
 
-and the slack of a step is the time to the earliest of these. Offline tokens are added to a step for as long as it ends
-within the slack, so a user who was delayed by others' prompts gets nothing but online steps until the pace is reached again,
-and one who is ahead leaves more to offline work. The head start is what a user is ahead before any offline work: it pays for
-prompts that come later, which nobody knows of.
+and the slack of a step is the time to the earliest of these. Offline tokens are added to a step while it ends within the
+slack. A user delayed by others' prompts thus gets only online steps until the pace is reached again, and a user who is ahead
+leaves more time to offline work. The head start is a user's lead before any offline work: it pays for later prompts, which
+are not known yet.
 
-Online prompts are chunked so that decodes keep the pace only for as long as their first tokens are in time even so; else a
-step takes of them what it can, as if there were no decodes.
+Online prompts are chunked so that decodes keep the pace, while their first tokens are still in time. Otherwise a step takes
+as much of them as it can, as if there were no decodes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MAX_SLACK = 2.0
 
 
 class SloTokenBudget(TokenBudgetPolicy):
-    """`max_tokens` bounds every step, and alone where there is no cost model. With no online request runnable anywhere it
-    is all that does (offline batching mode), and the step is interruptible.
+    """`max_tokens` bounds every step. It is the only bound without a cost model, and in offline batching mode (no online
+    request is runnable anywhere), in which the step is interruptible.
 
     Beside prompts without a first token, offline tokens fill at most `filler_share` of the time left to it. Prompts are
-    chunked for the decodes' sake while that leaves them done in `chunking_share` of the time left. `other_step_s` bounds a
+    chunked for the decodes while they still finish within `chunking_share` of the time left. `other_step_s` bounds a
     step of offline sequences only while another model has online work. Where n models have online work their steps take
     turns, so each has a share of 1/n."""
 

@@ -3,8 +3,8 @@
     before each turn  credit of each += its share of the weights        share: at least LEAST_SHARE of the largest
     turn              the largest credit; it falls by 1
 
-Credits stay between -1 and 1. Changed weights, and turns given for other reasons, thus count for at most one turn: no taker is
-in debt for turns at other weights, or has many turns in a row for missed ones.
+Credits stay between -1 and 1. Changed weights, and turns given for other reasons, thus count for at most one turn: no
+taker is in debt for turns at other weights, or has many turns in a row for missed ones.
 """
 
 from __future__ import annotations
