@@ -285,8 +285,8 @@ class Autoscaling:
         self._spare_since = None
 
     def _recent(self, starting: Collection[str], now: float) -> list[str]:
-        """Without those that will not serve. An instance that returns soon, because its process crashes repeatedly, counts as
-        starting since its first start."""
+        """Without those that will not serve. An instance that returns soon, because its process crashes repeatedly, counts
+        as starting since its first start."""
         self._starting |= {i: (self._starting.get(i, (now, now))[0], now) for i in starting}
         self._starting = {i: times for i, times in self._starting.items() if now < times[1] + CARRY_OUT_S}
         return [i for i in starting if now < self._starting[i][0] + CARRY_OUT_S]
