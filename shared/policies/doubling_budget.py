@@ -23,8 +23,8 @@ Streams of other models stand still meanwhile, for seconds where budgets double.
 sequence as for many, and waiting requests share the steps of later ones. Putting a model off thus saves less than on a
 device that serves requests one after another. So 1 / O, the gain by the c-mu rule of the paper's theorem 2, sets how often a
 model has a turn, and doubling makes turns rarer, not longer. Turns are steps, not time, because long steps are prompts,
-which requests cannot share: those are better done at once. A request counts as if at least half of its budget were left, because
-a nearly used up budget does not mean that it is near its end.
+which requests cannot share: those are better done at once. A request counts as if at least half of its budget were left,
+because a nearly used up budget does not mean that it is near its end.
 
 By gain alone, a device near its limit is wasted: a model of short requests has so many turns that few of its requests are
 there at once, and its steps serve few. So the batch that a turn serves counts too, as in Tassiulas and Ephremides' MaxWeight
