@@ -848,7 +848,7 @@ def _cheaper(
 
 
 def _tried(searcher: Searcher, incumbent: Plan, best: Plan, cheaper: Plan) -> tuple[Plan, Trial]:
-    """Of both plans, the one that would have served better including its change."""
+    """The one of both plans that would have served better including its change."""
     problem = msgspec.structs.replace(searcher.problem, incumbent=incumbent)
     trials = [(plan, try_change(problem, plan)) for plan in dict.fromkeys((best, cheaper))]
 
