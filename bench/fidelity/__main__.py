@@ -1,5 +1,5 @@
 """Simulated against live: two instances and three models on this machine, over HTTP, and the same requests on the same
-engines in virtual time (docs/benchmarks.md).
+engines in virtual time (README.md beside this file).
 
     python -m bench.fidelity [--quick] [--mixes chat] [--loads 0.6] [--precedence NICENESS] [--output DIR]
 

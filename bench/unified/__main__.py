@@ -1,5 +1,5 @@
 """The three papers in one run: several models, batches in the background, requests that move and a placement that follows
-the traffic, against the same with each part switched off (docs/benchmarks.md).
+the traffic, against the same with each part switched off (README.md beside this file).
 
     python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101] [--turn 150] [--no-batches]
     python -m bench.unified live [--seconds 30] [--rate 4]

@@ -35,6 +35,7 @@ from tideway.preflight import DEMONSTRATION_MODELS
 DOCUMENTS = [
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted((REPOSITORY / "bench").rglob("README.md")),
     REPOSITORY / "CONTRIBUTING.md",
     REPOSITORY / "CHANGELOG.md",
 ]
