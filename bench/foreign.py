@@ -36,7 +36,7 @@ _DROPPED = ("-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", "--d
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Whose tests, which of them, and where they look for the server."""
+    """A test suite of others: its name, its tests, and where they look for the server."""
 
     name: str
     """Name of its checkout's folder."""

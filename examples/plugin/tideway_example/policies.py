@@ -1,5 +1,7 @@
 """A policy of each kind. All are pure: time and state come in as arguments."""
 
+from dataclasses import replace
+
 from shared.policies.autoscaling import Autoscaling, ScalingBounds
 from shared.policies.dispatch import Candidate, Candidates, DispatchKey, DispatchPolicy, DispatchView, Wanted
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
@@ -51,13 +53,4 @@ class OneByOne(Autoscaling):
     """Waits three times as long between two changes as the settings say."""
 
     def __init__(self, bounds: ScalingBounds) -> None:
-        super().__init__(
-            ScalingBounds(
-                bounds.low,
-                bounds.high,
-                bounds.period_s,
-                bounds.min_instances,
-                bounds.max_instances,
-                settle_s=3 * bounds.settle_s,
-            )
-        )
+        super().__init__(replace(bounds, settle_s=3 * bounds.settle_s))

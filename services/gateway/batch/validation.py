@@ -88,7 +88,7 @@ ENDPOINTS = {
 class ReadLine:
     custom_id: str
     asked: Any
-    """As its endpoint has it."""
+    """The request as the line's endpoint has it."""
     body: Body
     """What is generated for it."""
 

@@ -196,7 +196,7 @@ class Catalog:
         return None if self._plan_watch is None else self._plan_watch.entries.get("current")
 
     def state(self, model: str) -> ModelState:
-        """Where a known model, or the base of an adapter, is: ready | loading | failed | host (its weights are in host
+        """State of a known model, or of an adapter's base: ready | loading | failed | host (its weights are in host
         memory) | disk. The last two are of models on demand alone."""
         base = self.base(model)
         if self.is_served(base):

@@ -283,7 +283,7 @@ class PooledFields(msgspec.Struct, kw_only=True):
     """Number of first tokens that are taken of a longer text; of a pair the second text is cut; -1: as many as the
     model takes. Else it is refused."""
     priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
-    """As of completions; so are those below."""
+    """Priority, as of completions; the fields below too."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     ttft_ms: Milliseconds | None = None
     request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")

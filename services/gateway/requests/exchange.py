@@ -94,7 +94,7 @@ class Call:
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.created_s = int(time.time())
-        """As the answer shows it."""
+        """Unix time that the answer shows."""
         self.kept: Kept | None = None
         """It may be resumed."""
         self.is_resumed = False
@@ -353,13 +353,13 @@ class Exchange:
         self._watch: asyncio.Task[None] | None = None
 
     def identify(self, model: str, request: GenerationFields, options: Options) -> None:
-        """As `Call.identify`."""
+        """Names the model and the options (see `Call.identify`)."""
         self.call.identify(model, request, options)
         self.call.span.update_name(f"{self.call.operation} {model}")
         self.context.metrics.in_flight.labels(self.call.request_class.value).inc()
 
     def resume(self, record: KeptCall) -> None:
-        """As `Call.resume`; in place of `identify`."""
+        """Takes up a kept call, in place of `identify` (see `Call.resume`)."""
         if self.call.metrics is None:
             self.context.metrics.in_flight.labels(record.template.request_class.value).inc()
         self.call.resume(record)

@@ -57,10 +57,10 @@ class Wish:
     """How a call is to be kept."""
 
     window_s: float = 0.0
-    """As `KeptCall.window_s`."""
+    """Seconds that it is kept after its end (see `KeptCall.window_s`)."""
     claim: str = ""
     digest: bytes = b""
-    """As of `IdempotencyClaim`."""
+    """Digest of the request, as an `IdempotencyClaim` has it."""
     asked_by: str = ""
     """What of the request asks for it; empty: nothing does, and the call goes on all the same where it cannot be kept."""
 

@@ -22,8 +22,9 @@ from prometheus_client import Counter
 from services.worker.engines.interface import EngineFailed, ForeignEngine
 from services.worker.instance.output_log import OutputLog, cut
 from services.worker.instance.peers import Peers
+from services.worker.instance.registration import Registration
 from services.worker.instance.telemetry import InstanceTelemetry
-from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.bus.interface import Bus, ServiceError, Subscription
 from shared.costs.model import CostSource
 from shared.engine.driver import StepStats
 from shared.engine.load import InstanceLoad
@@ -44,7 +45,6 @@ from shared.messages.catalogue import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
-    INSTANCES,
     LOAD_REPORTS,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
@@ -60,8 +60,6 @@ from shared.messages.requests import (
     ListHeldRequests,
     ReplayQuery,
     ReplayReply,
-    StreamPosition,
-    TokenEntry,
 )
 from shared.messages.timeline import EventKind, RequestEvent
 from shared.migration.limits import can_take
@@ -111,12 +109,11 @@ class EngineInstance:
         self._outputs = OutputLog(settings.resume_s)
         self._reports = LoadReports(self._id, self.incarnation)
         self._changed = asyncio.Event()
-        self._registry_changed = asyncio.Event()
         self._reported_at = float("-inf")
         self._peers = Peers(bus, lambda _id, _info: None, lambda: False)
         self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
-        self._registry: KeyValue[InstanceInfo] | None = None
+        self._registration = Registration(bus, self._id, self._info)
         self._metrics_port = 0
         self._drain_task: asyncio.Task[None] | None = None
 
@@ -137,13 +134,13 @@ class EngineInstance:
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._engine.send([ClearEngineCache()])),
         ]
-        self._registry = await bus.key_value(INSTANCES)
+        await self._registration.open()
         bus.on_reconnect(self.touch)
         self._tasks.start(self._run_engine(), "engine")
         self._tasks.start(self._expire(), "deadlines")
         self._tasks.start(self._report_loads(), "load reports")
         self._tasks.start(self._keep_measured(), "metrics")
-        self._tasks.start(self._keep_registered(), "registry")
+        self._tasks.start(self._registration.keep(), "registry")
         log.info("instance %s hosts %s on %s", self._id, self._spec.name, self._spec.engine)
 
     async def drain_before_exit(self) -> None:
@@ -161,11 +158,7 @@ class EngineInstance:
         await self._tasks.end_all()
         for subscription in self._subscriptions:
             await subscription.stop()
-        if self._registry is not None:
-            try:
-                await self._registry.delete(self._id)
-            except BusError as error:
-                log.warning("the registry entry was left to expire: %s", error)
+        await self._registration.end()
         await self._peers.stop()
         await self._engine.stop()
 
@@ -234,12 +227,10 @@ class EngineInstance:
         reply = ReplayReply([], [], [])
         room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
         for position in query.positions:
-            held = None if self._book is None else self._book.get(position.request_id)
-            known_epoch = -1 if held is None else held.request.epoch
             if query.is_of_any_epoch:
-                epoch = max(0, known_epoch, self._outputs.epoch(position.request_id))
+                epoch = max(0, self._held_epoch(position.request_id), self._outputs.epoch(position.request_id))
                 position = msgspec.structs.replace(position, epoch=epoch)
-            entry = self._replayed(position, known_epoch)
+            entry = self._outputs.replay_or_begin(position, self._held_epoch)
             if entry is None:
                 reply.unknown.append(position.request_id)
                 continue
@@ -248,15 +239,10 @@ class EngineInstance:
             reply.entries.append(entry)
         return reply
 
-    def _replayed(self, position: StreamPosition, held_epoch: int) -> TokenEntry | None:
-        entry = self._outputs.replay(position)
-        is_new = self._outputs.epoch(position.request_id) != position.epoch
-        if entry is None and is_new and held_epoch == position.epoch:
-            # nothing of it went out yet
-            return TokenEntry(
-                request_id=position.request_id, epoch=position.epoch, offset=position.next_offset, tokens=b""
-            )
-        return entry
+    def _held_epoch(self, request_id: str) -> int:
+        """The epoch in which a request is held; -1 if it is not."""
+        held = None if self._book is None else self._book.get(request_id)
+        return -1 if held is None else held.request.epoch
 
     def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests([] if self._book is None else self._book.held_requests())
@@ -383,18 +369,8 @@ class EngineInstance:
 
     def touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
-        self._registry_changed.set()
+        self._registration.touch()
         self._changed.set()
-
-    async def _keep_registered(self) -> None:
-        assert self._registry is not None
-        while True:
-            self._registry_changed.clear()
-            try:
-                await self._registry.put(self._id, self._info())
-            except BusError as error:
-                log.warning("could not write the registry entry: %s", error)
-            await set_within(self._registry_changed, HEARTBEAT_S)
 
     def _info(self) -> InstanceInfo:
         book = self._book

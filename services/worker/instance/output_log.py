@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
@@ -193,6 +194,17 @@ class OutputLog:
                 entry, offset=live.first_offset, tokens=bytes(live.tokens), logprobs=tuple(live.logprobs)
             )
             self._ended.add(whole, now)
+
+    def replay_or_begin(self, position: StreamPosition, held_epoch: Callable[[str], int | None]) -> TokenEntry | None:
+        """What `replay` gives, or an empty entry of a request that is held here in that epoch and of which nothing went out
+        yet. `held_epoch`: by request id."""
+        entry = self.replay(position)
+        is_new = self.epoch(position.request_id) != position.epoch
+        if entry is None and is_new and held_epoch(position.request_id) == position.epoch:
+            return TokenEntry(
+                request_id=position.request_id, epoch=position.epoch, offset=position.next_offset, tokens=b""
+            )
+        return entry
 
     def replay(self, position: StreamPosition) -> TokenEntry | None:
         """Everything from the position on (perhaps nothing new yet); None if the request is not known here in that

@@ -22,9 +22,10 @@ from services.worker.instance.grammar_telemetry import FollowsGrammars, GrammarT
 from services.worker.instance.migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance.models import InstanceModels, ModelExecutor, OnReady
 from services.worker.instance.output_log import OutputLog, cut
+from services.worker.instance.registration import Registration
 from services.worker.instance.request_events import InstanceEvents
 from services.worker.instance.telemetry import InstanceTelemetry
-from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.bus.interface import Bus, ServiceError, Subscription
 from shared.costs.model import CostSource
 from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
@@ -44,7 +45,6 @@ from shared.messages.catalogue import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
-    INSTANCES,
     LOAD_REPORTS,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
@@ -59,7 +59,6 @@ from shared.messages.requests import (
     ReplayQuery,
     ReplayReply,
     StreamPosition,
-    TokenEntry,
 )
 from shared.migration.incoming import Intake
 from shared.migration.limits import can_take
@@ -162,10 +161,9 @@ class InstanceService:
         self._drain_task: asyncio.Task[None] | None = None
         self._is_ending = False
         """No drain is undone any more."""
-        self._registry_changed = asyncio.Event()
         self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
-        self._registry: KeyValue[InstanceInfo] | None = None
+        self._registration = Registration(bus, self._id, self._info)
         self._metrics_port = 0
         self._cost_sources: dict[str, CostSource] = {}
         """By model, as the log has it."""
@@ -190,7 +188,7 @@ class InstanceService:
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.apply(ClearPrefixCache())),
             await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
         ]
-        self._registry = await bus.key_value(INSTANCES)
+        await self._registration.open()
         bus.on_reconnect(self.touch)
         await self._adapters.start(bus)
         for spec in self._plan.models:
@@ -198,7 +196,7 @@ class InstanceService:
         await self._migrations.start()
         self._tasks.start(self._report_loads(), "load reports")
         self._tasks.start(self._keep_measured(), "metrics")
-        self._tasks.start(self._keep_registered(), "registry")
+        self._tasks.start(self._registration.keep(), "registry")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
 
     async def drain_before_exit(self) -> None:
@@ -216,11 +214,7 @@ class InstanceService:
         await self._tasks.end_all()
         for subscription in self._subscriptions:
             await subscription.stop()
-        if self._registry is not None:
-            try:
-                await self._registry.delete(self._id)
-            except BusError as error:
-                log.warning("the registry entry was left to expire: %s", error)
+        await self._registration.end()
         await self._adapters.stop()
         await self._models.stop()
         await asyncio.to_thread(self._loop.stop, 5.0)
@@ -301,11 +295,7 @@ class InstanceService:
             request_id = position.request_id
             if query.is_of_any_epoch:
                 position = self._in_known_epoch(position)
-            entry = self._outputs.replay(position)
-            is_new = self._outputs.epoch(request_id) != position.epoch
-            if entry is None and is_new and self._loop.held_epoch(request_id) == position.epoch:
-                # nothing of it went out yet
-                entry = TokenEntry(request_id=request_id, epoch=position.epoch, offset=position.next_offset, tokens=b"")
+            entry = self._outputs.replay_or_begin(position, self._loop.held_epoch)
             if entry is not None:
                 entry, num_bytes = cut(entry, room_bytes)
                 room_bytes -= num_bytes
@@ -441,18 +431,8 @@ class InstanceService:
 
     def touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
-        self._registry_changed.set()
+        self._registration.touch()
         self._changed.set()
-
-    async def _keep_registered(self) -> None:
-        assert self._registry is not None
-        while True:
-            self._registry_changed.clear()
-            try:
-                await self._registry.put(self._id, self._info())
-            except BusError as error:
-                log.warning("could not write the registry entry: %s", error)
-            await set_within(self._registry_changed, HEARTBEAT_S)
 
     @property
     def _num_merged(self) -> int:
