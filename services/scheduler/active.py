@@ -306,6 +306,8 @@ class ActiveScheduler:
                 break
         self._acted_s = self._bus.now()
         if not self._is_closed:
+            if self._core.is_behind:
+                self._act_soon()
             self._set_timer()
             if is_anybody_missing and not self._is_demand_due:
                 self._is_demand_due = True
@@ -413,6 +415,7 @@ class ActiveScheduler:
                     work(now, now - last_s)
                 except Exception:
                     logger.exception("%s failed this time", work.__name__)
+                await asyncio.sleep(0)  # dispatches come between
             last_s = now
 
     def _tell_statistics(self, now: float, period_s: float) -> None:

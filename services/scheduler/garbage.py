@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import gc
 
-THRESHOLDS = (50_000, 50, 1_000)
-"""Allocations that outlive their freeing, until a young, middle and full collection."""
+THRESHOLDS = (1_000_000, 1_000, 1_000)
+"""Allocations that outlive their freeing, until a young, middle and full collection. Under load a young one comes about
+once a minute, and looks only at what lives by then of what was made since the last one."""
 
 
 def collect_rarely() -> None:
-    """Once, when all is imported: what exists now is not looked at again."""
+    """Once, when all is imported: what exists now is not looked at again, nor is what outlives a collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+    gc.callbacks.append(_keep_survivors)
+
+
+def _keep_survivors(phase: str, _info: dict[str, int]) -> None:
+    if phase == "stop":
+        gc.freeze()

@@ -107,9 +107,10 @@ class SchedulerCore:
 
     def actions(self, now: float) -> list[Action]:
         """Dispatches what can be dispatched, and returns everything there is to do since the last call."""
+        self.dispatcher.catch_up()
         for tracked, instance_id in self.dispatcher.picks(now, self._picks_at_once):
             self.life.dispatch(tracked, instance_id, now)
-        if not self.has_more:
+        if not self.dispatcher.has_more:
             self.life.tell_who_waits(now)
         actions = self._actions + self.rescheduler.due(now)
         self._actions.clear()
@@ -121,6 +122,11 @@ class SchedulerCore:
     def has_more(self) -> bool:
         """Whether `actions` is to be called again at once: there were more dispatches than it decides on in one call."""
         return self.dispatcher.has_more
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `actions` is to be called again when nothing else is to be done: to note what caches hold."""
+        return self.dispatcher.is_behind
 
     def next_wakeup(self) -> float | None:
         """When `OnTime` must be applied next, if nothing else happens before."""

@@ -18,7 +18,7 @@ last one may overdraw it, so that a long request is not passed by for ever.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -40,6 +40,11 @@ OVERDUE_S = 5.0
 WORK_WINDOW_S = 15.0
 """In which the prompts are counted that are dispatched."""
 BACKLOG_S = 30.0
+READ_AT_ONCE = 16
+READ_WHILE_PICKING = 1
+"""Reports of which `catch_up` notes the cached blocks, at most; and while there is more to pick."""
+MAX_UNREAD = 4096
+"""Reports whose cached blocks are not noted yet, at most."""
 
 NOBODY_SERVES = "no instance serves the model"
 """Why a request waits."""
@@ -63,6 +68,8 @@ class Dispatcher:
         self._policy = policy
         self._growth_steps = growth_steps
         self._prefixes = PrefixIndex() if policy.asks_for_cached else None
+        self._unread: deque[tuple[LoadReport, bool]] = deque()
+        """Reports whose cached blocks are not noted yet, each with whether there was a gap before it."""
         self._defragmenting: set[str] = set()
         """Instances where a request waits for memory."""
         self._held_back: dict[Lane, tuple[int, int]] = {}
@@ -81,15 +88,36 @@ class Dispatcher:
         self.ranking.wake(lane_of(tracked))
 
     def on_report(self, report: LoadReport, has_gap: bool = False) -> None:
-        """`has_gap`: reports before it were missed, or it is the first."""
+        """`has_gap`: reports before it were missed, or it is the first. What it says of cached blocks, most of the work
+        that a report makes, is left to `catch_up`."""
         instance_id = report.instance_id
         if self._prefixes is not None:
-            self._prefixes.on_report(report, has_gap)
+            self._unread.append((report, has_gap))
+            if len(self._unread) > MAX_UNREAD:
+                self._read_one(self._prefixes)
         if report.dispatch_freeness < 0 and any(load.num_waiting_online for load in report.models):
             self._defragmenting.add(instance_id)
         elif instance_id in self._defragmenting and not self.ledger.num_requests(instance_id):
             self._defragmenting.remove(instance_id)
         self.ranking.on_report(report)
+
+    def catch_up(self) -> None:
+        """Notes the cached blocks of the next few reports: all, unless they came faster than they can be noted while
+        requests wait to be dispatched."""
+        if self._prefixes is not None:
+            limit = READ_WHILE_PICKING if self.has_more else READ_AT_ONCE
+            for _ in range(min(limit, len(self._unread))):
+                self._read_one(self._prefixes)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether cached blocks of some reports are to be noted."""
+        return bool(self._unread)
+
+    def _read_one(self, prefixes: PrefixIndex) -> None:
+        report, has_gap = self._unread.popleft()
+        if self._cluster.get(report.instance_id) is not None:
+            prefixes.on_report(report, has_gap)
 
     def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
         """See `Ranking.touch`."""
@@ -111,11 +139,12 @@ class Dispatcher:
         room: Counter[str] = Counter()
         for instance_id, state in self._cluster:
             if state.is_candidate and state.report is not None:
-                for model in wanted.keys() & state.ready.keys():
-                    room[model] += 0
+                for model in state.ready:
+                    if model not in room and model in wanted:
+                        room[model] = 0
                 # Of the report itself: what else is derived from one is not worth it for this alone.
                 for load in state.report.models:
-                    if load.model in wanted and load.model in state.ready:
+                    if load.offline_room_tokens > 0 and load.model in wanted and load.model in state.ready:
                         sent = self.ledger.offline_tokens(instance_id, load.model)
                         room[load.model] += max(0, load.offline_room_tokens - sent)
         return {m: room[m] - self.queue.num_tokens(Lane(m, False)) if m in room else None for m in wanted}

@@ -12,8 +12,8 @@ from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_nu
 from shared.scheduling.requests import TrackedRequest
 
 MAX_KEPT = 32_768
-MAX_TOLD = 4096
-"""Rows of one message: some 250 KB."""
+MAX_TOLD = 256
+"""Rows of one message: so few that making them up keeps the scheduler from dispatching for a millisecond or two."""
 
 _OUTCOMES = {
     FinishReason.STOP: Outcome.FINISHED,

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from shared.messages.cluster import FinishedStats, InstanceExited, LoadedModel, ModelDemand
+from shared.messages.cluster import KEY_BYTES, FinishedStats, InstanceExited, LoadedModel, ModelDemand
 from shared.messages.requests import (
     Adapter,
     ErrorCode,
@@ -24,7 +24,7 @@ from shared.scheduling.actions import (
     Waits,
 )
 from shared.scheduling.calls import OnExited, OnRegistry
-from shared.scheduling.dispatching import LOOKAHEAD, NOBODY_SERVES
+from shared.scheduling.dispatching import LOOKAHEAD, NOBODY_SERVES, READ_AT_ONCE
 from shared.scheduling.lifecycle import UNFIT_GRACE_S
 from shared.scheduling.prefixes import prompt_keys
 from shared.scheduling.queue import Lane
@@ -251,6 +251,23 @@ def test_who_has_the_prefix_takes_the_request_though_less_free_until_it_says_tha
             driver.report("b", freeness=9.0, num_running=1, token_s=0.005, cache_lost=keys[-1])
         driver.submit(other)
         assert driver.dispatches() == {f"to-{expected}": expected}
+
+
+def test_cached_blocks_of_many_reports_are_noted_little_by_little_and_none_is_forgotten() -> None:
+    driver = Driver()
+    driver.up("b")
+    asked = make_request("r", num_prompt=200)
+    keys = list(prompt_keys(asked, BLOCK_SIZE))
+    num_reports = 2 * READ_AT_ONCE + 1
+    for number in range(num_reports):
+        held = keys[number] if number < len(keys) else number.to_bytes(KEY_BYTES, "big")
+        driver.report("b", cache_held=held)
+    calls = 0
+    while driver.core.is_behind or not calls:
+        driver.core.actions(driver.now)
+        calls += 1
+    assert calls == 3
+    assert driver.core.dispatcher.num_known_blocks == num_reports
 
 
 @pytest.mark.parametrize("adapter", [None, Adapter("poet", "1", "/poet")])
