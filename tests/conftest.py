@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import shutil
@@ -48,6 +49,7 @@ RESERVED_BYTES = 16 << 30
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected: nothing that is made until then becomes garbage
     # Each client of httpx would read the certificates of all authorities, 20 ms of work, to speak to this machine without
     # any. Out of a folder they are read when they are asked for.
     os.environ.pop("SSL_CERT_FILE", None)
@@ -56,6 +58,12 @@ def pytest_configure() -> None:
     with contextlib.suppress(OSError):
         if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free >= IN_MEMORY_LEAST_BYTES:
             NatsServer.parent = IN_MEMORY
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: to look at them in each full collection takes a third of a second."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
