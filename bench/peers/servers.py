@@ -123,10 +123,14 @@ class Tideway(Server):
 
     health_path = "/ready"
 
-    def __init__(self, name: str, folder: Path, tree: Path, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, tree: Path, settings: Mapping[str, str], options: Sequence[str] = ()
+    ) -> None:
+        """`settings`: environment variables. `options`: of `tideway up`, beside the model's."""
         super().__init__(name, folder)
         self._tree = tree
         self._settings = settings
+        self._options = options
 
     def set_up(self) -> None:
         pass
@@ -136,7 +140,11 @@ class Tideway(Server):
             ["git", "-C", self._tree, "describe", "--always", "--dirty"], capture_output=True, text=True
         )
         return " ".join(
-            [done.stdout.strip() or "unknown", *(f"{key}={value}" for key, value in self._settings.items())]
+            [
+                done.stdout.strip() or "unknown",
+                *(f"{key}={value}" for key, value in self._settings.items()),
+                *self._options,
+            ]
         )
 
     def _command(self, checkpoint: Path, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -144,7 +152,7 @@ class Tideway(Server):
         model = f"{checkpoint.name}={checkpoint}"
         command = [
             sys.executable, "-m", "tideway", "up", "--data-dir", str(data), "--port", str(port), "--instances", "1",
-            "--model", model,
+            "--model", model, *self._options,
         ]  # fmt: skip
         return command, {"PYTHONPATH": str(self._tree), **self._settings}
 

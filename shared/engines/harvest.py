@@ -16,6 +16,10 @@ from shared.costs.model import CostModel, StepShape
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 from shared.policies.token_budget import StepBudget, StepView, TokenBudgetPolicy
 
+IDLE_SHARE = 0.15
+"""Share of the TTFT objective that a step without online work takes at most: no engine of others interrupts a step, and an
+online request that arrives waits for its end."""
+
 
 class SequenceView(NamedTuple):
     """A sequence as the engine's scheduler holds it. Times are on the clock of `now`."""
@@ -66,9 +70,10 @@ def decide(
     cost_model: CostModel | None,
     now: float,
     max_tokens: int,
+    ttft_s: float = math.inf,
 ) -> StepDecision:
     """`sequences`: those that run in the scheduler's order, then those that wait in theirs. `max_tokens`: of a step at most.
-    `cost_model`: None while nothing is known."""
+    `cost_model`: None while nothing is known. `ttft_s`: the objective of online requests that may arrive; inf: none."""
     online = [one for one in sequences if one.is_online]
     tpot_s, slack = slack_s(online, now)
     before = [one for one in online if not one.is_decode]
@@ -86,18 +91,22 @@ def decide(
         online=_shape(online),
     )
     limits = policy.limits(view)
+    if not online and cost_model is not None:
+        limits = limits._replace(limit_s=min(limits.limit_s, IDLE_SHARE * ttft_s))
     budget = StepBudget(limits._replace(max_tokens=min(limits.max_tokens, max_tokens)), cost_model)
     _fill(budget, online)
-    if not online:
+    offline = [one for one in sequences if not one.is_online]
+    if not online and limits.limit_s == math.inf:
         return StepDecision(max(1, budget.tokens_left), (), math.inf)
     budget.begin_offline()
-    offline = [one for one in sequences if not one.is_online]
     if before and any(not one.is_running for one in before):
         # Whoever runs is served before whoever waits: a prompt of offline work would take the tokens of the online one.
         held = {one.key for one in offline if one.is_running and not one.is_decode}
     else:
         held = set()
     held |= _fill(budget, [one for one in offline if one.key not in held])
+    if not budget.shape.num_tokens:
+        held = set()  # not even a token is short enough: the step has one
     running = {one.key for one in offline if one.is_running}
     limit_s = min(limits.limit_s, limits.offline_limit_s)
     return StepDecision(max(1, budget.shape.num_tokens), tuple(sorted(held & running)), limit_s)
