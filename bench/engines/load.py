@@ -125,9 +125,10 @@ class Client:
         batch: Lengths | None = None,
         batch_streams: int = 0,
         batch_fields: Mapping[str, Any] | None = None,
+        ramp_s: float = RAMP_S,
     ) -> Turn:
-        """Online requests at Poisson times; beside them a batch, of which `batch_streams` requests are always unanswered.
-        Raises `LoadError`."""
+        """Online requests at Poisson times; beside them a batch, of which `batch_streams` requests are always unanswered,
+        from `ramp_s` before. Raises `LoadError`."""
         arrivals = _arrivals(rate, duration_s, seed)
         bodies = [self._body(lengths, number, seed, {}) for number in range(len(arrivals))]
         online: list[RequestRecord] = []
@@ -154,7 +155,7 @@ class Client:
             workers = []
             if batch is not None:
                 workers = [asyncio.create_task(work(connections, batch, number)) for number in range(batch_streams)]
-                await asyncio.sleep(RAMP_S)
+                await asyncio.sleep(ramp_s)
             others_s, began_s = _others_s(), self._now()
             try:
                 await asyncio.gather(

@@ -17,9 +17,10 @@ STEP_S = 0.001
 
 class CompletionsServer:
     """`gate`: streams go on while it is set. `cut_after`: tokens after which a stream ends without a word; 0: never.
-    `names_ids`: whether tokens are named by their ids."""
+    `names_ids`: whether tokens are named by their ids. `text`: of each."""
 
-    def __init__(self, *, names_ids: bool = True) -> None:
+    def __init__(self, *, names_ids: bool = True, text: str = "") -> None:
+        self._text = text
         self.gate = asyncio.Event()
         self.gate.set()
         self.cut_after = 0
@@ -79,7 +80,7 @@ class CompletionsServer:
                 reason = "stop" if is_stop else "length" if number == body["max_tokens"] else None
                 name = f"token_id:{token}" if self.names_ids else "word"
                 told = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [{name: -1.0}]}
-                chunk = {"choices": [{"index": 0, "text": "", "logprobs": told, "finish_reason": reason}]}
+                chunk = {"choices": [{"index": 0, "text": self._text, "logprobs": told, "finish_reason": reason}]}
                 writer.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
                 await writer.drain()
                 if reason or number == self.cut_after:
