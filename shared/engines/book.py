@@ -11,13 +11,15 @@ model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
 from shared.costs.live import LiveCosts
 from shared.costs.model import StepShape, prompt_s
+from shared.engine.handover import Detached
 from shared.engine.load import HOARD_S, UNKNOWN_IDEAL_SHARE, InstanceLoad
 from shared.engine.requests import Ended
 from shared.engines.admission import num_to_send
@@ -25,6 +27,7 @@ from shared.engines.capabilities import Capability
 from shared.engines.messages import OFFLINE_PRIORITY, Abort, EngineFacts, Generate, Progress, Step
 from shared.engines.resuming import Diverged, Resumption
 from shared.messages.cluster import ModelLoad
+from shared.messages.migration import SequenceProgress
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -58,8 +61,6 @@ class Held:
     request: GenerationRequest
     submitted_s: float
     resumption: Resumption
-    offset: int
-    """Output tokens that went out, the prior ones among them."""
     is_sent: bool = False
     """To the engine."""
     num_tries: int = 0
@@ -70,10 +71,28 @@ class Held:
     num_cached: int = 0
     num_preemptions: int = 0
     service_s: float = 0.0
+    output: bytearray
+    """Packed output tokens that went out, the prior ones among them."""
+    slots: tuple[int, ...] = ()
+    """As of `Generate`, for the next time that it is sent."""
+    num_moves: int = 0
+    """Moves between instances that it has made."""
+    moved_s: float = -inf
+    """When it came from another instance, or stayed after all."""
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def offset(self) -> int:
+        """Output tokens that went out, the prior ones among them."""
+        return len(self.output) // 4
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens until its longest output."""
+        return self.request.sampling.max_tokens - self.offset
 
     @property
     def key(self) -> str:
@@ -112,6 +131,7 @@ class Held:
             ttft_s=self.request.ttft_objective_s,
             tpot_s=self.request.tpot_objective_s,
             salt=self.request.prefix_salt,
+            slots=self.slots,
         )
 
 
@@ -183,7 +203,7 @@ class Book:
             request=request,
             submitted_s=now,
             resumption=Resumption(request, self.lacks),
-            offset=num_prior,
+            output=bytearray(request.prior),
         )
         self._held[request.request_id] = held
         if num_prior >= request.sampling.max_tokens:
@@ -211,19 +231,20 @@ class Book:
             self._send(effects, now)
         return effects
 
-    def expire(self, now: float) -> Effects:
-        """Ends those whose time is over."""
+    def expire(self, now: float, stays: Callable[[Held], bool] = lambda _: False) -> Effects:
+        """Ends those whose time is over, but for those that stay."""
         effects = Effects()
-        for held in [one for one in self._held.values() if now - one.submitted_s > one.request.timeout_s]:
+        late = [one for one in self._held.values() if now - one.submitted_s > one.request.timeout_s]
+        for held in [one for one in late if not stays(one)]:
             error = ErrorInfo(ErrorCode.DEADLINE, "The request's time limit has passed.")
             self._end(held, FinishReason.DEADLINE, error, now, effects)
         self._send(effects, now)
         return effects
 
-    def give_up(self, error: ErrorInfo, now: float) -> Effects:
-        """Ends all for a reason at which their gateways place them again."""
+    def give_up(self, error: ErrorInfo, now: float, stays: Callable[[Held], bool] = lambda _: False) -> Effects:
+        """Ends all, but those that stay, for a reason at which their gateways place them again."""
         effects = Effects()
-        for held in list(self._held.values()):
+        for held in [one for one in self._held.values() if not stays(one)]:
             self._end(held, FinishReason.ERROR, error, now, effects)
         return effects
 
@@ -272,7 +293,7 @@ class Book:
                     num_cached_tokens=held.num_cached,
                 )
             )
-            held.offset += len(tokens) // 4
+            held.output += tokens
 
     def _try_again(self, held: Held, now: float, effects: Effects) -> None:
         self.num_diverged += 1
@@ -317,7 +338,7 @@ class Book:
                 ),
             )
         )
-        held.offset += len(tokens) // 4
+        held.output += tokens
         effects.ended.append(
             Ended(
                 request=held.request,
@@ -345,6 +366,92 @@ class Book:
         """Returns the keys under which the engine knows it."""
         del self._held[held.request_id]
         return [held.key] if self._by_key.pop(held.key, None) is not None else []
+
+    # ---------------------------------------------------------------------------------- requests that move (moving.py)
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks of a request that moves would fit, and its row."""
+        num_rows = sum(held.is_sent and (held.is_online or not self._takes_all) for held in self._held.values())
+        free = self.facts.num_blocks * (1 - self.used_share)
+        return num_rows < self.facts.max_running and num_blocks + 1 <= free
+
+    def withdraw(self, held: Held) -> list[Abort]:
+        """Takes it back from the engine; it stays held."""
+        is_known = self._by_key.pop(held.key, None) is not None
+        return [Abort((held.key,))] if is_known else []
+
+    def detached(self, held: Held, num_computed: int, now: float) -> Detached:
+        """What travels of one that is not in the engine any more. `num_computed`: tokens whose KV travels."""
+        request = held.request
+        first_s, planned_s = held.first_token_s, held.first_planned_s
+        travelling = msgspec.structs.replace(
+            request,
+            prior=bytes(held.output),
+            timeout_s=request.timeout_s - (now - held.submitted_s),
+            waited_s=request.waited_s + now - held.submitted_s,
+        )
+        progress = SequenceProgress(
+            num_computed=num_computed,
+            first_token_age_s=-1.0 if first_s is None else now - first_s,
+            first_planned_age_s=-1.0 if planned_s is None else now - planned_s,
+            submitted_age_s=now - held.submitted_s,
+            num_cached_tokens=held.num_cached,
+            num_preemptions=held.num_preemptions,
+            num_migrations=held.num_moves + 1,
+            last_token_age_s=-1.0 if first_s is None else now - held.last_token_s,
+            max_itl_s=held.max_itl_s,
+            service_s=held.service_s,
+        )
+        return Detached(held.request_id, travelling, progress, now, held.submitted_s)
+
+    def adopt(
+        self, request: GenerationRequest, progress: SequenceProgress, slots: tuple[int, ...], now: float
+    ) -> tuple[Held, list[Generate | Abort]] | ErrorInfo:
+        """A request that comes, with the KV of its first blocks in slots. A lower epoch of it ends without a word."""
+        if (refused := self._refusal(request)) is not None:
+            return refused
+        if len(request.prompt) // 4 + request.sampling.max_tokens > self.facts.max_model_len:
+            message = f"{self.model!r} takes at most {self.facts.max_model_len} tokens here"
+            return ErrorInfo(ErrorCode.TOO_LONG, message, "max_tokens")
+        effects = Effects()
+        if (known := self._held.get(request.request_id)) is not None:
+            effects.abort(self._forget(known))
+
+        def since(age_s: float) -> float | None:
+            return None if age_s < 0 else now - age_s
+
+        held = Held(
+            request=request,
+            submitted_s=now,
+            resumption=Resumption(request, self.lacks),
+            output=bytearray(request.prior),
+            first_planned_s=since(progress.first_planned_age_s),
+            first_token_s=since(progress.first_token_age_s),
+            last_token_s=now - max(0.0, progress.last_token_age_s),
+            max_itl_s=progress.max_itl_s,
+            num_cached=progress.num_cached_tokens,
+            num_preemptions=progress.num_preemptions,
+            service_s=progress.service_s,
+            slots=slots,
+            num_moves=progress.num_migrations,
+            moved_s=now,
+        )
+        self._held[request.request_id] = held
+        self._send(effects, now)
+        return held, effects.commands
+
+    def restart(self, held: Held, epoch: int, now: float) -> list[Generate | Abort]:
+        """One that left the engine goes on in it, from its tokens."""
+        held.request = msgspec.structs.replace(held.request, epoch=epoch, prior=bytes(held.output))
+        held.resumption = Resumption(held.request, self.lacks)
+        held.num_tries, held.is_sent, held.slots, held.moved_s = held.num_tries + 1, False, (), now
+        effects = Effects()
+        self._send(effects, now)
+        return effects.commands
+
+    def drop(self, held: Held) -> None:
+        """It is another's: nothing is said of it."""
+        self._forget(held)
 
     def _send(self, effects: Effects, now: float) -> None:
         """Those that are to be with the engine now."""
@@ -388,20 +495,24 @@ class Book:
     # --------------------------------------------------------------------------------------------------- views
 
     def held_requests(self) -> list[HeldRequest]:
-        return [
-            HeldRequest(
-                request_id=held.request_id,
-                gateway_id=held.request.gateway_id,
-                epoch=held.request.epoch,
-                model=self.model,
-                num_tokens=held.num_tokens,
-                running=held.is_running,
-                is_online=held.is_online,
-                tenant=held.request.tenant,
-                tenant_weight=held.request.tenant_weight,
-            )
-            for held in self._held.values()
-        ]
+        return [self.held_request(held) for held in self._held.values()]
+
+    def held_request(self, held: Held) -> HeldRequest:
+        return HeldRequest(
+            request_id=held.request_id,
+            gateway_id=held.request.gateway_id,
+            epoch=held.request.epoch,
+            model=self.model,
+            num_tokens=held.num_tokens,
+            running=held.is_running,
+            is_online=held.is_online,
+            tenant=held.request.tenant,
+            tenant_weight=held.request.tenant_weight,
+        )
+
+    def all_held(self) -> list[Held]:
+        """In the order in which they came."""
+        return list(self._held.values())
 
     @property
     def used_share(self) -> float:

@@ -30,6 +30,12 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Process id of the engine, where it is another than the adapter's; 0: there is none."""
     notes: tuple[str, ...] = ()
     """For the log: why it lacks what other versions have."""
+    staging: str = ""
+    """Path of the staging memory, for as long as the engine's process lives: `num_slots` blocks, through which KV comes and
+    goes. Empty: KV does not move."""
+    num_slots: int = 0
+    layout: str = ""
+    """What engines have in common whose KV blocks are alike, byte by byte."""
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="generate"):
@@ -51,6 +57,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     tpot_s: float = 0.0
     salt: str = ""
     """Only sequences of the same share cached prefixes."""
+    slots: tuple[int, ...] = ()
+    """Of the staging memory, with the KV of the prompt's first blocks, which are full. `Imported` says that they were
+    read."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -63,7 +72,24 @@ class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag="clear_cache"
     """Makes unreferenced KV blocks unfindable."""
 
 
-Command = Generate | Abort | ClearCache
+class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
+    """Copy full blocks of a sequence, from `first_block` on, into these slots; it goes on. Answered by `Exported`."""
+
+    key: str
+    first_block: int
+    slots: tuple[int, ...]
+
+
+class TakeOut(msgspec.Struct, frozen=True, array_like=True, tag="take_out"):
+    """End a sequence between two steps, after the blocks that are full from `first_block` on were copied into these slots,
+    as far as these go. Answered by `TakenOut`, after all of its output."""
+
+    key: str
+    first_block: int
+    slots: tuple[int, ...]
+
+
+Command = Generate | Abort | ClearCache | Export | TakeOut
 
 OFFLINE_PRIORITY = 100
 
@@ -107,4 +133,24 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Starting it again would fail again."""
 
 
-Report = Step | Ready | Failed
+class Exported(msgspec.Struct, frozen=True, array_like=True, tag="exported"):
+    slots: tuple[int, ...]
+    is_done: bool
+    """Else the sequence did not have these blocks any more."""
+
+
+class TakenOut(msgspec.Struct, frozen=True, array_like=True, tag="taken_out"):
+    key: str
+    num_filled: int
+    """Slots with blocks; below 0: the blocks before are lost too."""
+
+
+class Imported(msgspec.Struct, frozen=True, array_like=True, tag="imported"):
+    """The slots of a sequence that came may be used again."""
+
+    key: str
+
+
+Moved = Exported | TakenOut | Imported
+"""Answers about KV that moves."""
+Report = Step | Ready | Failed | Moved

@@ -23,7 +23,7 @@ import msgspec
 
 from services.worker.engines.interface import EngineFailed
 from shared.engines.capabilities import Capability
-from shared.engines.messages import Abort, ClearCache, EngineFacts, Generate, Progress, Step
+from shared.engines.messages import Abort, Command, EngineFacts, Generate, Progress, Step
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -215,7 +215,7 @@ class EndpointEngine:
                 message = f"{self._url} does not name tokens by their ids (return_tokens_as_token_ids): {error}"
                 raise EngineFailed(message, is_final=True) from None
 
-    def send(self, commands: Sequence[Generate | Abort | ClearCache]) -> None:
+    def send(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Generate):
                 self._streams[command.key] = self._tasks.start(self._stream(command), command.key)

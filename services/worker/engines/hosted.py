@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from services.worker.engines.frames import READ_LIMIT_BYTES, FrameError, FrameReader, FrameWriter
 from services.worker.engines.interface import EngineFailed
 from services.worker.node.processes import dies_with_parent
-from shared.engines.messages import Abort, ClearCache, EngineFacts, Failed, Generate, Ready, Report, Step
+from shared.engines.messages import Command, EngineFacts, Failed, Moved, Ready, Report, Step
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +60,18 @@ class HostedEngine:
         self._engine_pid = first.facts.pid
         return first.facts
 
-    def send(self, commands: Sequence[Generate | Abort | ClearCache]) -> None:
+    def send(self, commands: Sequence[Command]) -> None:
         if self._writer is not None:
             for command in commands:
                 self._writer.write(command)
 
-    async def next_step(self) -> Step:
+    async def next_step(self) -> Step | Moved:
         message = await self._read()
-        if not isinstance(message, Step):
+        if isinstance(message, Ready):
             raise EngineFailed("the adapter said that it was ready twice")
         return message
 
-    async def _read(self) -> Ready | Step:
+    async def _read(self) -> Ready | Step | Moved:
         assert self._reader is not None
         try:
             message = await self._reader.read()

@@ -15,11 +15,14 @@ import logging
 import math
 import os
 import uuid
+from collections.abc import Callable
 
 import msgspec
 from prometheus_client import Counter
 
 from services.worker.engines.interface import EngineFailed, ForeignEngine
+from services.worker.engines.moves import EngineMoves
+from services.worker.instance.migrations import InstanceMigrations, OpenTransport
 from services.worker.instance.output_log import OutputLog, cut
 from services.worker.instance.peers import Peers
 from services.worker.instance.registration import Registration
@@ -27,10 +30,12 @@ from services.worker.instance.telemetry import InstanceTelemetry
 from shared.bus.interface import Bus, ServiceError, Subscription
 from shared.costs.model import CostSource
 from shared.engine.driver import StepStats
+from shared.engine.handover import Detached
 from shared.engine.load import InstanceLoad
 from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports
 from shared.engines import capabilities
 from shared.engines.book import Book, Effects, Held, merged_bytes
+from shared.engines.capabilities import Capability
 from shared.engines.messages import ClearCache as ClearEngineCache
 from shared.engines.messages import Step
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
@@ -62,6 +67,7 @@ from shared.messages.requests import (
     ReplayReply,
 )
 from shared.messages.timeline import EventKind, RequestEvent
+from shared.migration.incoming import Intake
 from shared.migration.limits import can_take
 from shared.runtime.request_events import EventPost
 from shared.runtime.settings import InstanceSettings
@@ -74,6 +80,8 @@ EXPIRY_INTERVAL_S = 0.25
 METRICS_INTERVAL_S = 0.2
 PEERS_TIMEOUT_S = 1.0
 DRAIN_POLL_S = 0.05
+MOVES_S = 10.0
+"""Of a drain: for requests to move before they are given up."""
 NO_LOAD = InstanceLoad(dispatch_freeness=math.inf, free_merged=0.0, num_running=0, models=())
 """Load of an instance whose engine does not serve yet: whoever looks on hears that it lives."""
 
@@ -81,7 +89,15 @@ NO_LOAD = InstanceLoad(dispatch_freeness=math.inf, free_merged=0.0, num_running=
 class EngineInstance:
     """`drained` and `failed`: the process should end. Its model is the one of the settings' plan."""
 
-    def __init__(self, bus: Bus, settings: InstanceSettings, telemetry: Telemetry, engine: ForeignEngine) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: InstanceSettings,
+        telemetry: Telemetry,
+        engine: ForeignEngine,
+        open_transport: OpenTransport | None = None,
+    ) -> None:
+        """`open_transport`: for the KV of requests that move; None: requests do not move."""
         self._bus = bus
         self._settings = settings
         self._id = settings.instance_id
@@ -111,6 +127,11 @@ class EngineInstance:
         self._changed = asyncio.Event()
         self._reported_at = float("-inf")
         self._peers = Peers(bus, lambda _id, _info: None, lambda: False)
+        self._open_transport = open_transport
+        self._intake = Intake(self._id)
+        self._moves: EngineMoves | None = None
+        self._migrations: InstanceMigrations | None = None
+        """None: requests of this engine do not move."""
         self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
         self._registration = Registration(bus, self._id, self._info)
@@ -146,12 +167,14 @@ class EngineInstance:
     async def drain_before_exit(self) -> None:
         """Takes no more requests, and gives up those that are here: they go on elsewhere, or wait until somebody can take
         them."""
-        self._is_draining = self._is_ending = True
+        self._is_draining = self._is_ending = self._intake.is_draining = True
         self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} ends"))
         self.touch()
 
     async def stop(self) -> None:
-        self._is_draining = self._is_ending = True
+        self._is_draining = self._is_ending = self._intake.is_draining = True
+        if self._migrations is not None:
+            await self._migrations.stop()
         self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} ends"))
         self._publish_load()
         self._events.flush()
@@ -181,9 +204,14 @@ class EngineInstance:
                 self._spec.engine, facts.version, self._spec.name, facts.num_blocks, facts.block_size,
                 ", ".join(facts.lacks) or "nothing",
             )  # fmt: skip
+            await self._start_moves(book)
             self.touch()
             while True:
-                self._on_step(book, await self._engine.next_step())
+                message = await self._engine.next_step()
+                if isinstance(message, Step):
+                    self._on_step(book, message)
+                elif self._moves is not None:
+                    self._moves.on_moved(message)
         except EngineFailed as error:
             log.error("the engine %s failed: %s", self._spec.engine, error)
             self._error, self._is_final = str(error), error.is_final
@@ -193,6 +221,54 @@ class EngineInstance:
             self.touch()
             if not error.is_final:
                 self.failed.set()
+
+    async def _start_moves(self, book: Book) -> None:
+        """Lets requests move, if the engine and the settings do."""
+        facts = book.facts
+        if self._open_transport is None or not facts.num_slots or Capability.KV_MOVES in book.lacks:
+            return
+        moves = EngineMoves(
+            book, self._settings.migration_cooldown_s, self._bus.now, self._engine.send, self._on_moved_requests
+        )
+        self._moves = moves
+        self._intake.models.add(self._spec.name)
+        self._migrations = InstanceMigrations(
+            bus=self._bus,
+            settings=self._settings,
+            loop=moves,
+            executor=moves,
+            outputs=self._outputs,
+            reports=self._reports,
+            metrics=self._metrics,
+            events=self,
+            intake=self._intake,
+            telemetry=self._telemetry,
+            open_transport=self._open_transport,
+            on_change=self.touch,
+            report_soon=self._changed.set,
+        )
+        self._migrations.add_model(self._spec.name)
+        await self._migrations.start()
+
+    def _on_moved_requests(self, taken: list[Detached], adopted: list[Held], cancelled: list[str]) -> None:
+        for held in adopted:
+            self._tell(held, EventKind.MOVED)
+        for effect in taken:
+            self.add(effect.request, EventKind.LEFT_BATCH, "", "")
+        if taken and self._migrations is not None:
+            self._migrations.on_effects(taken, None)
+        for request_id in cancelled:
+            self._on_cancel(Cancel(request_id))
+        self._changed.set()
+
+    def add(self, request: GenerationRequest, kind: EventKind, cause: str, place: str) -> None:
+        """See `MovingEvents.add`."""
+        event = RequestEvent(request.request_id, request.epoch, kind, self._bus.now(), cause, place)
+        self._events.add(request.gateway_id, event)
+
+    def of_span(self, request_id: str) -> list[RequestEvent]:
+        """No events of requests are kept for spans."""
+        return []
 
     # ------------------------------------------------------------------------------------------------ handlers
 
@@ -220,19 +296,31 @@ class EngineInstance:
         return Accepted(request.request_id)
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        if self._book is not None:
+        epoch = self._held_epoch(cancel.request_id)
+        if self._book is not None and epoch >= 0:
+            is_meant = cancel.epoch is None or epoch <= cancel.epoch
+            if is_meant and self._moves is not None and self._moves.is_frozen(cancel.request_id, cancels=True):
+                return
             self._carry_out(self._book.cancel(cancel.request_id, cancel.epoch, self._bus.now()))
+        elif self._migrations is not None:
+            self._migrations.on_cancel(cancel)
 
     def _on_replay(self, query: ReplayQuery) -> ReplayReply:
         reply = ReplayReply([], [], [])
         room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
         for position in query.positions:
+            request_id, moves = position.request_id, self._migrations
             if query.is_of_any_epoch:
-                epoch = max(0, self._held_epoch(position.request_id), self._outputs.epoch(position.request_id))
-                position = msgspec.structs.replace(position, epoch=epoch)
+                moved = None if moves is None else moves.handed_over(request_id)
+                known = max(0, self._held_epoch(request_id), self._outputs.epoch(request_id))
+                position = msgspec.structs.replace(position, epoch=known if moved is None else moved.epoch)
             entry = self._outputs.replay_or_begin(position, self._held_epoch)
             if entry is None:
-                reply.unknown.append(position.request_id)
+                owner = None if moves is None else moves.owner(request_id, position.epoch)
+                if owner is None:
+                    reply.unknown.append(request_id)
+                else:
+                    reply.moved.append(owner)
                 continue
             entry, num_bytes = cut(entry, room_bytes)
             room_bytes -= num_bytes
@@ -268,30 +356,45 @@ class EngineInstance:
                 raise ServiceError.of(ErrorCode.CONFLICT, f"instance {self._id} is about to end")
             if self._drain_task is not None:
                 self._drain_task.cancel()
-            self._is_draining = False
+            self._is_draining = self._intake.is_draining = False
+            if self._migrations is not None:
+                self._migrations.end_drain()
             self.touch()
         elif not self._is_draining:
-            self._is_draining = True
+            self._is_draining = self._intake.is_draining = True
             self.touch()
             self._drain_task = self._tasks.start(self._drain(query.grace_s), "drain")
         return Done()
 
     async def _drain(self, grace_s: float) -> None:
-        """Gives its requests up at once where others can take them; else they end here, as far as the time carries."""
+        """Where others can take its requests, gives up at once those that cannot move, and the others when they have not
+        moved in time; else they end here, as far as the time carries."""
         await self._peers.known(PEERS_TIMEOUT_S)
         deadline_s = self._bus.now() + grace_s
         while self._book is not None and len(self._book) and self._bus.now() < deadline_s:
-            others = (info for name, info in self._peers.entries().items() if name != self._id)
+            others = [info for name, info in self._peers.entries().items() if name != self._id]
             if any(can_take(info, {self._spec.name}, with_kv=False) for info in others):
+                moves = self._moves
+                if moves is None or not any(can_take(info, {self._spec.name}) for info in others):
+                    break
+                deadline_s = min(deadline_s, self._bus.now() + MOVES_S)
+                self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} is drained"), moves.can_move)
+                while len(self._book) and self._bus.now() < deadline_s:
+                    await asyncio.sleep(DRAIN_POLL_S)
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         self._is_ending = True
         self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} is drained"))
         self.drained.set()
 
-    def _give_up(self, error: ErrorInfo) -> None:
+    def _give_up(self, error: ErrorInfo, stays: Callable[[Held], bool] = lambda _: False) -> None:
+        """All, but those that stay and those that are perhaps another's."""
         if self._book is not None:
-            self._carry_out(self._book.give_up(error, self._bus.now()))
+            effects = self._book.give_up(error, self._bus.now(), lambda held: self._is_frozen(held) or stays(held))
+            self._carry_out(effects)
+
+    def _is_frozen(self, held: Held) -> bool:
+        return self._moves is not None and self._moves.is_frozen(held.request_id)
 
     # ------------------------------------------------------------------------------------------- what came of it
 
@@ -324,6 +427,10 @@ class EngineInstance:
             for frame in self._outputs.frames(self._id, entries, now):
                 self._bus.publish(topic, frame)
         for ended in effects.ended:
+            if self._moves is not None:
+                self._moves.ended(ended.request.request_id)
+            if self._migrations is not None:
+                self._migrations.on_effects([ended], None)
             self._reports.on_ended(ended)
             self._metrics.on_ended(ended)
             self._metrics.spans.ended(ended)
@@ -345,7 +452,7 @@ class EngineInstance:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             if self._book is not None:
-                self._carry_out(self._book.expire(self._bus.now()))
+                self._carry_out(self._book.expire(self._bus.now(), self._is_frozen))
 
     # ----------------------------------------------------------------------------------------- reports, registry
 
@@ -359,7 +466,8 @@ class EngineInstance:
     def _publish_load(self) -> None:
         now = self._reported_at = self._bus.now()
         load = NO_LOAD if self._book is None else self._book.load(now)
-        self._bus.publish(LOAD_REPORTS, self._reports.take(load, 0, 0))
+        num_out, num_in = (0, 0) if self._migrations is None else self._migrations.num_migrating
+        self._bus.publish(LOAD_REPORTS, self._reports.take(load, num_out, num_in))
 
     async def _keep_measured(self) -> None:
         while True:
@@ -396,6 +504,7 @@ class EngineInstance:
             merged_bytes=merged_bytes(book.facts),
             dispatch_freeness=book.load(self._bus.now()).dispatch_freeness,
             engine_version=book.facts.version,
+            kv_address="" if self._migrations is None else self._migrations.kv_address,
             lacks=book.facts.lacks,
         )
 

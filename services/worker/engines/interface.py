@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shared.engines.messages import Abort, ClearCache, EngineFacts, Generate, Step
+from shared.engines.messages import Command, EngineFacts, Moved, Step
 
 
 class EngineFailed(Exception):
@@ -23,12 +23,12 @@ class ForeignEngine(Protocol):
         """Returns when it serves its model. Raises `EngineFailed`."""
         ...
 
-    def send(self, commands: Sequence[Generate | Abort | ClearCache]) -> None:
+    def send(self, commands: Sequence[Command]) -> None:
         """Never waits. What comes of it comes with `next_step`; of a key that was aborted nothing more needs to."""
         ...
 
-    async def next_step(self) -> Step:
-        """Waits for what it makes next. Raises `EngineFailed`."""
+    async def next_step(self) -> Step | Moved:
+        """Waits for what it makes next, or what became of KV that moves. Raises `EngineFailed`."""
         ...
 
     async def stop(self) -> None:

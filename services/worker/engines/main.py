@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +21,11 @@ from shared.messages.cluster import InstancePlan, ModelSpec
 from shared.runtime.service import unless_stopped
 from shared.runtime.settings import InstanceSettings, SettingsError
 from shared.runtime.telemetry import start_telemetry
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from services.worker.kv_transport.transport import KvTransport
 
 API_KEY = "TIDEWAY_ENGINE_API_KEY"
 """Environment variable: the key that servers behind `engine_url` want."""
@@ -49,6 +56,7 @@ def make_engine(spec: ModelSpec, settings: InstanceSettings) -> ForeignEngine:
         engine_args=tuple(arguments),
         ttft_s=(spec.ttft_ms or settings.ttft_ms) / 1000,
         tpot_s=(spec.tpot_ms or settings.tpot_ms) / 1000,
+        moves=settings.migration != "off",
     )
     try:
         return hosted_vllm(hosted, settings.device)
@@ -56,14 +64,19 @@ def make_engine(spec: ModelSpec, settings: InstanceSettings) -> ForeignEngine:
         raise SettingsError(str(error)) from None
 
 
-async def serve(stop: asyncio.Event, settings: InstanceSettings, spec: ModelSpec) -> None:
+async def serve(
+    stop: asyncio.Event,
+    settings: InstanceSettings,
+    spec: ModelSpec,
+    open_transport: Callable[[CollectorRegistry], Awaitable[KvTransport]],
+) -> None:
     """Until `stop` is set, the instance is drained, or its engine fails."""
     engine = make_engine(spec, settings)
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
     if bus is None:
         return
-    instance = EngineInstance(bus, settings, telemetry, engine)
+    instance = EngineInstance(bus, settings, telemetry, engine, lambda: open_transport(telemetry.registry))
     await unless_stopped(instance.start(), stop)
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, instance.drained, instance.failed)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -196,6 +196,10 @@ class EngineLoop:
             return self._executor.claim_blocks(model, blocks)
 
         return self._post(self._quick_calls, claim)
+
+    async def filled(self, blocks: Sequence[int]) -> bool:
+        """Blocks of the native engine hold what they stand for."""
+        return True
 
     def _post(self, calls: _Calls, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 
 async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     if (hosted := foreign_model(settings)) is not None:
-        await serve(stop, settings, hosted)
+        await serve(
+            stop, settings, hosted, lambda registry: open_transport(settings, registry, on_door_closed=stop.set)
+        )
         return
     plan = msgspec.json.decode(settings.plan, type=InstancePlan)
     other_ranks = start_ranks(plan.group)

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import Gauge
 
-from services.worker.instance.engine_loop import EngineLoop
 from services.worker.instance.models import KvUsers
 from services.worker.instance.output_log import OutputLog
 from services.worker.instance.peers import Peers
-from services.worker.instance.request_events import InstanceEvents
 from services.worker.instance.telemetry import InstanceTelemetry
-from services.worker.migration.service import MigrationService
+from services.worker.migration.service import Loop, MigrationService
 from shared.bus.interface import Bus
 from shared.engine import calls
 from shared.engine.driver import StepStats
@@ -36,7 +34,7 @@ from shared.messages.requests import (
     TokenEntry,
     TokenFrame,
 )
-from shared.messages.timeline import EventKind
+from shared.messages.timeline import EventKind, RequestEvent
 from shared.migration.incoming import Intake, held_after
 from shared.migration.limits import pool_of
 from shared.runtime.settings import InstanceSettings
@@ -63,6 +61,18 @@ class KvPools(Protocol):
         pool."""
 
 
+class MovingLoop(Loop, Protocol):
+    def held_epoch(self, request_id: str) -> int | None: ...
+
+
+class MovingEvents(Protocol):
+    """Timelines of requests that move."""
+
+    def add(self, request: GenerationRequest, kind: EventKind, cause: str, place: str) -> None: ...
+
+    def of_span(self, request_id: str) -> list[RequestEvent]: ...
+
+
 class InstanceMigrations(KvUsers):
     """`open_transport` None: KV does not move, as where the settings say so."""
 
@@ -71,12 +81,12 @@ class InstanceMigrations(KvUsers):
         *,
         bus: Bus,
         settings: InstanceSettings,
-        loop: EngineLoop,
+        loop: MovingLoop,
         executor: KvPools,
         outputs: OutputLog,
         reports: LoadReports,
         metrics: InstanceTelemetry,
-        events: InstanceEvents,
+        events: MovingEvents,
         intake: Intake,
         telemetry: Telemetry,
         open_transport: OpenTransport | None,

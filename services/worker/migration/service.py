@@ -7,13 +7,13 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from services.worker.instance.engine_loop import EngineLoop
-from services.worker.kv_transport import Incoming, KvTransport, Outgoing, TransferError
+from services.worker.kv_transport import Incoming, KvTransport, Outgoing, TransferError, TransferReason
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetry
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
@@ -49,7 +49,7 @@ from shared.migration.commands import Command, Stage
 from shared.migration.core import MigrationCore
 from shared.migration.incoming import Intake, with_busy
 from shared.migration.outgoing import MOVED
-from shared.migration.questions import Surroundings
+from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.migration.source import Event
 from shared.recording import file_writer
@@ -65,6 +65,18 @@ STOP_S = 5.0
 """For Commits under way, when the instance stops."""
 STOP_WRITING_S = 1.0
 """For the transport to stop writing then."""
+
+
+class Loop(EngineHost, Protocol):
+    """Whoever runs the engine: `EngineLoop`, or who stands in its place."""
+
+    def now(self) -> float: ...
+
+    def claim_blocks(self, model: str, blocks: list[int]) -> Future[Any]: ...
+
+    async def filled(self, blocks: Sequence[int]) -> bool:
+        """Whether pinned blocks hold what they stand for, as soon as that is known."""
+        ...
 
 
 class Handovers(Protocol):
@@ -125,7 +137,7 @@ class MigrationService:
         self,
         bus: Bus,
         settings: InstanceSettings,
-        loop: EngineLoop,
+        loop: Loop,
         transport: KvTransport | None,
         intake: Intake,
         peers: Callable[[], Mapping[str, InstanceInfo]],
@@ -518,6 +530,8 @@ class MigrationService:
         try:
             with out.span.stage("migration.copy", attributes):
                 await self._faults_of(migration_id).at(FaultPoint.SOURCE_COPY)
+                if not await self._loop.filled(command.blocks):
+                    raise TransferError(TransferReason.FAILED, "the engine does not have these blocks any more")
                 begun = out.begun.get(stage.number) or self._begun(stage, command.pool, command.keeps_s)
                 receipt = await transport.complete(begun, command.blocks, deadline_s=command.timeout_s)
                 out.num_bytes += receipt.num_bytes

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
 from services.worker.engines.hosted import HostedEngine
 from services.worker.engines.instance import EngineInstance
 from services.worker.engines.interface import ForeignEngine
+from services.worker.instance.migrations import OpenTransport
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCES, LOAD_REPORTS
 from shared.messages.cluster import InstancePlan, ModelSpec
@@ -24,37 +26,47 @@ from tests.worker.instance_stage import Stage, instance_on
 KINDS = ("native", "hosted", "endpoint")
 
 
-def scripted_engine(script: str = "") -> HostedEngine:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "SCRIPT": script}
+def scripted_engine(script: str = "", **variables: object) -> HostedEngine:
+    """`variables`: of the adapter's environment."""
+    told = {name: str(value) for name, value in variables.items()}
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "SCRIPT": script, **told}
     return HostedEngine([sys.executable, "-m", "tests.worker.engines.scripted_adapter"], environment)
 
 
 @asynccontextmanager
 async def engine_instance_on(
-    nats_settings: BusSettings, engine: ForeignEngine, name: str = "vllm", *, until_ready: bool = True
+    nats_settings: BusSettings,
+    engine: ForeignEngine,
+    name: str = "vllm",
+    *,
+    until_ready: bool = True,
+    instance_id: str = "node-0",
+    open_transport: OpenTransport | None = None,
+    **fields: Any,
 ) -> AsyncIterator[Stage]:
-    plan = InstancePlan("node-0", "node", [ModelSpec("a", "/models/a", engine=name)], pool_bytes=0, merged_bytes=1)
+    """`fields`: of its settings."""
+    plan = InstancePlan(instance_id, "node", [ModelSpec("a", "/models/a", engine=name)], pool_bytes=0, merged_bytes=1)
     settings = InstanceSettings(
-        nats_url=nats_settings.nats_url, node_id="node", device="cpu", instance_id="node-0",
-        plan=msgspec.json.encode(plan).decode(),
+        nats_url=nats_settings.nats_url, node_id="node", device="cpu", instance_id=instance_id,
+        plan=msgspec.json.encode(plan).decode(), **fields,
     )  # fmt: skip
-    stage = Stage("node-0")
-    telemetry = start_telemetry("worker", "node-0", settings)
+    stage = Stage(instance_id)
+    telemetry = start_telemetry("worker", instance_id, settings)
     stage.bus = await NatsBus.connect(nats_settings, service="test", service_id="peer")
-    bus = await NatsBus.connect(settings, service="instance", service_id="node-0", registry=telemetry.registry)
-    service = EngineInstance(bus, settings, telemetry, engine)
+    bus = await NatsBus.connect(settings, service="instance", service_id=instance_id, registry=telemetry.registry)
+    service = EngineInstance(bus, settings, telemetry, engine, open_transport)
     stage.service = service  # type: ignore[assignment]
     stage.telemetry = telemetry
     await stage.bus.subscribe(
         GATEWAY_FRAMES.at(gateway_id="gateway"),
-        lambda frame: stage.on_frame(frame) if frame.sender == "node-0" else None,
+        lambda frame: stage.on_frame(frame) if frame.sender == instance_id else None,
     )
     await stage.bus.subscribe(LOAD_REPORTS, stage.on_report)
     stage.instances = await (await stage.bus.key_value(INSTANCES)).watch()
     await service.start()
 
     def is_ready() -> bool:
-        info = stage.instances.entries.get("node-0")
+        info = stage.instances.entries.get(instance_id)
         return info is not None and info.incarnation == service.incarnation and info.state == "ready"
 
     try:

@@ -1,22 +1,44 @@
 """An adapter without an engine: a process behind HostedEngine's socket whose tokens are hashes of their prefix, one of
 each sequence a step. `SCRIPT`: `fail` says that it cannot serve; `die` exits after some steps; `diverge` makes other
-tokens the second time."""
+tokens the second time.
+
+Its KV is the tokens themselves: a block of the staging memory holds those of its positions, and whoever comes with KV goes
+on from that. `CAME_FILE` gets a line for each of these: key, tokens that came, tokens in all."""
 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
+from pathlib import Path
+
+import msgspec
+import numpy as np
 
 from services.worker.engines.frames import FrameReader, FrameWriter
 from services.worker.engines.hosted import SOCKET
 from shared.engines.capabilities import Capability
-from shared.engines.messages import Abort, Command, EngineFacts, Failed, Generate, Progress, Ready, Step
+from shared.engines.messages import (
+    Abort,
+    Command,
+    EngineFacts,
+    Export,
+    Exported,
+    Failed,
+    Generate,
+    Imported,
+    Progress,
+    Ready,
+    Step,
+    TakenOut,
+    TakeOut,
+)
 from shared.messages.requests import FinishReason, TokenLogprob, pack_tokens, unpack_tokens
 from tests.shared.engine.fake_executor import next_token
 
-STEP_S = 0.001
+STEP_S = float(os.environ.get("STEP_S", "0.001"))
 LACKS = (
     Capability.ADAPTERS,
     Capability.PROMPT_LOGPROBS,
@@ -26,8 +48,42 @@ LACKS = (
 )
 FACTS = EngineFacts(
     version="1.0", lacks=LACKS, max_model_len=600, block_size=4, num_blocks=400, block_bytes=64, max_running=8,
-    max_step_tokens=512,
+    max_step_tokens=512, layout="tokens",
 )  # fmt: skip
+NUM_SLOTS = 300
+
+
+class Staging:
+    """`NUM_SLOTS` blocks of token ids."""
+
+    def __init__(self) -> None:
+        size = NUM_SLOTS * FACTS.block_size * 4
+        self._file = os.memfd_create("scripted")
+        os.ftruncate(self._file, size)
+        self._slots = np.frombuffer(mmap.mmap(self._file, size), np.int32).reshape(NUM_SLOTS, FACTS.block_size)
+
+    @property
+    def facts(self) -> EngineFacts:
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return msgspec.structs.replace(FACTS, staging=path, num_slots=NUM_SLOTS, block_bytes=4 * FACTS.block_size)
+
+    def copy_out(self, tokens: list[int], first_block: int, slots: tuple[int, ...]) -> int:
+        """How many blocks were full: the last token is not computed yet."""
+        size = FACTS.block_size
+        count = min(len(slots), (len(tokens) - 1) // size - first_block)
+        for number in range(count):
+            at = (first_block + number) * size
+            self._slots[slots[number]] = tokens[at : at + size]
+        return count
+
+    def bring_in(self, message: Generate) -> list[int]:
+        """Its tokens, the first ones as their KV has them."""
+        tokens = unpack_tokens(message.prompt)
+        came = [int(one) for slot in message.slots for one in self._slots[slot]]
+        if came:
+            with Path(os.environ["CAME_FILE"]).open("a") as file:
+                print(message.key, len(came), len(tokens), file=file)
+        return came + tokens[len(came) :]
 
 
 def advance(tokens: list[int], num_made: int, message: Generate) -> Progress:
@@ -52,14 +108,24 @@ async def main() -> None:
         writer.write(Failed("no such weights", is_final=True))
         await writer.drain()
         return
-    writer.write(Ready(FACTS))
+    staging = Staging()
+    writer.write(Ready(staging.facts))
     held: dict[str, tuple[Generate, list[int], int]] = {}
     ended = asyncio.Event()
 
     async def obey() -> None:
         while (command := await reader.read()) is not None:
             if isinstance(command, Generate):
-                held[command.key] = (command, unpack_tokens(command.prompt), len(command.prompt) // 4)
+                held[command.key] = (command, staging.bring_in(command), len(command.prompt) // 4)
+                if command.slots:
+                    writer.write(Imported(command.key))
+            elif isinstance(command, Export):
+                _, tokens, _ = held.get(command.key, (None, [], 0))
+                num_out = staging.copy_out(tokens, command.first_block, command.slots)
+                writer.write(Exported(command.slots, num_out == len(command.slots)))
+            elif isinstance(command, TakeOut):
+                _, tokens, _ = held.pop(command.key, (None, [], 0))
+                writer.write(TakenOut(command.key, staging.copy_out(tokens, command.first_block, command.slots)))
             elif isinstance(command, Abort):
                 for key in command.keys:
                     held.pop(key, None)

@@ -21,7 +21,22 @@ from services.worker.engines.vllm.api_points import CLIENT, KNOWN_VERSIONS, SCHE
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.translate import core_request, progress_of
 from shared.engines.capabilities import Capability
-from shared.engines.messages import Abort, ClearCache, Command, EngineFacts, Failed, Generate, Progress, Ready, Step
+from shared.engines.messages import (
+    Abort,
+    ClearCache,
+    Command,
+    EngineFacts,
+    Export,
+    Exported,
+    Failed,
+    Generate,
+    Imported,
+    Progress,
+    Ready,
+    Step,
+    TakenOut,
+    TakeOut,
+)
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, SamplingParams, pack_tokens
 
 PACKAGE = "services.worker.engines.vllm.scheduler"
@@ -31,12 +46,15 @@ ALWAYS_LACKS = (
     Capability.ADAPTERS,
     Capability.PROMPT_LOGPROBS,
     Capability.POOLING,
-    Capability.KV_MOVES,
     Capability.SEVERAL_MODELS,
     Capability.SEED_RESUME,
     Capability.PENALTY_RESUME,
 )
 STOCK_LACKS = (Capability.PREEMPTS, Capability.BUDGETS, Capability.GRAMMAR_RESUME)
+WORKER_EXTENSION = "services.worker.engines.vllm.staging.StagingWorker"
+STAGING_SHARE = 0.125
+"""Size of the staging memory, as a share of the KV pool."""
+MIN_SLOTS, MAX_STAGING_BYTES = 16, 1 << 30
 
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 24, 3
@@ -75,6 +93,8 @@ def make_config(spec: HostedSpec) -> tuple[Any, tuple[str, ...], list[str]]:
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if not is_stock:
         config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+        if spec.moves and not config.parallel_config.worker_extension_cls:
+            config.parallel_config.worker_extension_cls = WORKER_EXTENSION
     return config, (*ALWAYS_LACKS, *(STOCK_LACKS if is_stock else ())), notes
 
 
@@ -101,6 +121,7 @@ class Adapter:
         self._writer = writer
         self._num_top: dict[str, int] = {}
         """By key: alternatives that its log-probabilities have; below 0: it has none."""
+        self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until the socket ends, or the engine."""
@@ -121,6 +142,10 @@ class Adapter:
                 await self._client.abort_requests_async(list(command.keys))
             elif isinstance(command, ClearCache):
                 await self._client.reset_prefix_cache_async()
+            elif isinstance(command, Export):
+                await self._call(command, "tideway_export", command.key, command.first_block, list(command.slots))
+            elif isinstance(command, TakeOut):
+                await self._call(command, "tideway_take_out", command.key, command.first_block, list(command.slots))
 
     async def _begin(self, message: Generate) -> None:
         try:
@@ -132,6 +157,27 @@ class Adapter:
             return
         self._num_top[message.key] = message.sampling.logprobs
         await self._client.add_request_async(request)
+        if message.slots:
+            await self._call(message, "tideway_wait")
+
+    async def _call(self, command: Generate | Export | TakeOut, method: str, *arguments: Any) -> None:
+        """Has the engine carry something out between two steps. Returns when it was sent, before it was answered."""
+        answering = asyncio.create_task(self._answer(command, method, arguments))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+        await asyncio.sleep(0)
+
+    async def _answer(self, command: Generate | Export | TakeOut, method: str, arguments: tuple[Any, ...]) -> None:
+        found = await self._client.call_utility_async(method, *arguments)
+        while not self._client.outputs_queue.empty():  # what was made before goes first
+            await asyncio.sleep(0)
+        if isinstance(command, Export):
+            self._writer.write(Exported(command.slots, bool(found)))
+        elif isinstance(command, TakeOut):
+            self._num_top.pop(command.key, None)
+            self._writer.write(TakenOut(command.key, int(found)))
+        else:
+            self._writer.write(Imported(command.key))
 
     async def _tell(self) -> None:
         while True:
@@ -177,6 +223,7 @@ async def main(spec: HostedSpec) -> None:
         await writer.drain()
         raise
     try:
+        facts = await _open_staging(client, facts, spec)
         await _warm_up(client, facts)
         writer.write(Ready(facts))
         await Adapter(client, facts.max_model_len, reader, writer).run()
@@ -186,6 +233,27 @@ async def main(spec: HostedSpec) -> None:
         print(f"the engine failed: {error!r}", file=sys.stderr, flush=True)
     finally:
         client.shutdown()
+
+
+async def _open_staging(client: Any, facts: EngineFacts, spec: HostedSpec) -> EngineFacts:
+    """With the staging memory, or with `KV_MOVES` among what it lacks, and why."""
+    why = "" if spec.moves else "the settings say so"
+    if Capability.GRAMMAR_RESUME in facts.lacks:
+        why = "the stock scheduler runs"
+    if not why:
+        num_slots = max(MIN_SLOTS, int(STAGING_SHARE * facts.num_blocks))
+        num_slots = max(1, min(num_slots, MAX_STAGING_BYTES // max(1, facts.block_bytes)))
+        try:
+            path, block_bytes, layout = await client.call_utility_async("tideway_open", num_slots)
+        except Exception as error:  # whatever vLLM makes of an error in its process
+            why = str(error)
+        else:
+            layout = f"vllm {facts.version} blocks of {facts.block_size}; {layout}"
+            return msgspec.structs.replace(
+                facts, staging=path, num_slots=num_slots, block_bytes=block_bytes, layout=layout
+            )
+    note = f"requests do not move with their KV: {why}"
+    return msgspec.structs.replace(facts, lacks=(*facts.lacks, Capability.KV_MOVES), notes=(*facts.notes, note))
 
 
 async def _warm_up(client: Any, facts: EngineFacts) -> None:

@@ -52,7 +52,18 @@ SCHEDULER = (
     Point("vllm.v1.core.sched.scheduler", "Scheduler._is_blocked_waiting_status"),
     Point("vllm.v1.core.sched.scheduler", "Scheduler._request_blocks_can_be_freed", ("request",)),
     Point("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
+    Point("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("request",)),
+    Point("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
     Point("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    Point("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", ("num_blocks",)),
+    Point("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
+    Point(
+        "vllm.v1.core.block_pool",
+        "BlockPool.cache_full_blocks",
+        ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
+    ),
+    Point("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids"),
+    Point("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("method",)),
 )
 """Without which the stock scheduler runs."""
 

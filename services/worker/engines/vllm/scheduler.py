@@ -21,6 +21,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from services.worker.engines.vllm import staging
 from shared.costs.live import LiveCosts
 from shared.costs.model import StepShape, shape_of
 from shared.engines.harvest import SequenceView, Victim, decide, victims
@@ -42,6 +43,7 @@ def die_with_parent() -> None:
 
 
 die_with_parent()
+staging.install()
 
 
 class _Harvesting:
@@ -59,6 +61,8 @@ class _Harvesting:
         self._planned: tuple[StepShape, float] | None = None
         self._last: tuple[StepShape, float] | None = None
         """The last step: its shape, and the seconds that it took."""
+        self.tideway_staging: staging.Staging | None = None
+        """None: KV does not move."""
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -71,7 +75,7 @@ class _Harvesting:
         views = [self._view(one, now, is_running=True) for one in self.running]
         views += [self._view(one, now, is_running=False) for one in waiting if not self._is_blocked(one)]
         cost = self._costs.cost_model if self._costs.is_known else None
-        decision = decide(views, self._policy, cost, now, self._most_tokens)
+        decision = decide(views, self._policy, cost, now, self._most_tokens, self._ttft_s)
         held = set(decision.held)
         for one in self.running:
             if one.request_id in held:
@@ -112,6 +116,12 @@ class _Harvesting:
         for key in self._first_token_s.keys() - self.requests.keys():  # type: ignore[attr-defined]
             del self._first_token_s[key]
         return found
+
+    def add_request(self, request: Any) -> None:
+        """One that comes with KV finds it as cached blocks."""
+        if (slots := _told(request).get("slots")) and self.tideway_staging is not None:
+            self.tideway_staging.bring_in(request, list(slots))
+        super().add_request(request)  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------- what it sees
 

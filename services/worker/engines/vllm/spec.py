@@ -20,3 +20,5 @@ class HostedSpec(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float = 0.0
     scheduler: str = "tideway"
     """tideway | stock"""
+    moves: bool = True
+    """Whether requests move to other instances with their KV, where this vLLM lets them."""

@@ -44,7 +44,12 @@ def _sampling(message: Generate, room: int) -> Any:
     import vllm
 
     sampling = message.sampling
-    told = {"ttft_s": message.ttft_s, "tpot_s": message.tpot_s, "num_fed": message.num_fed if sampling.grammar else 0}
+    told = {
+        "ttft_s": message.ttft_s,
+        "tpot_s": message.tpot_s,
+        "num_fed": message.num_fed if sampling.grammar else 0,
+        "slots": list(message.slots),
+    }
     return vllm.SamplingParams(
         max_tokens=min(sampling.max_tokens, room),
         min_tokens=min(sampling.min_tokens, room),

@@ -1,0 +1,171 @@
+"""Requests move with their KV between two instances whose engine is another's, on a real NATS: engines are scripted
+(scripted_adapter.py), whose tokens are right only where the KV that came is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.engines.hosted import HostedEngine
+from services.worker.kv_transport import KvTransport
+from shared.messages.admin import Drain
+from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_DRAIN, INSTANCE_REBALANCE, INSTANCE_REPLAY
+from shared.messages.migration import MigrationReason, Rebalance
+from shared.messages.requests import (
+    Cancel,
+    FinishReason,
+    GenerationRequest,
+    ReplayQuery,
+    StreamPosition,
+    TokenEntry,
+    unpack_tokens,
+)
+from shared.runtime.settings import BusSettings
+from tests.shared.engine.fake_executor import expected_output, request
+from tests.worker.engines.engine_stage import engine_instance_on, scripted_engine
+from tests.worker.engines.scripted_adapter import FACTS, NUM_SLOTS
+from tests.worker.instance_stage import Stage
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
+
+PROMPT = list(range(40))
+NUM_TOKENS = 500
+STEP_S = 0.01
+BLOCK_SIZE = FACTS.block_size
+
+
+class Pair:
+    """Two instances with one model, and what their gateway heard of both."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self.stages = stages
+
+    def entries(self, sent: GenerationRequest) -> list[TokenEntry]:
+        found = [one for stage in self.stages for one in stage.entries if one.request_id == sent.request_id]
+        return sorted(found, key=lambda one: (one.epoch, one.offset))
+
+    def output(self, sent: GenerationRequest) -> list[int]:
+        """As a gateway puts it together: by offset, whatever instance it came from."""
+        tokens: list[int] = []
+        for entry in self.entries(sent):
+            new = unpack_tokens(entry.tokens)
+            assert entry.offset <= len(tokens), "tokens are missing"
+            assert tokens[entry.offset : entry.offset + len(new)] == new[: len(tokens) - entry.offset]
+            tokens[entry.offset :] = new if entry.offset + len(new) >= len(tokens) else tokens[entry.offset :]
+        return tokens
+
+    def end(self, sent: GenerationRequest) -> TokenEntry | None:
+        return next((one for one in self.entries(sent) if one.finish_reason is not None), None)
+
+    def rebalance(self, source: int, lease_s: float = 5.0, max_concurrent: int = 1) -> None:
+        order = Rebalance([f"node-{1 - source}"], MigrationReason.BALANCE, lease_s, max_concurrent)
+        self.stages[source].bus.publish(INSTANCE_REBALANCE.at(instance_id=f"node-{source}"), order)
+
+    def stop(self, source: int) -> None:
+        order = Rebalance([], MigrationReason.BALANCE, 0.0)
+        self.stages[source].bus.publish(INSTANCE_REBALANCE.at(instance_id=f"node-{source}"), order)
+
+    @property
+    def num_moved(self) -> int:
+        outcomes = [one for stage in self.stages for report in stage.reports for one in report.migrations]
+        return sum(one.is_migrated for one in outcomes)
+
+    async def until(self, condition: object, timeout_s: float = 30.0) -> None:
+        await self.stages[0].until(condition, timeout_s)  # type: ignore[arg-type]
+
+    async def until_rest(self) -> None:
+        """No slot of either staging memory is in use."""
+        await self.until(lambda: all(stage.service._moves.num_slots_free == NUM_SLOTS for stage in self.stages))
+
+
+@pytest.fixture
+async def pair(nats_settings: BusSettings, tmp_path: Path) -> AsyncIterator[Pair]:
+    hub = LocalHub()
+
+    def engine() -> HostedEngine:
+        return scripted_engine(STEP_S=STEP_S, CAME_FILE=tmp_path / "came")
+
+    def opener(name: str):
+        async def open_transport() -> KvTransport:
+            transport = KvTransport(LocalNetwork(hub, name))
+            await transport.open()
+            return transport
+
+        return open_transport
+
+    async with (
+        engine_instance_on(nats_settings, engine(), open_transport=opener("a"), migration_cooldown_s=0.0) as one,
+        engine_instance_on(
+            nats_settings,
+            engine(),
+            instance_id="node-1",
+            open_transport=opener("b"),
+            migration_cooldown_s=0.0,
+        ) as other,
+    ):
+        pair = Pair([one, other])
+        await pair.until(lambda: all(stage.info.kv_address for stage in pair.stages))
+        yield pair
+
+
+async def test_a_request_that_decodes_moves_with_its_kv(pair: Pair, tmp_path: Path) -> None:
+    sent = request("r1", PROMPT, NUM_TOKENS, temperature=0.0)
+    await pair.stages[0].submit(sent)
+    await pair.until(lambda: len(pair.output(sent)) > 50)
+    pair.rebalance(0)
+    await pair.until(lambda: pair.end(sent))
+    assert pair.output(sent) == expected_output(sent, 600)
+    assert pair.num_moved == 1 and pair.stages[1].end("r1")
+    assert pair.end(sent).epoch == sent.epoch + 1
+    _, came, of = (tmp_path / "came").read_text().split()
+    assert int(of) - int(came) <= BLOCK_SIZE, "all but the last block came"
+    await pair.until_rest()
+    reply = await pair.stages[0].bus.request(
+        INSTANCE_REPLAY.at(instance_id="node-0"), ReplayQuery([StreamPosition("r1", sent.epoch, 0)]), timeout_s=5
+    )
+    assert reply.moved[0].instance_id == "node-1"
+
+
+async def test_requests_move_to_and_fro_and_none_loses_a_token(pair: Pair) -> None:
+    sent = [request(f"r{number}", list(range(number, number + 60)), NUM_TOKENS, temperature=0.0) for number in range(4)]
+    for one in sent:
+        await pair.stages[0].submit(one)
+    source = 0
+    while not all(pair.end(one) for one in sent):
+        pair.rebalance(source, max_concurrent=4)
+        await asyncio.sleep(0.05)
+        pair.stop(source)
+        source = 1 - source
+    for one in sent:
+        assert pair.output(one) == expected_output(one, 600), one.request_id
+    assert pair.num_moved >= 4
+    await pair.until_rest()
+
+
+async def test_a_cancel_reaches_a_request_that_has_moved(pair: Pair) -> None:
+    sent = request("r1", PROMPT, NUM_TOKENS, temperature=0.0)
+    await pair.stages[0].submit(sent)
+    await pair.until(lambda: len(pair.output(sent)) > 20)
+    pair.rebalance(0)
+    await pair.until(lambda: pair.num_moved)
+    pair.stages[0].bus.publish(INSTANCE_CANCEL.at(instance_id="node-0"), Cancel("r1"))
+    await pair.until(lambda: pair.end(sent))
+    assert pair.end(sent).finish_reason is FinishReason.CANCELLED
+    await pair.until_rest()
+
+
+async def test_a_drain_moves_requests_out(pair: Pair) -> None:
+    sent = [request(f"r{number}", list(range(number, number + 60)), NUM_TOKENS, temperature=0.0) for number in range(3)]
+    for one in sent:
+        await pair.stages[0].submit(one)
+    await pair.until(lambda: all(len(pair.output(one)) > 20 for one in sent))
+    await pair.stages[0].bus.request(INSTANCE_DRAIN.at(instance_id="node-0"), Drain(20.0), timeout_s=5)
+    pair.stages[0].bus.publish(
+        INSTANCE_REBALANCE.at(instance_id="node-0"), Rebalance(["node-1"], MigrationReason.DRAIN, 20.0, 4)
+    )
+    await pair.until(lambda: all(pair.end(one) for one in sent))
+    for one in sent:
+        assert pair.output(one) == expected_output(one, 600)
+    assert pair.num_moved == 3
