@@ -75,6 +75,7 @@ class Held:
     """Packed output tokens that went out, the prior ones among them."""
     slots: tuple[int, ...] = ()
     """As of `Generate`, for the next time that it is sent."""
+    num_computed: int = 0
     num_moves: int = 0
     """Moves between instances that it has made."""
     moved_s: float = -inf
@@ -132,6 +133,7 @@ class Held:
             tpot_s=self.request.tpot_objective_s,
             salt=self.request.prefix_salt,
             slots=self.slots,
+            num_computed=self.num_computed,
         )
 
 
@@ -433,6 +435,7 @@ class Book:
             num_preemptions=progress.num_preemptions,
             service_s=progress.service_s,
             slots=slots,
+            num_computed=progress.num_computed,
             num_moves=progress.num_migrations,
             moved_s=now,
         )
@@ -445,6 +448,7 @@ class Book:
         held.request = msgspec.structs.replace(held.request, epoch=epoch, prior=bytes(held.output))
         held.resumption = Resumption(held.request, self.lacks)
         held.num_tries, held.is_sent, held.slots, held.moved_s = held.num_tries + 1, False, (), now
+        held.num_computed = 0
         effects = Effects()
         self._send(effects, now)
         return effects.commands

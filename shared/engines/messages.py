@@ -58,8 +58,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     salt: str = ""
     """Only sequences of the same share cached prefixes."""
     slots: tuple[int, ...] = ()
-    """Of the staging memory, with the KV of the prompt's first blocks, which are full. `Imported` says that they were
-    read."""
+    """Of the staging memory, with the KV of the prompt's first tokens. `Imported` says that they were read."""
+    num_computed: int = 0
+    """Tokens whose KV is in `slots`."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -81,8 +82,8 @@ class Export(msgspec.Struct, frozen=True, array_like=True, tag="export"):
 
 
 class TakeOut(msgspec.Struct, frozen=True, array_like=True, tag="take_out"):
-    """End a sequence between two steps, after the blocks that are full from `first_block` on were copied into these slots,
-    as far as these go. Answered by `TakenOut`, after all of its output."""
+    """End a sequence between two steps, after its computed blocks from `first_block` on, the last one perhaps partly filled,
+    were copied into these slots, as far as these go. Answered by `TakenOut`, after all of its output."""
 
     key: str
     first_block: int
@@ -143,6 +144,8 @@ class TakenOut(msgspec.Struct, frozen=True, array_like=True, tag="taken_out"):
     key: str
     num_filled: int
     """Slots with blocks; below 0: the blocks before are lost too."""
+    num_computed: int
+    """Tokens whose KV is in these and in the blocks before."""
 
 
 class Imported(msgspec.Struct, frozen=True, array_like=True, tag="imported"):

@@ -2,8 +2,8 @@
 
 KV passes through slots of staging memory that the instance and its engine share, each of the size of a block. A stage's
 blocks are copied into slots while the sequence goes on decoding; from slots the transport sends, and into slots it receives.
-The engine takes a sequence that comes as one whose first blocks it finds computed, and computes the last block, which is
-not full, again: so a move is right whether or not its KV is used.
+The engine begins a sequence that comes with its tokens as the prompt, of which all but the last are computed; where it has
+no room for their KV it computes them again, so that a move is right whether or not the KV is used.
 
     source       pin        Export into slots
                  detach     TakeOut, with the blocks that were filled last; TakenOut -> effect Detached
@@ -59,7 +59,7 @@ class Stay(Enum):
 class Move:
     """A request on its way out of here."""
 
-    __slots__ = ("first_block", "is_cancelled", "num_out", "rest", "returns", "stay")
+    __slots__ = ("first_block", "is_cancelled", "num_computed", "rest", "returns", "stay")
 
     def __init__(self) -> None:
         self.stay = Stay.PINNED
@@ -67,8 +67,8 @@ class Move:
         """Of `rest` in the sequence."""
         self.rest: list[int] = []
         """Slots of the stage that was pinned last, then of what was filled after it."""
-        self.num_out = -1
-        """Full blocks in slots when it was taken out; below 0: not yet, or they were lost."""
+        self.num_computed = -1
+        """Tokens whose KV was saved when it was taken out; below 0: not yet, or it was lost."""
         self.returns: int | None = None
         """It goes on here as soon as it is out: in this epoch."""
         self.is_cancelled = False
@@ -281,9 +281,9 @@ class Departures:
         self.commands.append(TakeOut(held.key, move.first_block + len(move.rest), tuple(slots)))
         return True
 
-    def taken_out(self, key: str, num_filled: int, now: float) -> None:
-        """The engine has taken it out, after all its output, with so many more blocks in slots; below 0: it had no KV left
-        that could move, or was not there."""
+    def taken_out(self, key: str, num_filled: int, num_computed: int, now: float) -> None:
+        """The engine has taken it out, after all its output, with so many more blocks in slots, and so many tokens in all;
+        below 0: it had no KV left that could move, or was not there."""
         order = self._orders.pop(key, None)
         if order is None:
             return
@@ -298,7 +298,7 @@ class Departures:
         self._book.withdraw(held)  # the engine does not know it any more
         move.rest += slots[:kept]
         if num_filled >= 0:
-            move.num_out = move.first_block + len(move.rest)
+            move.num_computed = num_computed
         self._out(held, move, now)
 
     def _out(self, held: Held, move: Move, now: float) -> None:
@@ -306,7 +306,7 @@ class Departures:
         if move.returns is not None:
             self._return(held, move.returns, now)
             return
-        num_computed = max(0, move.num_out) * self._block_size if held.is_running else 0
+        num_computed = max(0, move.num_computed) if held.is_running else 0
         self._taken.append(self._book.detached(held, num_computed, now))
 
     def take_effects(self) -> list[Detached]:
@@ -317,18 +317,19 @@ class Departures:
     # ------------------------------------------------------------------------------------ when it is out of it
 
     def pin_rest(self, request_id: str, first_block: int) -> PinnedBlocks | None:
-        """After `Detached`: all full blocks from `first_block` on, none of one that waits. None: it has ended, or its KV is
-        lost."""
+        """After `Detached`: all blocks from `first_block` on with computed tokens, none of one that waits. None: it has
+        ended, or its KV is lost."""
         held, move = self._book.get(request_id), self._moves.get(request_id)
         if held is None or move is None or move.stay is not Stay.OUT:
             return None
         if not held.is_running:
             return PinnedBlocks(self._book.model, False, 0, [], b"")
-        if move.num_out < 0 or move.first_block != first_block:
+        if move.num_computed < 0 or move.first_block != first_block:
             return None
         blocks = list(move.rest)
         self._slots.retain(blocks)
-        return PinnedBlocks(self._book.model, False, first_block, blocks, self._hashes(first_block, len(blocks)))
+        num_full = min(len(blocks), move.num_computed // self._block_size - first_block)
+        return PinnedBlocks(self._book.model, False, first_block, blocks, self._hashes(first_block, num_full))
 
     def freeze(self, request_id: str) -> bool:
         """After `Detached`: neither cancel nor deadline end it any more. False: it has ended."""
@@ -461,14 +462,15 @@ class Arrivals:
         if held is not None and held.request.epoch >= request.epoch:
             return ErrorInfo(ErrorCode.CONFLICT, f"held here in epoch {held.request.epoch}")
         reserved = self._reserved.get(commit.migration_id)
-        num_full = commit.progress.num_computed // book.facts.block_size
-        if commit.num_blocks and reserved is None:
+        num_computed = commit.progress.num_computed
+        num_blocks = -(-num_computed // book.facts.block_size)
+        if num_blocks and reserved is None:
             return ErrorInfo(ErrorCode.GONE, "what was reserved for this migration is not here any more")
-        if reserved is not None and num_full > len(reserved.slots):
+        if reserved is not None and num_blocks > len(reserved.slots):
             return ErrorInfo(ErrorCode.BAD_REQUEST, "not the sequence that was announced")
         if not commit.num_blocks and not book.has_room(-(-len(request.prompt) // (4 * book.facts.block_size))):
             return ErrorInfo(ErrorCode.OVERLOADED, "it would wait here too")
-        slots = [] if reserved is None else reserved.slots[:num_full]
+        slots = [] if reserved is None else reserved.slots[:num_blocks]
         adopted = book.adopt(request, commit.progress, tuple(slots), now)
         if isinstance(adopted, ErrorInfo):
             return adopted

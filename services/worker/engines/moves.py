@@ -103,7 +103,7 @@ class EngineMoves:
         if isinstance(message, Exported):
             moving.outgoing.exported(message.slots, message.is_done)
         elif isinstance(message, TakenOut):
-            moving.outgoing.taken_out(message.key, message.num_filled, now)
+            moving.outgoing.taken_out(message.key, message.num_filled, message.num_computed, now)
         elif isinstance(message, Imported):
             moving.incoming.imported(message.key)
         self._changed.set()

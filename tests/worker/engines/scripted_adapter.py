@@ -67,19 +67,22 @@ class Staging:
         path = f"/proc/{os.getpid()}/fd/{self._file}"
         return msgspec.structs.replace(FACTS, staging=path, num_slots=NUM_SLOTS, block_bytes=4 * FACTS.block_size)
 
-    def copy_out(self, tokens: list[int], first_block: int, slots: tuple[int, ...]) -> int:
-        """How many blocks were full: the last token is not computed yet."""
+    def copy_out(self, tokens: list[int], first_block: int, slots: tuple[int, ...], *, is_partial: bool) -> list[int]:
+        """Slots that were filled, and tokens in them and before; the last token is not computed yet."""
         size = FACTS.block_size
-        count = min(len(slots), (len(tokens) - 1) // size - first_block)
-        for number in range(count):
-            at = (first_block + number) * size
-            self._slots[slots[number]] = tokens[at : at + size]
-        return count
+        num_computed = min(len(tokens) - 1, (first_block + len(slots)) * size)
+        if num_computed < first_block * size:
+            return [-1, -1]
+        end = -(-num_computed // size) if is_partial else num_computed // size
+        for block in range(first_block, end):
+            part = tokens[block * size : min((block + 1) * size, num_computed)]
+            self._slots[slots[block - first_block], : len(part)] = part
+        return [end - first_block, num_computed]
 
     def bring_in(self, message: Generate) -> list[int]:
         """Its tokens, the first ones as their KV has them."""
         tokens = unpack_tokens(message.prompt)
-        came = [int(one) for slot in message.slots for one in self._slots[slot]]
+        came = [int(one) for slot in message.slots for one in self._slots[slot]][: message.num_computed]
         if came:
             with Path(os.environ["CAME_FILE"]).open("a") as file:
                 print(message.key, len(came), len(tokens), file=file)
@@ -121,11 +124,12 @@ async def main() -> None:
                     writer.write(Imported(command.key))
             elif isinstance(command, Export):
                 _, tokens, _ = held.get(command.key, (None, [], 0))
-                num_out = staging.copy_out(tokens, command.first_block, command.slots)
+                num_out, _ = staging.copy_out(tokens, command.first_block, command.slots, is_partial=False)
                 writer.write(Exported(command.slots, num_out == len(command.slots)))
             elif isinstance(command, TakeOut):
                 _, tokens, _ = held.pop(command.key, (None, [], 0))
-                writer.write(TakenOut(command.key, staging.copy_out(tokens, command.first_block, command.slots)))
+                found = staging.copy_out(tokens, command.first_block, command.slots, is_partial=True)
+                writer.write(TakenOut(command.key, *found))
             elif isinstance(command, Abort):
                 for key in command.keys:
                     held.pop(key, None)

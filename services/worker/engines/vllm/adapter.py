@@ -175,7 +175,7 @@ class Adapter:
             self._writer.write(Exported(command.slots, bool(found)))
         elif isinstance(command, TakeOut):
             self._num_top.pop(command.key, None)
-            self._writer.write(TakenOut(command.key, int(found)))
+            self._writer.write(TakenOut(command.key, *map(int, found)))
         else:
             self._writer.write(Imported(command.key))
 

@@ -118,9 +118,10 @@ class _Harvesting:
         return found
 
     def add_request(self, request: Any) -> None:
-        """One that comes with KV finds it as cached blocks."""
-        if (slots := _told(request).get("slots")) and self.tideway_staging is not None:
-            self.tideway_staging.bring_in(request, list(slots))
+        """One that comes with KV has it from the beginning."""
+        told = _told(request)
+        if (slots := told.get("slots")) and self.tideway_staging is not None:
+            self.tideway_staging.bring_in(request, list(slots), int(told["num_computed"]))
         super().add_request(request)  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------- what it sees
@@ -160,7 +161,7 @@ class _Harvesting:
     def _make_room(self, now: float) -> None:
         wanting = [
             one
-            for one in self.waiting  # type: ignore[attr-defined]
+            for one in (*self.kv_holding_waiting, *self.waiting)  # type: ignore[attr-defined]
             if one.priority < OFFLINE_PRIORITY and not self._is_blocked(one)
         ]
         if not wanting:
@@ -175,7 +176,7 @@ class _Harvesting:
             and self._request_blocks_can_be_freed(one)  # type: ignore[attr-defined]
         }
         found = victims(
-            [-(-one.num_tokens // block_size) + 1 for one in wanting],
+            [-(-(one.num_tokens - one.num_computed_tokens) // block_size) + 1 for one in wanting],
             self.max_num_active_reqs - len(self.running),  # type: ignore[attr-defined]
             self.kv_cache_manager.block_pool.get_num_free_blocks(),  # type: ignore[attr-defined]
             [

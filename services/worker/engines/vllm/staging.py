@@ -64,12 +64,12 @@ class Staging:
     def open(self, num_slots: int) -> list[Any]:
         """`StagingWorker.tideway_open`. Raises `ValueError`."""
         config = self._core.vllm_config
-        if not config.cache_config.enable_prefix_caching:
-            raise ValueError("prefix caching is off")
         if config.parallel_config.world_size != 1:
             raise ValueError("the model is on several devices")
         if len(self._manager.kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("the model has several kinds of KV caches")
+        if self._core.scheduler.needs_kv_cache_zeroing:
+            raise ValueError("vLLM clears new blocks of this model")
         num_blocks = config.cache_config.num_gpu_blocks
         (found,) = self._core.model_executor.collective_rpc("tideway_open", args=(num_slots, num_blocks))
         self._core.scheduler.tideway_staging = self
@@ -77,39 +77,53 @@ class Staging:
 
     def export(self, key: str, first_block: int, slots: list[int]) -> bool:
         """Whether the sequence had these full blocks, which are in the slots now."""
-        return self._copy_out(key, first_block, slots) == len(slots)
+        num_computed = self._num_computed(key)
+        if num_computed < (first_block + len(slots)) * self._block_size:
+            return False
+        self._copy_out(key, first_block, slots)
+        return True
 
-    def take_out(self, key: str, first_block: int, slots: list[int]) -> int:
-        """Ends the sequence; how many of the slots were filled; below 0: it has not the blocks before."""
+    def take_out(self, key: str, first_block: int, slots: list[int]) -> list[int]:
+        """Ends the sequence. Returns how many of the slots were filled, and the tokens whose KV is in these and in the
+        blocks before; below 0: it has not the blocks before."""
         from vllm.v1.request import RequestStatus
 
-        num_filled = self._copy_out(key, first_block, slots)
+        num_computed, size = self._num_computed(key), self._block_size
+        num_computed = min(num_computed, (first_block + len(slots)) * size)
+        num_filled = -(-num_computed // size) - first_block
+        if num_computed < first_block * size:
+            num_filled = num_computed = -1
+        elif num_filled:
+            self._copy_out(key, first_block, slots[:num_filled])
         self._core.scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED)
-        return num_filled
+        return [num_filled, num_computed]
 
-    def _copy_out(self, key: str, first_block: int, slots: list[int]) -> int:
+    def _num_computed(self, key: str) -> int:
+        """Tokens whose KV is there; below 0: it does not run."""
         request = self._core.scheduler.requests.get(key)
         if request is None or request not in self._core.scheduler.running:
             return -1
-        num_full = int(request.num_computed_tokens - request.num_in_flight_tokens) // self._block_size
-        if num_full < first_block:
-            return -1
-        count = min(num_full - first_block, len(slots))
-        blocks = self._manager.get_block_ids(key)[0][first_block : first_block + count]
-        self._copy(blocks, slots[:count], is_out=True)
-        return count
+        return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
-    def bring_in(self, request: Any, slots: list[int]) -> None:
-        """Copies slots into free blocks that the request, which is not scheduled yet, then finds by their hashes. Where
-        there are not so many, it computes them itself."""
-        pool = self._manager.block_pool
-        count = min(len(slots), (request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        if not count or pool.get_num_free_blocks() <= count:
+    def _copy_out(self, key: str, first_block: int, slots: list[int]) -> None:
+        blocks = self._manager.get_block_ids(key)[0][first_block : first_block + len(slots)]
+        self._copy(blocks, slots, is_out=True)
+
+    def bring_in(self, request: Any, slots: list[int], num_computed: int) -> None:
+        """Gives the request, which is not scheduled yet, blocks with the slots' contents, as vLLM does with one whose KV a
+        connector has loaded. Where there are not so many, it is computed."""
+        if not 0 < num_computed < request.num_tokens or num_computed > len(slots) * self._block_size:
             return
-        blocks = pool.get_new_blocks(count)
-        self._copy([one.block_id for one in blocks], slots[:count], is_out=False)
-        pool.cache_full_blocks(request, blocks, 0, count, self._block_size, 0)
-        pool.free_blocks(reversed(blocks))
+        if self._manager.allocate_slots(request, num_computed) is None:
+            return
+        self._copy(self._manager.get_block_ids(request.request_id)[0][: len(slots)], slots, is_out=False)
+        request.num_computed_tokens = num_computed
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=num_computed,
+                num_external_cached_tokens=0,
+            )
 
     @property
     def _block_size(self) -> int:
@@ -136,7 +150,7 @@ def install() -> None:
     def tideway_export(core: Any, key: str, first_block: int, slots: list[int]) -> bool:
         return of(core).export(key, first_block, slots)
 
-    def tideway_take_out(core: Any, key: str, first_block: int, slots: list[int]) -> int:
+    def tideway_take_out(core: Any, key: str, first_block: int, slots: list[int]) -> list[int]:
         return of(core).take_out(key, first_block, slots)
 
     def tideway_wait(core: Any) -> bool:

@@ -49,6 +49,7 @@ def _sampling(message: Generate, room: int) -> Any:
         "tpot_s": message.tpot_s,
         "num_fed": message.num_fed if sampling.grammar else 0,
         "slots": list(message.slots),
+        "num_computed": message.num_computed,
     }
     return vllm.SamplingParams(
         max_tokens=min(sampling.max_tokens, room),
