@@ -142,7 +142,7 @@ class Tideway(Server):
         return " ".join(
             [
                 done.stdout.strip() or "unknown",
-                *(f"{key}={value}" for key, value in self._settings.items()),
+                *(f"{key}={value}" for key, value in self._settings.items() if not value.startswith("/")),
                 *self._options,
             ]
         )

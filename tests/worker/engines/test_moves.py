@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.engines.hosted import HostedEngine
+from services.worker.instance.migrations import OpenTransport
 from services.worker.kv_transport import KvTransport
 from shared.messages.admin import Drain
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_DRAIN, INSTANCE_REBALANCE, INSTANCE_REPLAY
@@ -17,66 +18,19 @@ from shared.messages.migration import MigrationReason, Rebalance
 from shared.messages.requests import (
     Cancel,
     FinishReason,
-    GenerationRequest,
     ReplayQuery,
     StreamPosition,
-    TokenEntry,
-    unpack_tokens,
 )
 from shared.runtime.settings import BusSettings
 from tests.shared.engine.fake_executor import expected_output, request
-from tests.worker.engines.engine_stage import engine_instance_on, scripted_engine
+from tests.worker.engines.engine_stage import scripted_engine
+from tests.worker.engines.pair import Pair, pair_on
 from tests.worker.engines.scripted_adapter import NUM_SLOTS
-from tests.worker.instance_stage import Stage
 from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 
 PROMPT = list(range(40))
 NUM_TOKENS = 500
 STEP_S = 0.01
-
-
-class Pair:
-    """Two instances with one model, and what their gateway heard of both."""
-
-    def __init__(self, stages: list[Stage]) -> None:
-        self.stages = stages
-
-    def entries(self, sent: GenerationRequest) -> list[TokenEntry]:
-        found = [one for stage in self.stages for one in stage.entries if one.request_id == sent.request_id]
-        return sorted(found, key=lambda one: (one.epoch, one.offset))
-
-    def output(self, sent: GenerationRequest) -> list[int]:
-        """As a gateway puts it together: by offset, whatever instance it came from."""
-        tokens: list[int] = []
-        for entry in self.entries(sent):
-            new = unpack_tokens(entry.tokens)
-            assert entry.offset <= len(tokens), "tokens are missing"
-            assert tokens[entry.offset : entry.offset + len(new)] == new[: len(tokens) - entry.offset]
-            tokens[entry.offset :] = new if entry.offset + len(new) >= len(tokens) else tokens[entry.offset :]
-        return tokens
-
-    def end(self, sent: GenerationRequest) -> TokenEntry | None:
-        return next((one for one in self.entries(sent) if one.finish_reason is not None), None)
-
-    def rebalance(self, source: int, lease_s: float = 5.0, max_concurrent: int = 1) -> None:
-        order = Rebalance([f"node-{1 - source}"], MigrationReason.BALANCE, lease_s, max_concurrent)
-        self.stages[source].bus.publish(INSTANCE_REBALANCE.at(instance_id=f"node-{source}"), order)
-
-    def stop(self, source: int) -> None:
-        order = Rebalance([], MigrationReason.BALANCE, 0.0)
-        self.stages[source].bus.publish(INSTANCE_REBALANCE.at(instance_id=f"node-{source}"), order)
-
-    @property
-    def num_moved(self) -> int:
-        outcomes = [one for stage in self.stages for report in stage.reports for one in report.migrations]
-        return sum(one.is_migrated for one in outcomes)
-
-    async def until(self, condition: object, timeout_s: float = 30.0) -> None:
-        await self.stages[0].until(condition, timeout_s)  # type: ignore[arg-type]
-
-    async def until_rest(self) -> None:
-        """No slot of either staging memory is in use."""
-        await self.until(lambda: all(stage.service._moves.num_slots_free == NUM_SLOTS for stage in self.stages))
 
 
 @pytest.fixture
@@ -86,7 +40,7 @@ async def pair(nats_settings: BusSettings, tmp_path: Path) -> AsyncIterator[Pair
     def engine() -> HostedEngine:
         return scripted_engine(STEP_S=STEP_S, CAME_FILE=tmp_path / "came")
 
-    def opener(name: str):
+    def opener(name: str) -> OpenTransport:
         async def open_transport() -> KvTransport:
             transport = KvTransport(LocalNetwork(hub, name))
             await transport.open()
@@ -94,18 +48,7 @@ async def pair(nats_settings: BusSettings, tmp_path: Path) -> AsyncIterator[Pair
 
         return open_transport
 
-    async with (
-        engine_instance_on(nats_settings, engine(), open_transport=opener("a"), migration_cooldown_s=0.0) as one,
-        engine_instance_on(
-            nats_settings,
-            engine(),
-            instance_id="node-1",
-            open_transport=opener("b"),
-            migration_cooldown_s=0.0,
-        ) as other,
-    ):
-        pair = Pair([one, other])
-        await pair.until(lambda: all(stage.info.kv_address for stage in pair.stages))
+    async with pair_on(nats_settings, [engine(), engine()], [opener("a"), opener("b")]) as pair:
         yield pair
 
 
@@ -120,7 +63,7 @@ async def test_a_request_that_decodes_moves_with_its_kv(pair: Pair, tmp_path: Pa
     assert pair.end(sent).epoch == sent.epoch + 1
     _, came, of = (tmp_path / "came").read_text().split()
     assert int(of) - int(came) == 1, "the KV of all but the last token came"
-    await pair.until_rest()
+    await pair.until_rest(NUM_SLOTS)
     reply = await pair.stages[0].bus.request(
         INSTANCE_REPLAY.at(instance_id="node-0"), ReplayQuery([StreamPosition("r1", sent.epoch, 0)]), timeout_s=5
     )
@@ -140,7 +83,7 @@ async def test_requests_move_to_and_fro_and_none_loses_a_token(pair: Pair) -> No
     for one in sent:
         assert pair.output(one) == expected_output(one, 600), one.request_id
     assert pair.num_moved >= 4
-    await pair.until_rest()
+    await pair.until_rest(NUM_SLOTS)
 
 
 async def test_a_cancel_reaches_a_request_that_has_moved(pair: Pair) -> None:
@@ -152,7 +95,7 @@ async def test_a_cancel_reaches_a_request_that_has_moved(pair: Pair) -> None:
     pair.stages[0].bus.publish(INSTANCE_CANCEL.at(instance_id="node-0"), Cancel("r1"))
     await pair.until(lambda: pair.end(sent))
     assert pair.end(sent).finish_reason is FinishReason.CANCELLED
-    await pair.until_rest()
+    await pair.until_rest(NUM_SLOTS)
 
 
 async def test_a_drain_moves_requests_out(pair: Pair) -> None:
