@@ -39,6 +39,7 @@ FLAGS = "--enforce-eager --max-num-seqs 16 --max-num-batched-tokens 512 --block-
 TURN_S = 0.4
 """For which one instance gives its requests away, before the other does."""
 MOST_PAUSE_STEPS = 2.0
+START_TIMEOUT_S = 600.0
 
 
 class Entry(NamedTuple):
@@ -104,7 +105,7 @@ async def run_all(pair: Pair, sent: list[GenerationRequest], arguments: argparse
     draw, source = random.Random(arguments.seed), 0
     for one in sent:
         await pair.stages[0].submit(one)
-    await pair.until(lambda: all(len(pair.output(one)) > 2 for one in sent), 300)
+    await pair.until(lambda: all(len(pair.output(one)) > 2 for one in sent), START_TIMEOUT_S)
     while not all(pair.end(one) for one in sent):
         if moves:
             if arguments.faults:
@@ -130,7 +131,7 @@ async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, 
         await opened.open()
         return opened
 
-    settings = {"max_migrations": 4}
+    settings = {"max_migrations": 4, "start_timeout_s": START_TIMEOUT_S}
     async with pair_on(
         BusSettings(nats_url=nats_url), [engine(), engine()], [transport, transport], **settings
     ) as pair:

@@ -42,6 +42,7 @@ async def engine_instance_on(
     until_ready: bool = True,
     instance_id: str = "node-0",
     open_transport: OpenTransport | None = None,
+    start_timeout_s: float = 60.0,
     **fields: Any,
 ) -> AsyncIterator[Stage]:
     """`fields`: of its settings."""
@@ -71,7 +72,7 @@ async def engine_instance_on(
 
     try:
         if until_ready:
-            await stage.until(is_ready)
+            await stage.until(is_ready, start_timeout_s)
         yield stage
     finally:
         await service.stop()
