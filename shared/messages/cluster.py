@@ -23,6 +23,8 @@ TOOL_FORMATS = (
     "glm",
     "qwen3-coder",
     "hermes",
+    "pythonic",
+    "llama4",
     "llama3",
     "mistral",
     "mistral-named",

@@ -99,6 +99,9 @@ for short, mark in (("CALLS", "tool\u2581calls"), ("CALL", "tool\u2581call"), ("
         long = f"<\uff5c{mark}{end.replace('_', chr(0x2581))}\uff5c>"
         DEEPSEEK_V3, DEEPSEEK_V31 = (each.replace(f"<{short}{end}>", long) for each in (DEEPSEEK_V3, DEEPSEEK_V31))
 
+PYTHONIC = 'code(text="1\\n</tool_call> <b>\u6f6e", n=1, list=[1, 2.5], maybe=null, flag=True, new={"a": "b"})'
+LLAMA4 = '{"name": "weather", "parameters": ' + ARGUMENTS + "}"
+
 # (format, text, content, calls)
 OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>\n{call()}\n</tool_call>", "", [WEATHER]),
@@ -119,6 +122,25 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama3", '{"name": "Ada", "age": 36} is she.', '{"name": "Ada", "age": 36} is she.', []),
     ("llama3", '{"city": {"a": [1]}}', '{"city": {"a": [1]}}', []),
     ("llama3", "Hello <|python", "Hello <|python", []),
+    ("llama4", f"<|python_start|>I look.<|python_end|>{LLAMA4}", "I look.", [WEATHER]),
+    ("llama4", f"<|python_start|><|python_end|>{LLAMA4}{call('now', '{}', 'parameters')}", "", [WEATHER, NOW]),
+    ("llama4", f"<|python_start|>{LLAMA4}<|python_end|>", "", [WEATHER]),
+    ("llama4", '{"name": "Ada", "age": 36} is she.', '{"name": "Ada", "age": 36} is she.', []),
+    ("llama4", f"[{PYTHONIC}]", "", [CODE]),
+    ("pythonic", f"[{PYTHONIC}, now()]", "", [CODE, NOW]),
+    ("pythonic", f"<|python_start|>[{PYTHONIC}]<|python_end|>", "", [CODE]),
+    ("pythonic", f"<|python_start|>[now()]<|python_end|> [{PYTHONIC}]", "", [NOW, CODE]),
+    ("pythonic", PYTHONIC, PYTHONIC, []),
+    ("pythonic", "[nobody(a=1)]", "[nobody(a=1)]", []),
+    ("pythonic", "[1, 2] and [now", "[1, 2] and [now", []),
+    ("pythonic", "[ now ( ) ]", "[ now ( ) ]", []),
+    ("pythonic", "[code(text='it\\'s \"so\"', n=\"1\", flag=\"False\")]", "",
+     [("code", {"text": 'it\'s "so"', "n": 1, "flag": False})]),
+    ("pythonic", '[code(text="say "hi, you" (now)", n=1)]', "", [("code", {"text": 'say "hi, you" (now)', "n": 1})]),
+    ("pythonic", "[code(text=7, maybe=None, list=(1, 2))]", "", [("code", {"text": 7, "maybe": None, "list": [1, 2]})]),
+    ("pythonic", "[weather(\"Rome\", days=[{'a': None}], x=2*3, big=1e999)]", "",
+     [("weather", {"days": [{"a": None}], "x": "2*3", "big": "1e999"})]),
+    ("pythonic", '[code(n=1, text="it goes on', "", [("code", {"n": 1, "text": '"it goes on'})]),
     ("mistral", f"[TOOL_CALLS] [{call()}, {call('now', '{}')}]", "", [WEATHER, NOW]),
     ("mistral", f"Well.[TOOL_CALLS][{call()}]", "Well.", [WEATHER]),
     ("mistral", f"[TOOL_CALLS][{call()}] [TOOL_CALLS]now{{}}", "", [WEATHER, NOW]),
@@ -189,6 +211,7 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 PIECES = [
     f"<{_MARK}function_calls>", f'<{_MARK}invoke name="now">', f'<{_MARK}parameter name="a" string="true">',
     f"</{_MARK}parameter>", f"</{_MARK}invoke>", '" string="', "false",
+    "<|python_start|>", "<|python_end|>", "now(", "a=", "'", ")", "(", "code(n=",
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|py",
     "{", "}", "[", "]", '"', ": ", ",", ";", " ", "\n", "\\", "\\ud83d", '"name"', '"arguments"', '"now"',
     "<function=", "now>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg",
@@ -283,6 +306,11 @@ def test_arguments_come_as_they_are_written() -> None:
         ("llama3", '{"name": "wea', "", 0),
         ("llama3", '{"name": "Ada", "a', '{"name": "Ada", "a', 0),
         ("llama3", '{"answer": 1', '{"answer": 1', 0),
+        ("llama4", f"<|python_start|>I look.<|python_end|>{LLAMA4[:12]}", "I look.", 0),
+        ("llama4", LLAMA4[:50], "", 1),
+        ("pythonic", "<|python_sta", "", 0),
+        ("pythonic", "[wea", "", 0),
+        ("pythonic", "[now(), code(te", "", 2),
         ("json", f'[{call()}, {{"na', "", 1),
         ("json", '[{"name": "wea', "", 0),
         ("mistral", '[TOOL_CALLS] [{"na', "", 0),
@@ -412,6 +440,8 @@ SPELLED = {
     "harmony": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}",
     "hermes": f"<tool_call>\n{call()}\n</tool_call>\n<tool_call>\n{call('now', '{}')}\n</tool_call>",
     "llama3": f"{call(key='parameters')}; {call('now', '{}', 'parameters')}",
+    "llama4": f"{LLAMA4}{call('now', '{}', 'parameters')}",
+    "pythonic": f"[{PYTHONIC}, now(), weather(a=[1])]",
     "mistral": f"[TOOL_CALLS][{call()}, {call('now', '{}')}]",
     "mistral-named": f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}",
     "json": f"[{call()}, {call('now', '{}')}]",
@@ -427,7 +457,7 @@ def test_a_grammar_takes_what_the_family_writes(name: str) -> None:
         FunctionDefinition("code", None, {**SCHEMA, "properties": {**SCHEMA["properties"], "new": {"type": "object"}}}),
     ]
     source = json.dumps({"grammars": [{"lark_grammar": FORMATS[name].grammar(functions, True, lambda piece: None)}]})
-    spelled = SPELLED[name].replace("True", "true")
+    spelled = SPELLED[name] if FORMATS[name].is_pythonic else SPELLED[name].replace("True", "true")
     assert _takes(source, spelled)
     assert not _takes(source, spelled.replace("now", "nobody").replace("weather", "nobody").replace("code", "nobody"))
     assert not _takes(source, spelled[: len(spelled) // 2])
@@ -463,6 +493,10 @@ def test_the_template_says_which_format() -> None:
     assert format_of("{{ '<tool_call>' }}").name == "hermes"
     assert format_of("{{ '<|python_tag|>' }}").name == "llama3"
     assert format_of('Respond {"name": f, "parameters": d} <|eot_id|>').name == "llama3"
+    assert format_of('{{ "<|python_start|>" }} {{ \'"parameters": \' }} <|eot|>').name == "llama4"
+    assert (
+        format_of("<|header_start|> [func_name1(param1=value1), func_name2(...)] {{ name + '(' }}").name == "pythonic"
+    )
     assert format_of("[TOOL_CALLS]").name == "mistral"
     assert format_of("[TOOL_CALLS] [ARGS]").name == "mistral-named"
     assert format_of("<tool_call><function=x>").name == "qwen3-coder"

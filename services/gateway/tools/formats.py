@@ -20,6 +20,8 @@ from services.gateway.tools.harmony import MARKS as HARMONY_MARKS
 from services.gateway.tools.harmony import HarmonyParser
 from services.gateway.tools.keyed import KeyedMarks, KeyedParser, texts_of
 from services.gateway.tools.parsers import BareParser, MarkedParser, SectionParser, TaggedParser, ToolParser
+from services.gateway.tools.pythonic import MARKS as PYTHON_MARKS
+from services.gateway.tools.pythonic import PythonicParser
 from services.gateway.tools.reasoning import Opening, ReasoningFormat
 from shared.plugins import Registry, installed
 
@@ -57,7 +59,9 @@ class ToolFormat:
     new_id: Callable[[str], str] = _long_id
     """Where the model gives a call none; of what it alone is known by: whoever makes the answer again makes the same."""
     keyed: KeyedMarks | None = None
-    """Where arguments are not JSON; `head` and `tail` are of no account then."""
+    """Where arguments stand between marks; `head` and `tail` are of no account then."""
+    is_pythonic: bool = False
+    """Arguments are those of a call in Python, between `head` and `tail`."""
     has_reasoning: bool = False
     """The parser finds it too."""
     may_be_parallel: bool = True
@@ -129,6 +133,9 @@ class ToolFormat:
             if self.keyed is not None:
                 rules += _keyed_rules(self.keyed, function, schema, number, literal, special_token_id)
                 continue
+            if self.is_pythonic:
+                rules += _pythonic_rules(function, schema, number, literal(self.head.replace("NAME", function.name)))
+                continue
             head, number_mark, rest = self.head.replace("NAME", function.name).partition("NUMBER")
             spelled = f"{literal(head)} {'/[0-9]{1,4}/' if number_mark else ''} {literal(rest)}"
             rules.append(f"call_{number}: {spelled} %json {_json_of(schema, function)} {literal(self.tail)}")
@@ -182,6 +189,32 @@ def _keyed_rules(
     return [f"call_{number}: {head} {' '.join(parts)} {literal(marks.call_end)}", *rules]
 
 
+def _pythonic_rules(function: FunctionDefinition, schema: dict[str, Any], number: int, head: str) -> list[str]:
+    """Rules of a call with keyword arguments in the schema's order; `call_<number>` is the first. An argument's rule `first`
+    says what may come from there on where none is written yet, `more` where one is."""
+    required, rules = schema.get("required") or [], []
+    arguments = list((schema.get("properties") or {}).items())
+    named = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    is_open = "properties" not in schema and schema.get("additionalProperties") is not False
+    rule = f"call_{number}"
+    rules.append(f'{rule}: {head} {rule}_first_0 ")"')
+    for place, (key, own) in enumerate(arguments):
+        value = "%json " + _json_of({**own, **named} if isinstance(own, dict) else {}, function)
+        if set(types_of(own, schema)) == {"boolean"} and not own.keys() & {"const", "enum"}:
+            value = '("True" | "False")'
+        rules.append(f"{rule}_{place}: {lark_text(key + '=')} {value}")
+        written = f"{rule}_{place} {rule}_more_{place + 1}"
+        rules.append(f"{rule}_first_{place}: {written}" + ("" if key in required else f" | {rule}_first_{place + 1}"))
+        rest = f'", " {rule}_{place}'
+        rules.append(f"{rule}_more_{place}: {rest if key in required else f'({rest})?'} {rule}_more_{place + 1}")
+    any_argument = '/[A-Za-z_][A-Za-z0-9_]{0,127}/ "=" %json ' + _json_of({}, function)
+    rules.append(
+        f"{rule}_first_{len(arguments)}: " + (f'({any_argument} (", " {any_argument})*)?' if is_open else '""')
+    )
+    rules.append(f'{rule}_more_{len(arguments)}: ""')
+    return rules
+
+
 HERMES = ToolFormat(
     name="hermes",
     suits=lambda template: "<tool_call>" in template,
@@ -201,6 +234,28 @@ LLAMA3 = ToolFormat(
     marks=("<|python_tag|>",),
 )
 """Llama 3.1 to 3.3."""
+LLAMA4 = ToolFormat(
+    name="llama4",
+    suits=lambda template: "<|python_start|>" in template and '"parameters": ' in template,
+    parser=PythonicParser,
+    head='{"name": "NAME", "parameters": ',
+    separator="",
+    marks=PYTHON_MARKS,
+)
+"""Llama 4 with the template that came with it."""
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    suits=lambda template: "func_name1(" in template,
+    parser=PythonicParser,
+    begin="[",
+    head="NAME(",
+    tail=")",
+    separator=", ",
+    end="]",
+    marks=PYTHON_MARKS,
+    is_pythonic=True,
+)
+"""Llama 4 with its later template, and Llama 3.2."""
 MISTRAL = ToolFormat(
     name="mistral",
     suits=lambda template: "[TOOL_CALLS]" in template and "[ARGS]" not in template,
@@ -428,7 +483,7 @@ FORMATS: Registry[ToolFormat] = Registry(
         one.name: one
         for one in (
             *(HARMONY, KIMI, DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX, SEED, GLM, QWEN3_CODER),
-            *(HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
+            *(HERMES, PYTHONIC, LLAMA4, LLAMA3, MISTRAL, MISTRAL_NAMED, PLAIN),
         )
     },
 )
