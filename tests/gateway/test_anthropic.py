@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,16 @@ async def test_a_key_may_come_as_anthropics_clients_send_it(nats_settings: BusSe
         stack.peer.emit(request, 0, tokens, FinishReason.STOP)
         text = (await asking).text
         assert text.startswith("event: message_start\n") and "event: ping\n" in text.partition("content_block_start")[0]
+
+
+async def test_models_have_the_shape_of_the_client_that_asks(claude: Stack) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await claude.client.get("/v1/models", headers=headers)).json()
+    (model,) = listed.pop("data")
+    assert listed == {"first_id": MODEL, "last_id": MODEL, "has_more": False}
+    assert datetime.fromisoformat(model.pop("created_at")).tzinfo is not None
+    assert model == {"type": "model", "id": MODEL, "display_name": MODEL, "max_input_tokens": MAX_LEN}
+    assert (await claude.client.get(f"/v1/models/{MODEL}", headers=headers)).json()["display_name"] == MODEL
+    missing = await claude.client.get("/v1/models/nobody", headers=headers)
+    assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
+    assert (await claude.client.get("/v1/models")).json()["data"][0]["object"] == "model"

@@ -64,6 +64,17 @@ async def test_models(stack: Stack, checkpoint: Path) -> None:
     }
 
 
+async def test_the_only_model_need_not_be_named(stack: Stack) -> None:
+    for path, body in {
+        "/v1/chat/completions": {"messages": HI},
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/responses": {"input": "Hi"},
+    }.items():
+        answer = await stack.client.post(path, json=body)
+        assert answer.status_code == 200 and answer.json()["model"] == MODEL, answer.text
+        assert (await stack.client.post(path, json={**body, "model": ""})).status_code == 400
+
+
 async def test_tokenize_and_detokenize(stack: Stack) -> None:
     text = "The tide 😀"
     ids = stack.ids(text)

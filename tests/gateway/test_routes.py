@@ -164,3 +164,11 @@ async def test_what_is_wrong_with_a_route_is_told(two: Stack) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     assert (await two.client.post("/admin/routes", json={"name": "p", "arms": {"old": 1}})).status_code == 401
     assert (await two.client.get("/admin/routes", headers=admin)).json() == {"routes": []}
+
+
+async def test_one_of_several_models_has_to_be_named(two: Stack) -> None:
+    answer = await two.client.post(
+        "/v1/chat/completions", json={"messages": HI}, headers={"authorization": "Bearer one"}
+    )
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("model", "missing_field")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable
+from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request
@@ -11,7 +12,14 @@ from starlette.responses import Response
 
 from services.gateway.access.admission import Key
 from services.gateway.anthropic.conversion import chat_request, renamed
-from services.gateway.anthropic.messages import ID_PREFIX, CountReply, CountRequest, MessageRequest
+from services.gateway.anthropic.messages import (
+    ID_PREFIX,
+    CountReply,
+    CountRequest,
+    MessageRequest,
+    ModelInfo,
+    ModelInfos,
+)
 from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
@@ -24,8 +32,12 @@ from services.gateway.requests.answering import (
     num_prompt_tokens,
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
-from services.gateway.requests.other_routes import json_response
+from services.gateway.openai.replies import ModelCard
+from services.gateway.requests import other_routes
+from services.gateway.requests.other_routes import json_response, model_card, model_cards
 
+VERSION_HEADER = "anthropic-version"
+"""Anthropic's clients send it with each request."""
 _REQUEST = msgspec.json.Decoder(MessageRequest)
 _COUNT = msgspec.json.Decoder(CountRequest)
 
@@ -83,3 +95,34 @@ async def _count(context: GatewayContext, request: Request) -> Response:
     _key(context, request)
     message: CountRequest = await read_message(request, _COUNT, context.bodies)
     return json_response(CountReply(await num_prompt_tokens(context, chat_request(message))))
+
+
+async def list_models(context: GatewayContext, request: Request) -> Response:
+    """The models, as the API has them whose client asks: Anthropic's or OpenAI's."""
+    if VERSION_HEADER not in request.headers:
+        return await other_routes.list_models(context, request)
+    return await _in_its_shape(_list_models(context, request))
+
+
+async def _list_models(context: GatewayContext, request: Request) -> Response:
+    _key(context, request)
+    models = [_model_info(card) for card in model_cards(context)]
+    names = [model.id for model in models] or [None]
+    return json_response(ModelInfos(models, names[0], names[-1]))
+
+
+async def get_model(context: GatewayContext, request: Request) -> Response:
+    """One of them, likewise."""
+    if VERSION_HEADER not in request.headers:
+        return await other_routes.get_model(context, request)
+    return await _in_its_shape(_get_model(context, request))
+
+
+async def _get_model(context: GatewayContext, request: Request) -> Response:
+    _key(context, request)
+    return json_response(_model_info(model_card(context, request.path_params["model"])))
+
+
+def _model_info(card: ModelCard) -> ModelInfo:
+    created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
+    return ModelInfo(card.id, card.id, created, card.max_model_len)

@@ -192,6 +192,8 @@ class LineChecker:
             num_prompts = len(prompts_of(body.prompt)) if isinstance(body, CompletionRequest) else 1
             if not isinstance(body, PooledRequest):
                 check_num_sequences(num_prompts, options.num_choices, MAX_SEQUENCES)
+        if not body.model:
+            raise invalid("body.model", "Missing required parameter: 'body.model'.", "missing_field")
         if (model := self._model_of_line(body, custom_id)) is None:
             raise invalid("body.model", f"The model '{body.model[:200]}' does not exist.", "model_not_found")
         return model, estimated_tokens(body)

@@ -158,7 +158,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What both generation endpoints take."""
 
-    model: ModelName
+    model: ModelName = ""
+    """May be left out where the server has one model."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -277,7 +278,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class PooledFields(msgspec.Struct, kw_only=True):
     """What the endpoints of models that embed or score take."""
 
-    model: ModelName
+    model: ModelName = ""
+    """May be left out where the server has one model."""
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Number of first tokens that are taken of a longer text; of a pair the second text is cut; -1: as many as the

@@ -64,16 +64,20 @@ def _adapter_card(context: GatewayContext, adapter: AdapterSpec) -> ModelCard:
     )
 
 
-async def list_models(context: GatewayContext, request: Request) -> Response:
-    context.admission.authenticate(request.headers)
+def model_cards(context: GatewayContext) -> list[ModelCard]:
+    """Cards of all that requests may name: routes, models and adapters."""
     catalog = context.catalog
     served = [spec for spec in catalog.models if spec.on_demand or catalog.failure(spec.name) is None]
     cards = [_route_card(context, route) for route in context.routes.all()]
     cards += [_card(context, spec) for spec in served if context.routes.get(spec.name) is None]
     names = {spec.name for spec in served}
     adapters = [adapter for adapter in context.catalog.adapters if adapter.base in names]
-    cards += [_adapter_card(context, adapter) for adapter in adapters if context.routes.get(adapter.name) is None]
-    return json_response(ModelList("list", cards))
+    return cards + [_adapter_card(context, adapter) for adapter in adapters if context.routes.get(adapter.name) is None]
+
+
+async def list_models(context: GatewayContext, request: Request) -> Response:
+    context.admission.authenticate(request.headers)
+    return json_response(ModelList("list", model_cards(context)))
 
 
 def _route_card(context: GatewayContext, route: Route) -> ModelCard:
@@ -84,14 +88,19 @@ def _route_card(context: GatewayContext, route: Route) -> ModelCard:
     return ModelCard(route.name, "model", int(route.changed_s), "tideway", ", ".join(models), None, limit)
 
 
+def model_card(context: GatewayContext, name: str) -> ModelCard:
+    """The card of a route, model or adapter. Raises `ApiError` 404, 503."""
+    if (route := context.routes.get(name)) is not None:
+        return _route_card(context, route)
+    spec = context.catalog.spec(name)
+    context.catalog.check_can_be_served(spec.name)
+    adapter = context.catalog.adapter(name)
+    return _card(context, spec) if adapter is None else _adapter_card(context, adapter)
+
+
 async def get_model(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers)
-    if (route := context.routes.get(request.path_params["model"])) is not None:
-        return json_response(_route_card(context, route))
-    spec = context.catalog.spec(request.path_params["model"])
-    context.catalog.check_can_be_served(spec.name)
-    adapter = context.catalog.adapter(request.path_params["model"])
-    return json_response(_card(context, spec) if adapter is None else _adapter_card(context, adapter))
+    return json_response(model_card(context, request.path_params["model"]))
 
 
 def _check_num_tokens(num_tokens: int, param: str) -> None:

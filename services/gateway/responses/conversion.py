@@ -172,7 +172,7 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
             raise invalid(name, f"'{name}' is not supported by this server.", "unsupported_value")
     wants_logprobs = LOGPROBS in (request.include or ()) or request.top_logprobs is not None
     fields = {
-        "model": request.model,
+        "model": request.model or None,
         "messages": _messages(request.instructions, items),
         "stream": request.stream,
         "max_completion_tokens": request.max_output_tokens,

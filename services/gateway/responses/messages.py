@@ -114,7 +114,8 @@ class TextOptions(msgspec.Struct, frozen=True):
 class Conversed(msgspec.Struct, kw_only=True):
     """What names a conversation."""
 
-    model: ModelName
+    model: ModelName = ""
+    """May be left out where the server has one model."""
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     """May be left out with `previous_response_id`."""
     instructions: str | None = None
