@@ -49,6 +49,10 @@ class Suite:
     """Names that it asks for."""
     embedding_models: tuple[str, ...] = ()
     """Names that the suite uses for models that embed."""
+    marked: str = ""
+    """pytest's -m."""
+    source: str = ""
+    """Folder of the SDK that the tests are of, which is used in the place of an installed one."""
     url_variable: str = ""
     """Variable of the environment that has the URL with `url_path`."""
     url_path: str = "/v1"
@@ -72,6 +76,7 @@ SUITES = (
         select="not Async and strict",
         models=("gpt-5.4", "gpt-5.1", "gpt-5.6-sol", "gpt-4o-mini", "gpt-3.5-turbo-instruct", "model"),
         embedding_models=("text-embedding-3-small",),
+        source="src",
         url_variable="TEST_API_BASE_URL",
     ),
     Suite(
@@ -79,6 +84,7 @@ SUITES = (
         tests=("tests/api_resources/test_messages.py", "tests/api_resources/test_models.py"),
         select="not Async and strict",
         models=("claude-opus-4-6", "model_id"),
+        source="src",
         url_variable="TEST_API_BASE_URL",
         url_path="",
     ),
@@ -89,6 +95,8 @@ SUITES = (
             f"unit/test_{name}.py"
             for name in ("chat_completion", "completion", "tool_call", "compat_oai_responses", "compat_anthropic")
         ),
+        marked="not slow",
+        models=("gpt-3.5-turbo-instruct",),
         port_variable="PORT",
         variables=(("DEBUG_EXTERNAL", "1"),),
     ),
@@ -159,6 +167,8 @@ def run(suite: Suite, checkout: Path, url: str, python: str) -> list[Case]:
         more = dict(suite.variables)
         if suite.url_variable:
             more[suite.url_variable] = url + suite.url_path
+        if suite.source:
+            more["PYTHONPATH"] = str((checkout / suite.source).resolve())
         if suite.port_variable:
             more[suite.port_variable] = str(urlsplit(url).port or 80)
         command = [
@@ -168,6 +178,7 @@ def run(suite: Suite, checkout: Path, url: str, python: str) -> list[Case]:
             *_DROPPED,
             f"--junitxml={report}",
             *(("-k", suite.select) if suite.select else ()),
+            *(("-m", suite.marked) if suite.marked else ()),
         ]
         done = subprocess.run(
             [*command, *tests], cwd=root, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIMEOUT_S

@@ -365,9 +365,13 @@ def _on_any_error(request: Request, error: Exception) -> Response:
     return _response(ApiError(500, "Internal error.", type="server_error", code="internal_error"))
 
 
+_UNVERSIONED = frozenset(("/chat/completions", "/completions", "/embeddings", "/models", "/responses"))
+"""Paths that llama.cpp serves without `/v1` too."""
+
+
 class _Paths:
-    """Paths as clients and proxies spell them: with a slash at the end, several in a row, or behind a base path. They are
-    served in place, since many clients drop their key or the encryption when they are redirected."""
+    """Paths as clients and proxies spell them: with a slash at the end, several in a row, behind a base path, or without
+    `/v1`. They are served in place, since many clients drop their key or the encryption when they are redirected."""
 
     def __init__(self, app: ASGIApp, base: str) -> None:
         self._app = app
@@ -377,9 +381,11 @@ class _Paths:
         if scope["type"] == "http":
             path = re.sub("/{2,}", "/", scope["path"])
             path = path.rstrip("/") or "/"
-            scope = {**scope, "path": path}
-            if self._base and (path + "/").startswith(self._base + "/"):
-                scope["root_path"] = self._base
+            root = self._base if self._base and (path + "/").startswith(self._base + "/") else ""
+            inner = path.removeprefix(root)
+            scope = {**scope, "path": f"{root}/v1{inner}" if inner in _UNVERSIONED else path}
+            if root:
+                scope["root_path"] = root
         await self._app(scope, receive, send)
 
 

@@ -303,7 +303,7 @@ async def test_paths_are_served_as_clients_spell_them(nats_settings: BusSettings
     spec = ModelSpec(MODEL, str(checkpoint))
     async with running_stack(nats_settings, [spec], base_path="/llm/") as stack:
         stack.say("Hello")
-        for path in ("/v1/models", "/v1/models/", "/v1//models//", "/llm/v1/models/"):
+        for path in ("/v1/models", "/v1/models/", "/v1//models//", "/llm/v1/models/", "/models", "/llm/models"):
             answer = await stack.client.get(path)
             assert (answer.status_code, answer.json().get("object")) == (200, "list"), path
         for target in (b"//v1/models", b"///v1/models/", b"//llm//v1/models"):
@@ -311,7 +311,7 @@ async def test_paths_are_served_as_clients_spell_them(nats_settings: BusSettings
             connection.send(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await connection.answer())[0] == 200, target
             connection.close()
-        for path in ("/v1/completions/", "/llm/v1/completions"):
+        for path in ("/v1/completions/", "/llm/v1/completions", "/completions"):
             assert (await stack.post(path, prompt="x")).status_code == 200, path
         assert (await stack.client.get(f"/v1/models/{MODEL}/")).json()["id"] == MODEL
         assert (

@@ -69,6 +69,7 @@ async def test_the_only_model_need_not_be_named(stack: Stack) -> None:
         "/v1/chat/completions": {"messages": HI},
         "/v1/completions": {"prompt": "Hi"},
         "/v1/responses": {"input": "Hi"},
+        "/v1/messages": {"messages": HI, "max_tokens": 5},
     }.items():
         answer = await stack.client.post(path, json=body)
         assert answer.status_code == 200 and answer.json()["model"] == MODEL, answer.text

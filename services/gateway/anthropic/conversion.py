@@ -27,7 +27,7 @@ def chat_request(request: Prompted) -> ChatRequest:
     tools = [_tool(tool) for tool in request.tools or () if tool.type in (None, "custom")]
     choice = request.tool_choice
     fields: dict[str, Any] = {
-        "model": request.model,
+        "model": request.model or None,
         "messages": _messages(request),
         "tools": tools,
         "tool_choice": _choice(request) if tools else None,

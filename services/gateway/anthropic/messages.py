@@ -80,7 +80,8 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 class Prompted(msgspec.Struct, kw_only=True):
     """What makes a prompt."""
 
-    model: ModelName
+    model: ModelName = ""
+    """May be left out where the server has one model."""
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None

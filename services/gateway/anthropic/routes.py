@@ -24,6 +24,8 @@ from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError
+from services.gateway.openai.replies import ModelCard
+from services.gateway.requests import other_routes
 from services.gateway.requests.answering import (
     answered,
     begin,
@@ -32,8 +34,6 @@ from services.gateway.requests.answering import (
     num_prompt_tokens,
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
-from services.gateway.openai.replies import ModelCard
-from services.gateway.requests import other_routes
 from services.gateway.requests.other_routes import json_response, model_card, model_cards
 
 VERSION_HEADER = "anthropic-version"
