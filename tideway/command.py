@@ -310,6 +310,9 @@ def drain(
         ),
     ],
     undo: Annotated[bool, typer.Option("--undo", help="Take the instance back.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Drain the last instance too; requests then wait until their deadlines.")
+    ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until it is gone; with --undo, until it is ready.")
     ] = False,
@@ -322,7 +325,8 @@ def drain(
     TIDEWAY_DRAIN_GRACE_S (15 s) are placed again elsewhere."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
-        operations.drain(client, instance, is_undone=undo, wait_s=timeout if wait else None, say=print)
+        wait_s = timeout if wait else None
+        operations.drain(client, instance, is_undone=undo, is_forced=force, wait_s=wait_s, say=print)
 
 
 @app.command()

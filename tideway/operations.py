@@ -45,6 +45,15 @@ class UnavailableError(OperatorError):
     """It may pass: nobody answers at the moment, or the services are not all there."""
 
 
+class RefusedError(OperatorError):
+    """The gateway answered 4xx."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """Code of the API's error; empty: it has none."""
+
+
 class AdminClient:
     """Every failure is an `OperatorError` that says what to do."""
 
@@ -138,10 +147,10 @@ class AdminClient:
         told = [{"node_id": one.node, "devices": one.devices, "models": one.models} for one in groups]
         return self._call("POST", "/admin/plan", ReplacementState, {"action": "set", "groups": told})
 
-    def drain(self, instance_id: str, *, is_undone: bool) -> PlacementPlan:
+    def drain(self, instance_id: str, *, is_undone: bool, is_forced: bool = False) -> PlacementPlan:
         if not re.fullmatch(INSTANCE_ID, instance_id):
             raise OperatorError(f"There is no instance {instance_id!r}.")  # and no path for it
-        action = "undrain" if is_undone else "drain"
+        action = "undrain" if is_undone else "drain?force=true" if is_forced else "drain"
         return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", PlacementPlan)
 
     def add_model(self, body: dict[str, Any]) -> PlacementPlan:
@@ -190,7 +199,9 @@ class AdminClient:
         if answer.status_code in (401, 403):
             raise OperatorError(f"{_message(answer)} Give the admin key in --api-key or TIDEWAY_ADMIN_API_KEY.")
         if not answer.is_success:
-            raise (UnavailableError if answer.is_server_error else OperatorError)(_message(answer))
+            if answer.is_server_error:
+                raise UnavailableError(_message(answer))
+            raise RefusedError(_message(answer), _error(answer).get("code") or "")
         try:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.MsgspecError as error:
@@ -207,11 +218,17 @@ def _places(plan: PlacementPlan, model: str) -> list[InstancePlan]:
     return [place for place in plan.instances if any(spec.name == model for spec in place.models)]
 
 
-def _message(answer: httpx.Response) -> str:
+def _error(answer: httpx.Response) -> dict[str, Any]:
+    """The API's error; empty where it is none of this API."""
     try:
-        return str(answer.json()["error"]["message"]).rstrip(".") + "."
+        return dict(answer.json()["error"])
     except (ValueError, KeyError, TypeError):
-        return f"{answer.url} answered {answer.status_code}."
+        return {}
+
+
+def _message(answer: httpx.Response) -> str:
+    said = _error(answer).get("message")
+    return f"{said}".rstrip(".") + "." if said else f"{answer.url} answered {answer.status_code}."
 
 
 def drain(
@@ -219,12 +236,19 @@ def drain(
     instance_id: str,
     *,
     is_undone: bool,
+    is_forced: bool = False,
     wait_s: float | None,
     say: Callable[[str], None],
 ) -> None:
-    """`wait_s`: until the instance is gone (undone: serves all that is planned for it), for so long; None: do not wait."""
+    """`is_forced`: the last instance too. `wait_s`: until the instance is gone (undone: serves all that is planned for it),
+    for so long; None: do not wait."""
     was_drained = is_undone and instance_id in client.plan().draining
-    plan = client.drain(instance_id, is_undone=is_undone)
+    try:
+        plan = client.drain(instance_id, is_undone=is_undone, is_forced=is_forced)
+    except RefusedError as error:
+        if error.code != "conflict":
+            raise
+        raise OperatorError(f"{error} --force drains it all the same.") from None
     if not is_undone:
         say(f"{instance_id} is left out of the plan and drains.")
     else:

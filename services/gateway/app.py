@@ -162,7 +162,6 @@ _UPLOAD = {
 }
 _TOKENIZE = (other_routes.tokenize, TokenizeRequest, TokenizeReply)
 _DETOKENIZE = (other_routes.detokenize, DetokenizeRequest, DetokenizeReply)
-_PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
@@ -264,8 +263,23 @@ ROUTES = (
     Route("DELETE", "/admin/routes/{name:path}", route_admin.delete_route, None, dict, (404, *ADMIN_ERRORS)),
     Route("GET", "/admin/tenants", tenant_admin.list_tenants, None, TenantStates, ADMIN_ERRORS),
     Route("GET", "/admin/instances", admin_routes.list_instances, None, InstanceStates, ADMIN_ERRORS),
-    Route("POST", "/admin/instances/{instance_id}/drain", admin_routes.drain_instance, *_PLANNED),
-    Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
+    Route(
+        "POST",
+        "/admin/instances/{instance_id}/drain",
+        admin_routes.drain_instance,
+        None,
+        PlacementPlan,
+        (400, 404, 409, *ADMIN_ERRORS),
+        query=(("force", _FLAG),),
+    ),
+    Route(
+        "POST",
+        "/admin/instances/{instance_id}/undrain",
+        admin_routes.undrain_instance,
+        None,
+        PlacementPlan,
+        (400, 404, *ADMIN_ERRORS),
+    ),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),
     Route("GET", "/admin/console/state", admin_routes.show_console_state, None, ConsoleState, ADMIN_ERRORS),

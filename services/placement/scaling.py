@@ -45,6 +45,10 @@ class Cluster(NamedTuple):
         planned = {i.instance_id for i in self.plan.instances} if self.plan is not None else set()
         return planned | set(instance_ids(self.nodes)) | set(self.fleet.draining)
 
+    def is_last(self, instance_id: str) -> bool:
+        """Whether the plan has models on this instance and on no other."""
+        return self.plan is not None and [one.instance_id for one in self.plan.instances if one.models] == [instance_id]
+
 
 class FleetKeeper:
     def __init__(
@@ -74,6 +78,9 @@ class FleetKeeper:
                 if not query.is_for_scaling or instance_id in fleet.released:
                     changed = fleet.undo([instance_id])
             elif not query.is_for_scaling:
+                if not query.is_forced and cluster.is_last(instance_id):
+                    message = f"{instance_id!r} is the last instance: requests would wait until their deadlines"
+                    raise refuse(message, "instance_id", ErrorCode.CONFLICT)
                 changed = fleet.drain([instance_id])
             elif instance_id not in fleet.draining:
                 chosen = self._backend.to_drain(1, cluster.nodes, fleet.draining, instance_id)

@@ -69,6 +69,8 @@ class DrainInstance(msgspec.Struct, frozen=True):
     is_for_scaling: bool = False
     """One instance less is wanted, best this one: it is brought back when more are. (An operator's drain stays until it is
     undone.)"""
+    is_forced: bool = False
+    """An operator's drain of the last instance; without it, CONFLICT."""
 
 
 class GetReplacement(msgspec.Struct, frozen=True):

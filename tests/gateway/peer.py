@@ -379,6 +379,8 @@ class ScriptedPeer:
         if message.instance_id not in {*self._infos, *self.plan.draining}:
             raise ServiceError.of(ErrorCode.GONE, f"there is no instance {message.instance_id!r}", "instance_id")
         if not message.is_undone:
+            if not message.is_forced and self._infos.keys() - set(draining) == {message.instance_id}:
+                raise ServiceError.of(ErrorCode.CONFLICT, f"{message.instance_id!r} is the last instance")
             draining.append(message.instance_id)
         self.plan = msgspec.structs.replace(self.plan, version=self.plan.version + 1, draining=draining)
         await (await self.bus.key_value(PLANS)).put("current", self.plan)

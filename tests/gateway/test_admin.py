@@ -226,6 +226,12 @@ async def test_draining(pair: Stack) -> None:
         assert (answer.status_code, error["code"], error["param"]) == (404, "instance_not_found", "instance_id")
         assert "nobody" in error["message"]
         assert (await pair.client.get(f"/admin/instances/b/{how}")).status_code == 405
+    answer = await pair.client.post("/admin/instances/a/drain")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+    for value, status in (("maybe", 400), ("false", 409), ("true", 200)):
+        answer = await pair.client.post(f"/admin/instances/a/drain?force={value}")
+        assert answer.status_code == status
+    assert answer.json()["draining"] == ["a"]
 
 
 async def test_scaling(nats_settings: BusSettings, checkpoint: Path) -> None:

@@ -39,8 +39,10 @@ from tests.placement.test_service import Cluster, cluster, placement, sources, u
 __all__ = ["cluster", "sources"]
 
 
-async def drain(cluster: Cluster, instance_id: str, *, undo: bool = False, scaling: bool = False) -> PlacementPlan:
-    query = DrainInstance(instance_id, undo, scaling)
+async def drain(
+    cluster: Cluster, instance_id: str, *, undo: bool = False, scaling: bool = False, force: bool = False
+) -> PlacementPlan:
+    query = DrainInstance(instance_id, undo, scaling, force)
     return await cluster.bus.request(PLACEMENT_DRAIN_INSTANCE, query, timeout_s=15.0)
 
 
@@ -69,7 +71,7 @@ async def test_a_drain_lasts_over_a_restart_until_it_is_undone(
         assert await drain(cluster, "n-0", undo=True) == back
 
 
-async def test_the_last_one_may_be_drained_and_an_unknown_one_is_refused(
+async def test_the_last_one_is_drained_by_force_alone_and_an_unknown_one_is_refused(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
 ) -> None:
     cluster.start_node("n", num_instances=1)
@@ -80,8 +82,12 @@ async def test_the_last_one_may_be_drained_and_an_unknown_one_is_refused(
         assert (caught.value.code, caught.value.info.param) == (ErrorCode.GONE, "instance_id")
         with pytest.raises(ServiceError):
             await drain(cluster, "n-7", undo=True)
-        none = await drain(cluster, "n-0")
+        with pytest.raises(ServiceError, match="'n-0' is the last instance") as caught:
+            await drain(cluster, "n-0")
+        assert (caught.value.code, caught.value.info.param) == (ErrorCode.CONFLICT, "instance_id")
+        none = await drain(cluster, "n-0", force=True)
         assert none.instances == []
+        assert await drain(cluster, "n-0") == none, "again: no effect"
         assert none.unplaced == {"a": "no instance is there to hold it; n-0 drained"}
 
 
@@ -186,7 +192,7 @@ async def test_what_scaling_drains_is_apart_from_what_an_operator_drains(
         await drain(cluster, "n-1", scaling=True)
         plan = await drain(cluster, "n-1")
         assert (plan.draining, plan.released) == (["n-2", "n-1"], []), "now it is the operator's"
-        await drain(cluster, "n-0")
+        await drain(cluster, "n-0", force=True)
         with pytest.raises(ServiceError) as caught:
             await drain(cluster, "n-0", scaling=True)
             await drain(cluster, "n-9", scaling=True)

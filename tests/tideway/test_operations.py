@@ -171,6 +171,15 @@ async def test_draining_that_takes_too_long(stack: Stack, monkeypatch: pytest.Mo
             await on_a_thread(stack, operations.drain, name, is_undone=False, wait_s=None)
 
 
+async def test_the_last_instance_is_drained_by_force_alone(stack: Stack) -> None:
+    await stack.peer.remove_instance("a")
+    with pytest.raises(OperatorError, match=r"^'b' is the last instance. --force drains it all the same.$"):
+        await on_a_thread(stack, operations.drain, "b", is_undone=False, wait_s=None)
+    assert stack.peer.plan.draining == []
+    await on_a_thread(stack, operations.drain, "b", is_undone=False, is_forced=True, wait_s=None)
+    assert stack.peer.plan.draining == ["b"]
+
+
 async def test_scaling(stack: Stack) -> None:
     spec = ModelSpec(MODEL, "source")
     stack.peer.plan = PlacementPlan(1, [InstancePlan(name, "node", [spec], 0, 0) for name in "ab"])
@@ -567,7 +576,7 @@ def test_commands_reach_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         result = CliRunner().invoke(command.app, [*arguments, *common])
         assert result.exit_code == 0, result.output
-    options = {"is_undone": True, "wait_s": 9.0, "say": print}
+    options = {"is_undone": True, "is_forced": False, "wait_s": 9.0, "say": print}
     assert asked == [
         ("http://gateway", "a", options),
         ("tide", 3, {"wait_s": 600.0, "say": print}),

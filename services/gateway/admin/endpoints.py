@@ -346,7 +346,7 @@ async def scale_instances(context: GatewayContext, request: Request) -> Response
 @audited
 async def drain_instance(context: GatewayContext, request: Request) -> Response:
     """Leaves the instance out of the plan until that is undone: its requests move away or finish, then it exits. Answered
-    at once, with the new plan."""
+    at once, with the new plan. The last instance is drained with `force=true` only."""
     return await _set_draining(context, request, is_undone=False)
 
 
@@ -358,7 +358,8 @@ async def undrain_instance(context: GatewayContext, request: Request) -> Respons
 
 async def _set_draining(context: GatewayContext, request: Request, *, is_undone: bool) -> Response:
     authenticate_operator(context, request)
-    message = DrainInstance(request.path_params["instance_id"], is_undone)
+    is_forced = _flag(request.query_params, "force")
+    message = DrainInstance(request.path_params["instance_id"], is_undone, is_forced=is_forced)
     try:
         plan = await context.bus.request(PLACEMENT_DRAIN_INSTANCE, message, timeout_s=PLACEMENT_TIMEOUT_S)
     except BusError as error:
