@@ -2,7 +2,7 @@
 the memory and all the speed, and how soon first tokens come.
 
 python -m bench.prefixes [--shapes conversations,systems,trees] [--instances 4,8] [--load 0.3] [--pool 1.0] [--restart]
-                         [--seed N] [--num-seeds N]
+                         [--drain] [--seed N] [--num-seeds N]
 
 In virtual time, with the real scheduler's core and engine on the shape of LLaMA-7B on an A100. Shapes: `conversations` of
 six turns; `systems`: questions under a few system prompts of different popularity; `trees`: agents that branch off each
@@ -96,12 +96,24 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     mean_ttft_s: float
     p99_ttft_s: float
     num_migrations: int
+    moved_bytes: int
+    """KV that moves copied."""
+    held_bytes: int
+    """KV of requests that moved which their destinations had already."""
 
 
 def run(
-    jobs: Sequence[Job], device: Device, system: System, num_instances: int, seed: int, *, restarts: bool = False
+    jobs: Sequence[Job],
+    device: Device,
+    system: System,
+    num_instances: int,
+    seed: int,
+    *,
+    restarts: bool = False,
+    drains: bool = False,
 ) -> Result:
-    """`restarts`: half of the instances die, one after the other, and an empty one comes in the place of each."""
+    """`restarts`: half of the instances die, one after the other, and an empty one comes in the place of each. `drains`: the
+    first half of the instances is emptied one after the other, and stays so until the next one is."""
     cluster = Cluster(device, system, jobs, num_instances=num_instances, seed=seed)
     fleet = cluster.fleet
     if restarts:
@@ -112,7 +124,16 @@ def run(
             fleet.add_instance(f"instance-{number}-again", simulated, models, start_s=2.0)
 
         for number in range(num_instances // 2):
-            fleet.events.at(DURATION_S * (number + 1) / (num_instances // 2 + 1), lambda n=number: restart(n))  # type: ignore[misc]
+            fleet.events.at(DURATION_S * (number + 1) / (num_instances // 2 + 1), lambda n=number: restart(n))
+    if drains:
+
+        def drain(number: int) -> None:
+            if number:
+                fleet.set_state(fleet.instances[f"instance-{number - 1}"], "ready")
+            fleet.drain(f"instance-{number}")
+
+        for number in range(num_instances // 2):
+            fleet.events.at(DURATION_S * (number + 1) / (num_instances // 2 + 1), lambda n=number: drain(n))
     cluster.run()
     records = cluster.records[int(WARM_SHARE * len(jobs)) :]
     ttfts_s = [record.ttft_s for record in records]
@@ -121,6 +142,8 @@ def run(
         mean_ttft_s=float(np.mean(ttfts_s)),
         p99_ttft_s=float(np.percentile(ttfts_s, 99)),
         num_migrations=sum(record.num_migrations for record in records),
+        moved_bytes=cluster.migrations.num_bytes,
+        held_bytes=cluster.migrations.num_held_blocks * device.block_bytes,
     )
 
 
@@ -153,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=0.3, help="of what the instances could do without a cache")
     parser.add_argument("--pool", type=float, default=1.0, help="KV blocks of an instance, times those of the device")
     parser.add_argument("--restart", action="store_true", help="half of the instances die and come again, empty")
+    parser.add_argument("--drain", action="store_true", help="half of the instances are emptied, one after the other")
     parser.add_argument("--seed", type=int, default=301, help="the first one")
     parser.add_argument("--num-seeds", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -166,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 jobs = sorted(SHAPES[name](rate, np.random.default_rng(seed)), key=lambda job: job.at_s)
                 one = run(jobs, merged_device(device, num), System(name="one"), 1, seed)
                 rows = {
-                    system.name: run(jobs, device, system, num, seed, restarts=options.restart)
+                    system.name: run(jobs, device, system, num, seed, restarts=options.restart, drains=options.drain)
                     for system in (System(name="tideway"), System(name="freeness", dispatch="freeness"))
                 }
                 ours, blind = rows["tideway"], rows["freeness"]
@@ -177,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for system_name, row in {"one": one, **rows}.items():
                     print(
                         f"  {system_name:10} cached {row.cached_share:.3f}  TTFT mean {1000 * row.mean_ttft_s:.0f} ms, "
-                        f"P99 {1000 * row.p99_ttft_s:.0f} ms  moves {row.num_migrations}",
+                        f"P99 {1000 * row.p99_ttft_s:.0f} ms  moves {row.num_migrations}, "
+                        f"{row.moved_bytes / 1e9:.1f} GB copied, {row.held_bytes / 1e9:.1f} GB were there",
                         flush=True,
                     )
                 print(f"  {met(is_shared)} cached share   {met(is_balanced)} P99 TTFT", flush=True)

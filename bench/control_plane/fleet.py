@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from random import Random
 from typing import NamedTuple
@@ -20,7 +21,16 @@ import msgspec
 
 from shared.engine.load_reports import DRIFT_INTERVAL_S, REPORT_INTERVAL_S
 from shared.engine.memory.cache_news import NUM_REPEATED
-from shared.messages.cluster import KEY_BYTES, FinishedStats, InstanceInfo, LoadedModel, LoadReport, ModelLoad
+from shared.messages.cluster import (
+    KEY_BYTES,
+    FinishedStats,
+    InstanceInfo,
+    LoadedModel,
+    LoadReport,
+    ModelLoad,
+    NextMove,
+    mark_positions,
+)
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
@@ -244,6 +254,18 @@ class Clients:
         )
 
 
+def _next_moves(random: Random, models: Iterable[str]) -> tuple[NextMove, ...]:
+    """One request of each model, whose prefix nobody holds."""
+    moves = []
+    for model in models:
+        num_blocks = random.randint(6, 50)
+        marks = random.randbytes(KEY_BYTES * len(mark_positions(num_blocks)))
+        moves.append(
+            NextMove(model, BLOCK_SIZE * num_blocks, random.randbytes(16).hex(), BLOCK_SIZE, num_blocks, marks)
+        )
+    return tuple(sorted(moves, key=lambda move: move.num_tokens))
+
+
 def _walk(random: Random, *, is_short: bool) -> list[_Load]:
     """The last one is near to the first. `is_short`: of an instance that has too little memory most of the time. Each has
     more requests of some models than of others, so that a request costs more turns here than there."""
@@ -277,9 +299,8 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
             instance_id="", incarnation="", sequence=0, dispatch_freeness=merged, free_merged=merged * num_running,
             num_running=num_running, models=tuple(loads), admitted=(), ended=(), finished=(),
             dispatch_freeness_high=merged - 20.0, migration_freeness=freeness, scaling_freeness=freeness,
-            next_migration_tokens=random.randint(100, 800), running_freeness=freeness + 5.0,
-            num_high=random.randint(0, 3), next_migration_model=random.choice(list(running)),
-            prompts_s=random.uniform(0.0, 0.2), ttft_s=1.5,
+            running_freeness=freeness + 5.0, num_high=random.randint(0, 3),
+            prompts_s=random.uniform(0.0, 0.2), ttft_s=1.5, next_moves=_next_moves(random, running),
         )  # fmt: skip
         fields = [encode(getattr(report, name)) for name in LoadReport.__struct_fields__]
         walk.append(_Load(*map(b"".join, (fields[3:7], fields[10 : CACHE_FIELDS[0]], fields[CACHE_FIELDS[1] :]))))

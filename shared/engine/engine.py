@@ -22,6 +22,7 @@ The parts own their state, and meet here:
 
 from __future__ import annotations
 
+from collections.abc import Container
 from math import inf
 from typing import TypeVar
 
@@ -284,8 +285,9 @@ class Engine:
         """See `Steps.busy_s`."""
         return self.steps.busy_s(now)
 
-    def load(self, now: float | None = None) -> InstanceLoad:
-        """Counts and freeness of this moment; without `now` nothing of the steps in flight is left."""
+    def load(self, now: float | None = None, given_away: Container[str] = ()) -> InstanceLoad:
+        """Counts and freeness of this moment; without `now` nothing of the steps in flight is left. `given_away`: models of
+        which all requests are to leave."""
         return instance_load(
             self.memory,
             self.reservations,
@@ -296,6 +298,7 @@ class Engine:
             lambda model: inf if now is None else self.planner.offline_spare_s(model, now),
             now,
             self._objectives[0],
+            given_away,
         )
 
     def check(self) -> None:

@@ -29,6 +29,8 @@ class MigrationCandidate(msgspec.Struct, frozen=True):
     """Moves that it has made."""
     starts_s: float = -1.0
     """Predicted time until its prompt is begun here, of one that leaves for that; else below 0."""
+    first_token_s: float = -1.0
+    """Predicted time of its first token here, likewise."""
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from math import ceil
 
+from shared.engine.late_prompts import first_token_s
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.engine.requests import RequestTable
@@ -50,7 +51,7 @@ class Incoming:
         if refused := self._refused_reserved(commit, sequence, reserved, queue):
             return refused
         if not commit.num_blocks:
-            if refused := self._no_queue_for(sequence) or self._not_sooner(commit, now):
+            if refused := self._no_queue_for(sequence) or self._not_sooner(commit, sequence, now):
                 return refused
             self._reservations.release(commit.migration_id)
         elif commit.on_host:
@@ -122,15 +123,18 @@ class Incoming:
             return None
         return ErrorInfo(ErrorCode.OVERLOADED, "it would wait here too")
 
-    def _not_sooner(self, commit: Commit, now: float) -> ErrorInfo | None:
-        """One that moves because its prompt waits stays where it is begun as soon: others may have come here since this
-        instance was chosen."""
+    def _not_sooner(self, commit: Commit, sequence: Sequence, now: float) -> ErrorInfo | None:
+        """One that moves because its prompt waits stays where it has its first token as soon: since this instance was
+        chosen, others may have come here, and blocks may have left the prefix cache."""
         if commit.starts_s < 0:
             return None
-        begins_s = self._steps_s(now) + sum(queue.prompts_s() for queue in self._memory.queues.values())
-        if begins_s + LEAST_SOONER_S <= commit.starts_s:
+        here_s = self._steps_s(now) + sum(queue.prompts_s() for queue in self._memory.queues.values())
+        there_s, first_s = commit.starts_s, first_token_s(self._memory, sequence, here_s)
+        if commit.first_token_s >= 0 and first_s is not None:
+            here_s, there_s = first_s, commit.first_token_s
+        if here_s + LEAST_SOONER_S <= there_s:
             return None
-        return ErrorInfo(ErrorCode.OVERLOADED, "it would be begun no sooner here")
+        return ErrorInfo(ErrorCode.OVERLOADED, "its first token would come no sooner here")
 
     def _take_checkpoint(self, sequence: Sequence, reserved: Reserved, num_blocks: int, queue: ModelQueue) -> None:
         pool, blocks = self._memory.pool_of(True), reserved.blocks[:num_blocks]

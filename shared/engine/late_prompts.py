@@ -8,6 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from shared.costs.model import prompt_s
+from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.sequence import Sequence
 
@@ -32,6 +33,17 @@ def late_prompts(queues: Iterable[ModelQueue], steps_s: float, now: float) -> It
             if is_new and now + starts_s + own_s > sequence.ttft_due_s:
                 yield LatePrompt(sequence, starts_s)
             starts_s += own_s
+
+
+def first_token_s(memory: Allocator, sequence: Sequence, begins_s: float) -> float | None:
+    """Predicted time of the first token of one that waits here, or is to, if its prompt is begun after `begins_s`. What
+    the prefix cache has of it is not computed. None without a cost model."""
+    queue, page = memory.queues[sequence.model], sequence.block_size
+    if queue.cost_model is None:
+        return None
+    cached = memory.pool.find(queue.name, sequence.extend_hashes(sequence.num_reusable // page, page, queue.root))
+    num_cached = page * len(cached)
+    return begins_s + prompt_s(queue.cost_model.prompt_cost, sequence.total - num_cached, num_cached)
 
 
 def _begun(queue: ModelQueue) -> Iterator[tuple[ModelQueue, Sequence]]:

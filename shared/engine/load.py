@@ -8,7 +8,7 @@ its blocks and may come back; blocks reserved for one that comes are taken from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from math import ceil, inf
 
 import msgspec
@@ -19,7 +19,7 @@ from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.reservations import Reserved
 from shared.engine.sequence import PriorityClass, Sequence
-from shared.messages.cluster import ModelLoad
+from shared.messages.cluster import KEY_BYTES, ModelLoad, NextMove, mark_positions
 from shared.policies.virtual_usage import (
     decode_steps,
     dispatch_virtual_usage,
@@ -28,6 +28,9 @@ from shared.policies.virtual_usage import (
     ideal_load_tokens,
     migration_virtual_usage,
 )
+
+MAX_MOVES = 64
+"""Requests told of where all are to leave."""
 
 HOARD_S = 4.0
 """An instance holds at most so many seconds of offline work that it has not begun, so that none idles while another has too
@@ -62,19 +65,17 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     scaling_freeness: float = 0.0
     """Decode steps."""
     num_high: int = 0
-    next_migration_tokens: int = 0
-    """Tokens of the running online request that would move away first, cooldowns aside; 0: none runs."""
-    next_migration_model: str = ""
+    next_moves: tuple[NextMove, ...] = ()
+    """Cooldowns aside."""
     running_freeness: float = inf
     """Decode steps."""
     prompts_s: float = 0.0
     """Before the prompt of one more online request is begun."""
     ttft_s: float = 0.0
     """Objective of a first token."""
-    late_model: str = ""
-    late_tokens: int = 0
     late_starts_s: float = 0.0
     """Seconds until the first waiting prompt that cannot meet its objective here is begun; 0: there is none."""
+    late_move: NextMove | None = None
 
 
 class _Totals:
@@ -168,12 +169,13 @@ def instance_load(
     spare_s: Callable[[str], float],
     now: float | None,
     ttft_s: float = 0.0,
+    given_away: Container[str] = (),
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
     pool that is used beside requests of high priority; 0: from the cost models. `max_step_tokens`: limit of the step planned
     last. `steps_s`: until the steps in flight end that an online request would wait for. `spare_s`: for how long an offline
     step of a model may run beside online work (`Planner.offline_spare_s`). `ttft_s`: objective where neither request nor
-    model names one; 0: none."""
+    model names one; 0: none. `given_away`: models of which all requests are to leave."""
     totals, pool = _Totals(memory.queues), memory.pool
     models = []
     for queue in memory.queues.values():
@@ -204,7 +206,6 @@ def instance_load(
     running, waiting, head = totals.running, totals.waiting, totals.head(_head(memory))
     usage = dispatch_virtual_usage(running, waiting, high_headroom=kept)
     for_high = dispatch_virtual_usage(running, waiting)
-    next_tokens, next_model = _next_migration(memory)
     late = None if now is None else next(late_prompts(memory.queues.values(), steps_s, now), None)
     moving = migration_virtual_usage(running, head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
@@ -216,24 +217,38 @@ def instance_load(
         migration_freeness=decode_steps(num_merged - moving, step),
         scaling_freeness=decode_steps(num_merged - usage, step),
         num_high=totals.num_high,
-        next_migration_tokens=next_tokens,
-        next_migration_model=next_model,
+        next_moves=next_moves(memory, given_away),
         running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
         ttft_s=ttft_s,
-        late_model="" if late is None else late.sequence.model,
-        late_tokens=0 if late is None else late.sequence.total,
         late_starts_s=0.0 if late is None else late.starts_s,
+        late_move=None if late is None else _move(memory, late.sequence),
     )
 
 
-def _next_migration(memory: Allocator) -> tuple[int, str]:
-    """Tokens and model, in the order of `Outgoing.candidates`: lower priority first, then fewer blocks."""
+def next_moves(memory: Allocator, given_away: Container[str] = ()) -> tuple[NextMove, ...]:
+    """As of `LoadReport`, in the order of `Outgoing.candidates`."""
+    leaving = [s for queue in memory.queues.values() if queue.name in given_away for s in queue.all_held()]
+    leaving.sort(key=lambda sequence: (not sequence.is_online, *_moving_order(sequence)))
+    staying = [queue for queue in memory.queues.values() if queue.name not in given_away]
+    first: list[Sequence] = []
     for priority_class in reversed(ONLINE_CLASSES):
-        running = [(len(s.tokens), s.model) for q in memory.queues.values() for s in q.running[priority_class].values()]
-        if running:
-            return min(running)
-    return 0, ""
+        if not first:
+            running = [queue.running[priority_class].values() for queue in staying]
+            first = [min(of_model, key=_moving_order) for of_model in running if of_model]
+    told = [*leaving[:MAX_MOVES], *sorted(first, key=_moving_order)]
+    return tuple(_move(memory, sequence) for sequence in told)
+
+
+def _moving_order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.num_moving_blocks, sequence.number
+
+
+def _move(memory: Allocator, sequence: Sequence) -> NextMove:
+    page, num_blocks = sequence.block_size, sequence.num_tokens // sequence.block_size
+    hashes = sequence.extend_hashes(num_blocks, page, memory.queues[sequence.model].root)
+    marks = b"".join(hashes[position - 1][:KEY_BYTES] for position in mark_positions(num_blocks))
+    return NextMove(sequence.model, sequence.num_tokens, sequence.request.request_id, page, num_blocks, marks)
 
 
 def _with_blocks(queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:

@@ -16,7 +16,7 @@ from math import inf
 import msgspec
 
 from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks
-from shared.engine.late_prompts import late_prompts
+from shared.engine.late_prompts import first_token_s, late_prompts
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES
 from shared.engine.requests import RequestTable
@@ -78,7 +78,7 @@ class Outgoing:
     def late_candidates(self, now: float, steps_s: float) -> list[MigrationCandidate]:
         """Requests of `late_prompts` that could leave now, in that order."""
         return [
-            self._candidate(late.sequence, late.starts_s)
+            self._candidate(late.sequence, late.starts_s, first_token_s(self._memory, late.sequence, late.starts_s))
             for late in late_prompts(self._memory.queues.values(), steps_s, now)
             if self._may_migrate(late.sequence, now, is_drain=False)
         ]
@@ -101,12 +101,8 @@ class Outgoing:
         return sequence.prompt_logprobs is not None and sequence.state != State.WAITING
 
     @staticmethod
-    def _candidate(sequence: Sequence, starts_s: float = -1.0) -> MigrationCandidate:
+    def _candidate(sequence: Sequence, starts_s: float = -1.0, first_s: float | None = None) -> MigrationCandidate:
         request, is_running = sequence.request, sequence.state == State.RUNNING
-        if is_running:
-            num_blocks = min(len(sequence.blocks), -(-sequence.num_tokens // sequence.block_size))
-        else:
-            num_blocks = len(sequence.host_blocks)
         held = HeldRequest(
             request_id=request.request_id,
             gateway_id=request.gateway_id,
@@ -122,10 +118,11 @@ class Outgoing:
             request.request_class,
             request.priority,
             is_running,
-            num_blocks,
+            sequence.num_moving_blocks,
             tokens_left,
             sequence.num_migrations,
             starts_s,
+            -1.0 if first_s is None else first_s,
         )
 
     def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:

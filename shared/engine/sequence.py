@@ -278,6 +278,13 @@ class Sequence:
     def packed_output(self) -> bytes:
         return pack_tokens(self.tokens[self.num_prompt :])
 
+    @property
+    def num_moving_blocks(self) -> int:
+        """Blocks that would travel with it: those that it runs with, or those of its checkpoint."""
+        if self.state != State.RUNNING:
+            return len(self.host_blocks)
+        return min(len(self.blocks), -(-self.num_tokens // self.block_size))
+
     def extend_hashes(self, num_blocks: int, block_size: int, root: bytes, first_block: int = 0) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on. `root`: of the
         model; see `prefix_root`."""

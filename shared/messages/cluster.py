@@ -254,6 +254,30 @@ KEY_BYTES = 8
 """Bytes of a block's hash that are told."""
 
 
+def mark_positions(num_blocks: int) -> list[int]:
+    """Numbers of leading blocks, ascending, at which a chain of so many hashes is told: of a part of the chain that somebody
+    holds, at least two thirds are known thereby."""
+    positions = []
+    while num_blocks:
+        positions.append(num_blocks)
+        num_blocks -= max(1, num_blocks // 3)
+    return positions[::-1]
+
+
+class NextMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that may move away next, with hashes by which other instances are found that hold its beginning."""
+
+    model: str
+    num_tokens: Amount
+    """Those that are known: of its prompt and its output."""
+    request_id: str = ""
+    block_size: Amount = 0
+    num_blocks: Amount = 0
+    """Full blocks of these tokens."""
+    marks: bytes = b""
+    """The first `KEY_BYTES` of the chained hashes at `mark_positions(num_blocks)`."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 
@@ -295,7 +319,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Requests that moved away since the instance started; likewise those that came."""
     num_migrated_in: Amount = 0
     next_migration_tokens: Amount = 0
-    """Tokens of the running online request that would move away first; 0: none runs."""
+    """Tokens of the running online request that would move away first, from instances that do not tell `next_moves`; 0: none
+    runs."""
     running_freeness: Number = math.inf
     """Decode steps until the requests that run have filled the KV pool, as if nobody waited; +inf when idle."""
     prompts_s: Seconds = 0.0
@@ -319,8 +344,13 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     late_model: str = ""
     late_tokens: Amount = 0
     late_starts_s: Seconds = 0.0
-    """The first prompt that waits and cannot meet its TTFT objective here: its model, its tokens, and the predicted time
-    until it is begun; 0: there is none."""
+    """Predicted time until the first prompt that waits and cannot meet its TTFT objective here is begun; 0: there is none.
+    Its model and its tokens, from instances that do not tell `late_move`."""
+    next_moves: tuple[NextMove, ...] = ()
+    """The running online request of each model that would move away first, in the order in which they would; of an
+    instance, or a model, that gives all of its requests away, as many of these as are told."""
+    late_move: NextMove | None = None
+    """The late prompt; None: there is none."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -59,6 +59,8 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     lease_s: Seconds
     max_concurrent: Count = 1
     """Migrations out of the instance at once."""
+    preferred: dict[str, PeerId] = {}
+    """By request id: the instance that it is to try first, since that holds its prefix."""
 
 
 class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -157,6 +159,8 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     on_host: bool = False
     starts_s: Seconds = -1.0
     """Predicted time until its prompt would be begun at the source: it is to be begun sooner here. Below 0: no matter."""
+    first_token_s: Seconds = -1.0
+    """Predicted time of its first token at the source: it is to have it sooner here. Below 0: `starts_s` counts."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):

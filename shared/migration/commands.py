@@ -125,6 +125,8 @@ class WindUp(Command, frozen=True):
     outcome: str
     num_stages: int
     epoch: int
+    num_held: int = 0
+    """Blocks that the destination had already."""
 
 
 # ----------------------------------------------------------------------------------------------------- into here

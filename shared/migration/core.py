@@ -10,7 +10,7 @@ carries out `take_commands` after each. What the decisions ask of what is around
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -71,6 +71,8 @@ class _Order(msgspec.Struct, frozen=True):
     max_concurrent: int
     model: str = ""
     """Model whose requests leave; empty: those of all models."""
+    preferred: Mapping[str, str] = {}
+    """As of `Rebalance`; holds for requests of all orders."""
 
 
 class _Departure(msgspec.Struct):
@@ -199,7 +201,13 @@ class MigrationCore:
         self.lease = None
         if rebalance.destinations:
             until_s = now + rebalance.lease_s
-            self.lease = _Order(rebalance.destinations, rebalance.reason, until_s, rebalance.max_concurrent)
+            self.lease = _Order(
+                rebalance.destinations,
+                rebalance.reason,
+                until_s,
+                rebalance.max_concurrent,
+                preferred=rebalance.preferred,
+            )
         self._look_s = now
 
     def end_drain(self) -> None:
@@ -253,7 +261,8 @@ class MigrationCore:
             held = candidate.request
             if (order.model and held.model != order.model) or not self._may_go(candidate, now):
                 continue
-            fitting = [destination for destination in destinations if self._fits(candidate, destination, now)]
+            ordered = self._in_order(held.request_id, destinations)
+            fitting = [destination for destination in ordered if self._fits(candidate, destination, now)]
             here = self._around.ask(Held(held.request_id)) if fitting else None
             if here is None or here.request.epoch != held.epoch:
                 continue
@@ -262,6 +271,12 @@ class MigrationCore:
             self._try_next(departure, now)
             return True
         return False
+
+    def _in_order(self, request_id: str, destinations: list[InstanceInfo]) -> list[InstanceInfo]:
+        """Destinations as the request is to try them."""
+        name = "" if self.lease is None else self.lease.preferred.get(request_id, "")
+        first = self._around.ask(Peer(name)) if name not in ("", self._site.instance_id) else None
+        return destinations if first is None else [first, *(info for info in destinations if info.instance_id != name)]
 
     def _candidates(self, order: _Order, now: float) -> list[MigrationCandidate]:
         include_offline = order.reason is MigrationReason.DRAIN or self._around.ask(IsDraining())

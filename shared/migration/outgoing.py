@@ -470,8 +470,16 @@ class OutgoingMigration:
         request, progress = rebased(taken, now)
         request = msgspec.structs.replace(request, epoch=self.machine.epoch + 1)
         num_blocks, on_host = sum(stage.num_blocks for stage in stages), any(stage.on_host for stage in stages)
-        starts_s = self._candidate.starts_s
-        commit = Commit(self.migration_id, self._site.instance_id, request, progress, num_blocks, on_host, starts_s)
+        commit = Commit(
+            self.migration_id,
+            self._site.instance_id,
+            request,
+            progress,
+            num_blocks,
+            on_host,
+            self._candidate.starts_s,
+            self._candidate.first_token_s,
+        )
         timeout_s = COMMIT_S + self._copy_deadline_s(stages[-1] if stages else None)
         self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, commit, timeout_s))
 
@@ -528,7 +536,8 @@ class OutgoingMigration:
         if not self.is_given_up:
             self._site.say(commands.OutOver(self.migration_id, self.outcome, self.request, self.taken, self._pause_s))
         grace_s, how = (ACKNOWLEDGE_S, MOVED) if is_migrated else (0.0, reason)
-        self._site.say(commands.WindUp(self.migration_id, grace_s, how, machine.num_stages, machine.epoch))
+        num_held = sum(stage.num_held for stage in self._stages)
+        self._site.say(commands.WindUp(self.migration_id, grace_s, how, machine.num_stages, machine.epoch, num_held))
 
     # ------------------------------------------------------------------------------------------------ helpers
 

@@ -17,7 +17,9 @@ factor of `high` / `low`.
 
 Models that share an instance take turns, and a request that is the only one of its model costs all others there a turn
 (token_cost.py). So a request moves only to where it costs no more turns than where it is, unless a request waits for memory
-or the source has high-priority requests. Of the `NUM_COMPARED` freest, the first with nearly the lowest cost is taken.
+or the source has high-priority requests. Compared are the `NUM_COMPARED` freest and those that hold most of the request's
+prefix. Of those with nearly the lowest cost, the one that holds most of the prefix is taken, or the freest: what is held
+there is not copied. A late prompt goes to where its first token comes soonest, cached part included.
 
 The first request that waits for memory counts at both ends, in the one sum that every move lowers. With a second sum without
 it, moves would lower the two sums in turn: requests would go in circles, and the waiting one would starve. The destination
@@ -32,15 +34,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge, nlargest
 from itertools import chain, islice, takewhile
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
+from shared.costs.model import prompt_s
+from shared.messages.cluster import NextMove
 from shared.messages.migration import AbortReason, MigrationReason
-from shared.policies.token_cost import Resident, first_cheap, own_and_turns_s
+from shared.policies.token_cost import Resident, cheap, own_and_turns_s
 from shared.policies.virtual_usage import left_of
 
 BACKOFF_S = 0.5
@@ -58,6 +62,8 @@ all other work would wait for the checks."""
 
 NUM_COMPARED = 8
 """Destinations whose costs are compared for a source."""
+MAX_HOLDERS = 8
+"""Instances that are looked at, beside the freest, since they hold most of a request's prefix."""
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until `NUM_COMPARED` are found to which a move is a gain."""
 MAX_LOOKS = 1024
@@ -97,10 +103,8 @@ class InstanceView(NamedTuple):
     can_give: bool = True
     """It has requests, and its KV can be moved."""
     can_take: bool = True
-    next_tokens: float = 0.0
-    """Tokens of the running request that it would migrate out first; 0: unknown."""
-    next_model: str = ""
-    """Model of that request."""
+    next_moves: tuple[NextMove, ...] = ()
+    """The running request of each model that it would migrate out first, in the order in which it would."""
     num_high: int = 0
     """Online requests of high priority."""
     residents: Sequence[Resident] = ()
@@ -108,10 +112,12 @@ class InstanceView(NamedTuple):
     """Decode steps, without the waiting requests."""
     prompts_s: float = 0.0
     """Predicted time of the prompts still to be computed there, and of the steps in flight."""
-    late_model: str = ""
-    late_tokens: float = 0.0
+    late_move: NextMove | None = None
+    """The first waiting prompt that would be too late."""
     late_starts_s: float = 0.0
-    """The first waiting prompt that would be too late: its model, its tokens, and the time until it begins (0: none)."""
+    """The time until that begins (0: there is none)."""
+    prompt_costs: Mapping[str, tuple[float, float]] = {}
+    """`ModelLoad.prompt_cost` of its models; a model that is not named has an unknown cost."""
 
     @property
     def spare_tokens(self) -> float:
@@ -126,6 +132,34 @@ class InstanceView(NamedTuple):
     def typical_tokens(self) -> float:
         """Virtual usage of a typical request here."""
         return self.usage_tokens / max(1, self.num_counted)
+
+    def next_to(self, destination: InstanceView) -> NextMove | None:
+        """The request that would move there first: of a model that is served there."""
+        return next((move for move in self.next_moves if move.model in destination.models), None)
+
+    def first_token_s(self, starts_s: float, move: NextMove, num_held: int) -> float:
+        """When the prompt has its first token here if it begins after `starts_s`, with `num_held` of its tokens cached."""
+        num_left = max(1, move.num_tokens - num_held)
+        return starts_s + prompt_s(self.prompt_costs.get(move.model, (0.0, 0.0)), num_left, num_held)
+
+
+ViewOf = Callable[[str], "InstanceView | None"]
+
+
+class Held(Protocol):
+    """Tokens of one request that instances have in their prefix caches."""
+
+    def get(self, instance_id: str, default: int, /) -> int: ...
+    def longest(self) -> Iterable[tuple[str, int]]:
+        """Instances and how much they hold, those that hold most first."""
+
+
+class HeldByNobody:
+    def get(self, _instance_id: str, default: int, /) -> int:
+        return default
+
+    def longest(self) -> Iterable[tuple[str, int]]:
+        return ()
 
 
 class Destination(NamedTuple):
@@ -148,7 +182,8 @@ def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool
         return False
     if destination.prompts_s > source.prompts_s + MOST_PROMPTS_S and not is_memory_bound(source, low):
         return False
-    v = source.next_tokens or source.typical_tokens
+    move = source.next_to(destination)
+    v = source.typical_tokens if move is None else move.num_tokens
     if not destination.spare_tokens - v >= least_left(source.freeness, low) * (destination.num_running + 1):
         return False
     u, u_after = source.usage_tokens / source.total_tokens, (source.usage_tokens - v) / source.total_tokens
@@ -158,21 +193,47 @@ def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool
     return u_after**2 + w_after**2 < u**2 + w**2 and (u_after >= w_after or not source.freeness > 0)
 
 
-def is_sooner(source: InstanceView, destination: InstanceView, low: float) -> bool:
-    """Whether the source's late prompt would begin enough sooner there, in memory that requests there will not need."""
-    if source.late_model not in destination.models or not destination.total_tokens > 0:
+def is_sooner(source: InstanceView, destination: InstanceView, low: float, held: Held) -> bool:
+    """Whether the source's late prompt would have its first token enough sooner there, in memory that requests there will
+    not need. `held`: its tokens in prefix caches."""
+    late = source.late_move
+    if late is None or late.model not in destination.models or not destination.total_tokens > 0:
         return False
-    is_sooner = destination.prompts_s + LEAST_SOONER_S < source.late_starts_s
-    return is_sooner and destination.spare_tokens - source.late_tokens >= low * (destination.num_running + 1)
+    here_s = source.first_token_s(source.late_starts_s, late, held.get(source.instance_id, 0))
+    is_sooner = first_token_there_s(late, destination, held) + LEAST_SOONER_S < here_s
+    return is_sooner and destination.spare_tokens - late.num_tokens >= low * (destination.num_running + 1)
+
+
+def first_token_there_s(late: NextMove, destination: InstanceView, held: Held) -> float:
+    """Predicted time of a late prompt's first token there."""
+    return destination.first_token_s(destination.prompts_s, late, held.get(destination.instance_id, 0))
+
+
+def choose(source: InstanceView, able: Sequence[InstanceView], held: Held) -> InstanceView:
+    """The best of destinations to which a move is a gain: the one that holds most of the next request's prefix, among those
+    where its tokens cost nearly the least; the first of equals. What is held there is not copied. `held`: tokens of that
+    request in prefix caches."""
+    even = [able[number] for number in cheap([cost_there_s(source, view) for view in able])]
+    return max(even, key=lambda view: held.get(view.instance_id, 0))
+
+
+def preferred(move: NextMove, instance_id: str, view_of: ViewOf, held: Held) -> str | None:
+    """The instance that a request which must leave another one is to try first: the one that holds most of its prefix among
+    those that have the memory; None: none holds any."""
+    for name, _ in islice(held.longest(), MAX_HOLDERS):
+        view = view_of(name) if name != instance_id else None
+        if view is not None and view.can_take and move.model in view.models and view.spare_tokens >= move.num_tokens:
+            return name
+    return None
 
 
 def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
     """Whether the next request would cost itself and others no more turns there than where it is. Requests that wait for
-    memory and high priority matter more. Unknown costs do not prevent a move, nor do those of another request that moves
-    because the next one's model is not there."""
-    model = source.next_model
-    if source.num_high or not source.freeness > 0:
+    memory and high priority matter more. Unknown costs do not prevent a move."""
+    move = source.next_to(destination)
+    if move is None or source.num_high or not source.freeness > 0:
         return True
+    model = move.model
     here = own_and_turns_s(model, [(name, max(0, num - (name == model)), cost) for name, num, cost in source.residents])
     there = own_and_turns_s(model, destination.residents)
     return not (here[0] and there[0]) or there[1] <= here[1]
@@ -181,10 +242,13 @@ def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
 def cost_there_s(source: InstanceView, destination: InstanceView) -> float:
     """What a token of the source's next request would cost there: its turns, and a step of its model as long as in the
     source. 0: not known; inf: its model is not there, so another request would move."""
-    if source.next_model and source.next_model not in destination.models:
+    if not source.next_moves:
+        return 0.0
+    model = source.next_moves[0].model
+    if model not in destination.models:
         return math.inf
-    own_s, _ = own_and_turns_s(source.next_model, source.residents)
-    there = own_and_turns_s(source.next_model, destination.residents)
+    own_s, _ = own_and_turns_s(model, source.residents)
+    there = own_and_turns_s(model, destination.residents)
     return own_s + there[1] if there[0] else 0.0
 
 
@@ -239,8 +303,13 @@ class _TokenBucket:
         self._level -= 1.0
 
 
-ViewOf = Callable[[str], InstanceView | None]
 DestinationsAbove = Callable[[float], Iterable[Destination]]
+HeldOf = Callable[[NextMove], Held]
+
+
+def held_by_nobody(_move: NextMove) -> Held:
+    return HeldByNobody()
+
 
 _freeness_of: Callable[[Destination], float] = attrgetter("freeness")
 
@@ -266,6 +335,8 @@ class Rebalancer:
         """Pairs into each instance, without those of draining sources."""
         self._backoffs: dict[str, _Backoff] = {}
         self._bucket = _TokenBucket(pairings_per_s)
+        self._held_of: HeldOf = held_by_nobody
+        """What instances hold of requests, in this step."""
         self._num_looks = 0
         """Destinations looked at in this step."""
         self._num_views = 0
@@ -337,9 +408,10 @@ class Rebalancer:
         now: float,
         view_of: ViewOf,
         destinations_above: DestinationsAbove,
+        held_of: HeldOf = held_by_nobody,
     ) -> Changes:
         """Ends pairs that are over and begins new ones, as `slices` does, in one go."""
-        changes, slices = Changes([], []), self.slices(now, view_of, destinations_above)
+        changes, slices = Changes([], []), self.slices(now, view_of, destinations_above, held_of)
         while True:
             (begun, ended), is_over = next_slice(slices)
             changes.begun.extend(begun)
@@ -352,10 +424,12 @@ class Rebalancer:
         now: float,
         view_of: ViewOf,
         destinations_above: DestinationsAbove,
+        held_of: HeldOf = held_by_nobody,
     ) -> Slices:
         """Ends pairs that are over and begins new ones, in slices (`next_slice`). Between them, anything except this may be
         called. `view_of`: None for an instance that is gone or never reported; `destinations_above`: those with at least
-        that freeness."""
+        that freeness; `held_of`: what instances hold of a request in their prefix caches."""
+        self._held_of = held_of
         self._num_looks = self._num_views = 0
 
         def view(instance_id: str) -> InstanceView | None:
@@ -408,7 +482,7 @@ class Rebalancer:
         if self._is_backing_off(pair.source, now) or self._is_backing_off(destination.instance_id, now):
             return False
         if pair.reason == MigrationReason.PROMPTS:
-            return is_sooner(source, destination, self.low)
+            return is_sooner(source, destination, self.low, self._held(source.late_move))
         return not source.models.isdisjoint(destination.models) and self._is_worth_it(source, destination)
 
     def _still_draining(self, view_of: ViewOf) -> list[InstanceView]:
@@ -489,7 +563,7 @@ class Rebalancer:
                 del self._sources[name]
                 continue
             bar = least_left(source.freeness, self.low) * self.high / self.low
-            destination = self._destination_for(source, groups, bar, view_of)
+            destination = self._destination_for(source, groups, bar, view_of, now)
             if destination is not None:
                 self._bucket.take()
                 self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
@@ -500,25 +574,26 @@ class Rebalancer:
 
     def _pair_late(
         self,
-        late: list[tuple[float, float, str]],
+        unpaired: list[tuple[float, float, str]],
         groups: list[list[Destination]],
         view_of: ViewOf,
         changes: Changes,
         now: float,
     ) -> Iterator[None]:
         """Sources whose prompts wait longest come first."""
-        for _, _, name in late:
+        for _, _, name in unpaired:
             if self._num_looks >= MAX_LOOKS or not groups or not self._bucket.has_one(now):
                 return
             source = view_of(name)
             if source is None or not source.can_give or name in self._taking or not self._may_begin(name, now):
                 continue
-            able = [
-                view for view in self._looked_at(source, groups, self.low, view_of) if is_sooner(source, view, self.low)
-            ]
-            if able:
+            late, held = source.late_move, self._held(source.late_move)
+            freest = list(self._looked_at(source, groups, self.low, view_of))
+            holders = self._holders(source, held, self.low, freest, view_of, now)
+            able = [view for view in (*freest, *holders) if is_sooner(source, view, self.low, held)]
+            if late is not None and able:
                 self._bucket.take()
-                soonest = min(able, key=lambda view: view.prompts_s)
+                soonest = min(able, key=lambda view: first_token_there_s(late, view, held))
                 self._begin(Pair(name, (soonest.instance_id,), MigrationReason.PROMPTS), changes)
             else:
                 self._late_in_vain_s[name] = now
@@ -541,13 +616,36 @@ class Rebalancer:
         groups: list[list[Destination]],
         bar: float,
         view_of: ViewOf,
+        now: float,
     ) -> str | None:
-        """The freest destination that serves a model of the source and to which a move is a gain."""
+        """The best of the freest destinations that serve a model of the source, and of those that hold most of the next
+        request's prefix, to which a move is a gain."""
         if source.instance_id in self._taking:
             return None
         looked_at = self._looked_at(source, groups, bar, view_of)
         able = list(islice((view for view in looked_at if self._is_worth_it(source, view)), NUM_COMPARED))
-        return able[first_cheap([cost_there_s(source, view) for view in able])].instance_id if able else None
+        held = self._held(source.next_moves[0] if source.next_moves else None)
+        holders = self._holders(source, held, bar, able, view_of, now)
+        able += [view for view in holders if self._is_worth_it(source, view)]
+        return choose(source, able, held).instance_id if able else None
+
+    def _held(self, move: NextMove | None) -> Held:
+        return HeldByNobody() if move is None else self._held_of(move)
+
+    def _holders(
+        self, source: InstanceView, held: Held, bar: float, known: list[InstanceView], view_of: ViewOf, now: float
+    ) -> list[InstanceView]:
+        """Those with most of a request's prefix that may take requests, are as free as `bar`, and are not `known` yet."""
+        names = {source.instance_id, *(view.instance_id for view in known)}
+        found = []
+        for name, _ in islice(held.longest(), MAX_HOLDERS):
+            if name in names or not self._may_take(name) or self._is_backing_off(name, now):
+                continue
+            self._num_looks += 1
+            view = view_of(name)
+            if view is not None and view.can_take and view.freeness >= bar:
+                found.append(view)
+        return found
 
     def _looked_at(
         self,
@@ -559,7 +657,10 @@ class Rebalancer:
         """The freest, down to `bar`, that serve a model of the source and may take requests."""
         serving = [group for group in groups if not source.models.isdisjoint(group[0].models)]
         freest = takewhile(lambda each: each.freeness >= bar, merge(*serving, key=_freeness_of, reverse=True))
-        for each in islice((each for each in freest if self._may_take(each.instance_id)), MAX_LOOKED):
+        others = (
+            each for each in freest if each.instance_id != source.instance_id and self._may_take(each.instance_id)
+        )
+        for each in islice(others, MAX_LOOKED):
             self._num_looks += 1
             view = view_of(each.instance_id)
             if view is not None and view.can_take:

@@ -25,10 +25,15 @@ def is_as_cheap(token_s: float, least_s: float) -> bool:
     return token_s <= (1.0 + MARGIN) * least_s or least_s == 0.0
 
 
-def first_cheap(costs_s: Sequence[float]) -> int:
-    """Index of the first that costs hardly more than the least; an unknown cost (0) qualifies."""
+def cheap(costs_s: Sequence[float]) -> list[int]:
+    """Indices of those that cost hardly more than the least; an unknown cost (0) qualifies."""
     least_s = min((cost_s for cost_s in costs_s if cost_s > 0), default=0.0)
-    return next(number for number, cost_s in enumerate(costs_s) if is_as_cheap(cost_s, least_s))
+    return [number for number, cost_s in enumerate(costs_s) if is_as_cheap(cost_s, least_s)]
+
+
+def first_cheap(costs_s: Sequence[float]) -> int:
+    """The first of `cheap`; there must be a cost."""
+    return cheap(costs_s)[0]
 
 
 def token_cost_s(model: str, residents: Iterable[Resident], num_high: int = 0) -> float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.engines import capabilities
-from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport
+from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport, NextMove
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.policies.dispatch import ReportedFreeness
 from shared.policies.rebalancing import InstanceView
@@ -226,15 +226,14 @@ class InstanceState:
             leaving=self.leaving,
             can_give=can_give,
             can_take=can_take,
-            next_tokens=report.next_migration_tokens,
-            next_model=report.next_migration_model,
+            next_moves=_next_moves(report),
             num_high=report.num_high,
             residents=load.residents,
             running_freeness=report.running_freeness,
             prompts_s=report.prompts_s,
-            late_model=report.late_model,
-            late_tokens=report.late_tokens,
+            late_move=_late_move(report),
             late_starts_s=report.late_starts_s,
+            prompt_costs={load.model: load.prompt_cost for load in report.models},
         )
         return self._view
 
@@ -259,6 +258,19 @@ class InstanceState:
     def can_take(self) -> bool:
         """Requests that move."""
         return self.is_reachable and self.is_candidate
+
+
+def _next_moves(report: LoadReport) -> tuple[NextMove, ...]:
+    """Those told, or the one request that an instance of an older version tells of."""
+    if report.next_moves or not report.next_migration_tokens:
+        return report.next_moves
+    return (NextMove(report.next_migration_model, report.next_migration_tokens),)
+
+
+def _late_move(report: LoadReport) -> NextMove | None:
+    if report.late_move is not None or not report.late_starts_s:
+        return report.late_move
+    return NextMove(report.late_model, report.late_tokens)
 
 
 def _terms_of(info: InstanceInfo) -> tuple[object, ...]:

@@ -78,7 +78,7 @@ class SchedulerCore:
             max_waiting_per_model=settings.max_waiting_per_model,
             growth_steps=settings.dispatch_growth_steps,
         )
-        self.rescheduler = Rescheduler(settings, self.cluster)
+        self.rescheduler = Rescheduler(settings, self.cluster, self.dispatcher.held_of)
         self.scaler = Scaler(settings)
         self.life = life = RequestLifecycle(self.dispatcher, self.cluster, self.say)
         self.migrations = MigrationBook(self)

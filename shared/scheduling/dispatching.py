@@ -22,13 +22,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import cast
 
-from shared.messages.cluster import LoadReport
+from shared.messages.cluster import LoadReport, NextMove
 from shared.policies.dispatch import GRAIN_S, DispatchPolicy
 from shared.policies.ordering import ModelView
 from shared.scheduling.candidates import CandidateIndex, CandidatesFor, Ranking, Seen
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.in_flight import InFlight, InFlightLedger
-from shared.scheduling.prefixes import PrefixIndex
+from shared.scheduling.prefixes import NOT_HELD, Held, PrefixIndex
 from shared.scheduling.queue import GlobalQueue, Head, Lane, Outflow, lane_of
 from shared.scheduling.requests import TrackedRequest
 
@@ -131,6 +131,10 @@ class Dispatcher:
     def num_known_blocks(self) -> int:
         """Blocks of which it is known which instances have them."""
         return 0 if self._prefixes is None else len(self._prefixes)
+
+    def held_of(self, move: NextMove, now: float) -> Held:
+        """Tokens of a request that may move which each instance likely has in its prefix cache."""
+        return NOT_HELD if self._prefixes is None else self._prefixes.held_of(move, now)
 
     def offline_room(self, models: Iterable[str]) -> dict[str, int | None]:
         """Tokens of new offline submissions that instances could take, below 0 if more wait here than they can; None for

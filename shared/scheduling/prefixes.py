@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, cycle
 
 from shared.engine.memory.blocks import chain_hash, prefix_root, root_hash
-from shared.messages.cluster import KEY_BYTES, LoadReport
+from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_positions
 from shared.messages.requests import GenerationRequest
 
 GUESS_S = 30.0
@@ -182,19 +182,30 @@ class PrefixIndex:
             self._guesses.append((guess_s, holder, guessed))
 
     def held_tokens(self, request: GenerationRequest, block_size: int, now: float) -> Held:
+        if not block_size:
+            return NOT_HELD
+        return self._held(zip(count(block_size, block_size), self._keys_of(request, block_size), strict=False), now)
+
+    def held_of(self, move: NextMove, now: float) -> Held:
+        """Tokens of a request that may move, as far as its marks tell."""
+        positions = mark_positions(move.num_blocks)
+        named = zip(positions, _keys(move.marks), strict=False)
+        return self._held(((move.block_size * position, key) for position, key in named), now)
+
+    def _held(self, named: Iterable[tuple[int, bytes]], now: float) -> Held:
+        """`named`: tokens of a prompt up to the end of some of its blocks, ascending, and these blocks' keys."""
+        self._expire(now)
         levels: list[tuple[int, int]] = []
-        if block_size:
-            self._expire(now)
-            having, num_tokens = self._known, 0
-            for key in self._keys_of(request, block_size):
-                still = having & self._part_of[key[0]].get(key, 0)
-                if num_tokens and still != having:
-                    levels.append((num_tokens, having ^ still))
-                having, num_tokens = still, num_tokens + block_size
-                if not having:
-                    break
-            if having and num_tokens:
-                levels.append((num_tokens, having))
+        having, held_tokens = self._known, 0
+        for num_tokens, key in named:
+            still = having & self._part_of[key[0]].get(key, 0)
+            if held_tokens and still != having:
+                levels.append((held_tokens, having ^ still))
+            having, held_tokens = still, num_tokens
+            if not having:
+                break
+        if having and held_tokens:
+            levels.append((held_tokens, having))
         return Held(self._holders, self._slots, levels)
 
     def _holder(self, instance_id: str) -> _Holder:

@@ -6,13 +6,13 @@ more when it ends. A leader that vanishes leaves leases behind that run out by t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from shared.messages.cluster import LoadReport
+from shared.messages.cluster import LoadReport, NextMove
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.policies.catalogue import REBALANCE_POLICIES
-from shared.policies.rebalancing import Destination, InstanceView, Pair, Slices, next_slice
+from shared.policies.rebalancing import Destination, Held, InstanceView, Pair, Slices, next_slice, preferred
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
@@ -29,11 +29,15 @@ GIVEN_S = 10.0
 
 
 class Rescheduler:
-    def __init__(self, settings: SchedulerSettings, cluster: ClusterView) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, cluster: ClusterView, held_of: Callable[[NextMove, float], Held]
+    ) -> None:
+        """`held_of`: what instances hold of a request in their prefix caches, at a time."""
         self.is_on = settings.migration != "off"
         policy = REBALANCE_POLICIES.find(settings.rebalance_policy)
         self.policy = policy(settings.rebalance_low, settings.rebalance_high, settings.max_migrations_per_s)
         self._cluster = cluster
+        self._held_of = held_of
         self._interval_s = settings.rebalance_interval_s
         self._told_s: dict[str, float] = {}
         """When each source was told of its pair."""
@@ -86,7 +90,9 @@ class Rescheduler:
             if self._next_s is None or now < self._next_s:
                 return []
             self._last_s = now
-            self._slices = self.policy.slices(now, self._view_of, self._destinations_above)
+            self._slices = self.policy.slices(
+                now, self._view_of, self._destinations_above, lambda move: self._held_of(move, now)
+            )
         changes, is_over = next_slice(self._slices)
         actions: list[Action] = []
         self._ended += changes.ended
@@ -98,7 +104,7 @@ class Rescheduler:
             self._ended.clear()
         for pair in changes.begun:
             view = self._view_of(pair.source)
-            actions.append(Paired(pair.source, self._message(pair), view.freeness if view else 0.0))
+            actions.append(Paired(pair.source, self._message(pair, now), view.freeness if view else 0.0))
             self._told_s.pop(pair.source, None)
         if is_over:
             self._slices = None
@@ -115,12 +121,23 @@ class Rescheduler:
         for pair in pairs:
             if now - self._told_s.get(pair.source, -again_s) >= again_s:
                 self._told_s[pair.source] = self._gave_s[pair.source] = now
-                actions.append(SendRebalance(pair.source, self._message(pair)))
+                actions.append(SendRebalance(pair.source, self._message(pair, now)))
         return actions
 
-    def _message(self, pair: Pair) -> Rebalance:
-        at_once = DRAIN_CONCURRENCY if pair.reason == MigrationReason.DRAIN else 1
-        return Rebalance(list(pair.destinations), pair.reason, self._lease_s, at_once)
+    def _message(self, pair: Pair, now: float) -> Rebalance:
+        destinations = list(pair.destinations)
+        if pair.reason != MigrationReason.DRAIN:
+            return Rebalance(destinations, pair.reason, self._lease_s)
+        return Rebalance(destinations, pair.reason, self._lease_s, DRAIN_CONCURRENCY, self._preferred(pair.source, now))
+
+    def _preferred(self, source: str, now: float) -> dict[str, str]:
+        """By request that is to leave: where it is to go if it can."""
+        view = self._view_of(source)
+        found = {}
+        for move in () if view is None else view.next_moves:
+            if (name := preferred(move, source, self._view_of, self._held_of(move, now))) is not None:
+                found[move.request_id] = name
+        return found
 
     def _wake(self, now: float) -> None:
         """A look is due soon, and at most so often."""

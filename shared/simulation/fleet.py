@@ -302,8 +302,11 @@ class Instance:
         self._reported_s = self._events.now
         num_out = 0 if self.migrations is None else self.migrations.num_out
         num_in = self.num_transfers - num_out
+        leaving = {
+            name for name, state in self.model_states.items() if state == "unloading" or self.state == "draining"
+        }
         report = self.reports.take(
-            self.engine.load(self._events.now), num_out, num_in, self.engine.memory.cache_news.take()
+            self.engine.load(self._events.now, leaving), num_out, num_in, self.engine.memory.cache_news.take()
         )
         self._fleet.tell(calls.OnReport(report))
 

@@ -29,6 +29,7 @@ from shared.migration.calls import Call, Reply, calls_of
 from shared.migration.commands import Command
 from shared.migration.estimates import copy_s
 from shared.migration.incoming import Intake, held_after, with_busy
+from shared.migration.outgoing import MOVED
 from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.simulation.events import Events
@@ -102,6 +103,8 @@ class VirtualMigrations:
         """Migrations out among these."""
         self.num_bytes = 0
         """Sent."""
+        self.num_held_blocks = 0
+        """Blocks of requests that moved away which were not sent, since destinations had them."""
         self.is_dead = False
         self.on_over: Callable[[MigrationOutcome, GenerationRequest, Detached | None], None] = lambda *_: None
         self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
@@ -184,7 +187,8 @@ class VirtualMigrations:
                 self._cancel(migration_id)
             case commands.OutOver(_, outcome, request, taken):
                 self.on_over(outcome, request, taken)
-            case commands.WindUp(_, grace_s):
+            case commands.WindUp(_, grace_s, outcome, num_held=num_held):
+                self.num_held_blocks += num_held if outcome == MOVED else 0
                 if grace_s and any(not transfer.is_over for transfer in self._out[migration_id]):
                     after(grace_s, self._end_out, migration_id)
                 else:
@@ -363,16 +367,23 @@ class FleetMigrations:
         self._network.reach = self._reach
         self._hosts: dict[str, VirtualMigrations] = {}
         self._ids = count()
-        self._num_bytes = 0
+        self._num_bytes = self._num_held_blocks = 0
 
     @property
     def num_bytes(self) -> int:
         """Sent, by all."""
         return self._num_bytes + sum(host.num_bytes for host in self._hosts.values())
 
+    @property
+    def num_held_blocks(self) -> int:
+        """As of `VirtualMigrations`, of all."""
+        return self._num_held_blocks + sum(host.num_held_blocks for host in self._hosts.values())
+
     def add(self, instance: Instance, /) -> VirtualMigrations:
         before = self._hosts.get(instance.instance_id)
-        self._num_bytes += 0 if before is None else before.num_bytes
+        if before is not None:
+            self._num_bytes += before.num_bytes
+            self._num_held_blocks += before.num_held_blocks
         host = self._hosts[instance.instance_id] = self._host(instance)
         return host
 

@@ -157,6 +157,11 @@ class InstanceModels:
         """Nothing is to be served here: models on demand may come."""
         return all(model.state in ("host", "unloading") for model in self._models.values())
 
+    @property
+    def unloading(self) -> frozenset[str]:
+        """Models whose requests are to leave."""
+        return frozenset(name for name, model in self._models.items() if model.state == "unloading")
+
     def check_serves(self, name: str) -> None:
         if name not in self._intake.models:
             state = self._models[name].state if name in self._models else "not here"

@@ -30,6 +30,7 @@ from shared.costs.model import CostSource
 from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
+from shared.engine.load import InstanceLoad
 from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports, is_news
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
@@ -398,9 +399,13 @@ class InstanceService:
     def _publish_load(self) -> None:
         self._events.collect()
         self._reported_at = self._bus.now()
-        load_now = self._loop.ask(lambda engine: engine.load(self._loop.now()))
+        load_now = self._loop.ask(self._load_with_moves)
         changes = self._loop.take_cache_changes()
         self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating, changes))
+
+    def _load_with_moves(self, engine: Engine) -> InstanceLoad:
+        models = engine.memory.queues.keys() if self.intake.is_draining else self._models.unloading
+        return engine.load(self._loop.now(), models)
 
     async def _keep_measured(self) -> None:
         while True:

@@ -555,11 +555,12 @@ class MigrationService:
         self._telemetry.end("out", str(out.reason), command.outcome)
         self._telemetry.on_bytes("out", out.num_bytes)
         if command.outcome == MOVED:
-            self._telemetry.on_moved(command.num_stages)
+            self._telemetry.on_moved(command.num_stages, command.num_held)
         out.span.end(
             {
                 "tideway.migration.outcome": command.outcome,
                 "tideway.migration.stages": command.num_stages,
+                "tideway.migration.held": command.num_held,
                 "tideway.migration.bytes": out.num_bytes,
                 "tideway.epoch": command.epoch,
             }

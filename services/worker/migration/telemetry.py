@@ -37,6 +37,10 @@ class MigrationTelemetry:
             buckets=PAUSE_BUCKETS,
         )
         self._bytes = counter("tideway_migration_bytes", "KV bytes moved", ("direction",))
+        self._held_blocks = counter(
+            "tideway_migration_held_blocks",
+            "KV blocks of moved requests that destinations had already: they were not sent",
+        )
         self._stages = histogram(
             "tideway_migration_stages", "Stages of a migration that moved its request", buckets=STAGE_BUCKETS
         )
@@ -64,8 +68,10 @@ class MigrationTelemetry:
         """One that was over before it began."""
         self._migrations.labels(direction, reason, outcome).inc()
 
-    def on_moved(self, num_stages: int) -> None:
+    def on_moved(self, num_stages: int, num_held: int) -> None:
+        """`num_held`: blocks that the destination had already."""
         self._stages.observe(num_stages)
+        self._held_blocks.inc(num_held)
 
     def on_pause(self, end: str, seconds: float) -> None:
         self._pause.labels(end).observe(seconds)

@@ -41,7 +41,7 @@ def test_late_is_who_would_have_its_first_token_after_it_is_due() -> None:
     submit(here, "harvest", request_class=OFFLINE)
     assert late(here) == [("c", 2.0), ("d", 3.0)]
     load = here.engine.load(0.0)
-    assert (load.late_model, load.late_tokens, load.late_starts_s) == ("a", 10, pytest.approx(2.0))
+    assert (load.late_move.model, load.late_move.num_tokens) == ("a", 10) and load.late_starts_s == pytest.approx(2.0)
     assert late(here, now=1.0)[0] == ("b", 1.0), "time went by, and nothing was done"
     here.engine.apply(Cancel("a"), 0.0)
     assert late(here) == [("d", 2.0)]
@@ -75,3 +75,20 @@ def test_an_instance_takes_it_only_where_it_is_begun_sooner(starts_s: float, is_
     assert (refusal is None) is is_taken
     assert refusal is None or refusal.code is ErrorCode.OVERLOADED
     assert (there.engine.held("moved") is not None) is is_taken
+
+
+@pytest.mark.parametrize(("first_token_s", "is_taken"), [(1.2, False), (1.7, True)])
+def test_what_is_cached_counts_for_the_first_token(first_token_s: float, is_taken: bool) -> None:
+    """It has 8 of the 10 tokens cached: after the other one's second, its own prompt takes 0.2 s."""
+    there = node()
+    submit(there, "cached")
+    run(there, 6)
+    submit(there, "another")
+    prompt = [len("cached"), *range(9)]
+    moved = msgspec.structs.replace(request("moved", prompt, 5), epoch=1)
+    commit = Commit("m", "source", moved, SequenceProgress(), starts_s=1.0, first_token_s=first_token_s)
+    assert (there.engine.apply(Adopt(commit), 0.0) is None) is is_taken
+    here = node()
+    for name in ("a", "b", "cached"):
+        submit(here, name)
+    assert [c.first_token_s for c in here.engine.late_candidates(0.0)] == [pytest.approx(3.0)], "nothing is cached here"

@@ -13,6 +13,7 @@ from shared.engine.engine import Engine
 from shared.engine.memory.allocator import GROWTH_STEPS
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import PriorityClass, State
+from shared.messages.cluster import mark_positions
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import Priority, RequestClass
 from shared.policies.baselines import RoundRobin
@@ -132,8 +133,8 @@ def test_what_comes_and_what_leaves_is_load():
     run(node, request("r", list(range(30)), 50, priority=HIGH))
     alone = node.engine.load()
     assert node.engine.apply(Detach("r"), 0.0)
-    assert (alone.next_migration_tokens, alone.next_migration_model) == (32, "a")
-    nobody = msgspec.structs.replace(alone, next_migration_tokens=0, next_migration_model="")
+    assert [(move.model, move.num_tokens) for move in alone.next_moves] == [("a", 32)]
+    nobody = msgspec.structs.replace(alone, next_moves=())
     assert node.engine.load() == nobody, "nobody else could move"
     reserve(node, 6)
     both = node.engine.load()
@@ -289,3 +290,22 @@ def test_what_a_decode_more_adds_has_the_contexts_of_those_that_are_there():
     assert one_s == pytest.approx(0.021) and more_s == pytest.approx(0.001 + 1e-5 * blocks * WIDE.block_size / 2)
     run(node, request("yields", list(range(20)), 50, request_class=RequestClass.OFFLINE))
     assert node.engine.load().models[0].decode_cost == pytest.approx((one_s, more_s), rel=0.1)
+
+
+def test_the_next_request_of_each_model_is_told_of_and_all_of_those_that_leave():
+    node = make(num_merged=200)
+    run(
+        node,
+        request("long", list(range(60)), 50),
+        request("short", list(range(20)), 50),
+        request("other", list(range(500, 590)), 50, model="b"),
+        request("high", list(range(8)), 50, priority=HIGH),
+    )
+    told = [(move.model, move.request_id) for move in node.engine.load().next_moves]
+    assert told == [("a", "short"), ("b", "other")], "high priority stays while others run"
+    assert [m.request_id for m in node.engine.load(given_away={"a"}).next_moves] == ["high", "short", "long", "other"]
+    (first, *_) = node.engine.load().next_moves
+    root = node.engine.memory.queues["a"].root
+    held = node.engine.held("short")
+    hashes = held.extend_hashes(first.num_blocks, first.block_size, root)
+    assert first.marks == b"".join(hashes[position - 1][:8] for position in mark_positions(first.num_blocks))

@@ -5,6 +5,7 @@ are taken for dead while they live."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from random import Random
@@ -95,8 +96,14 @@ class Node:
         for node in self.world.living:
             node.moves.tell(calls.OnInstance(self.name, self.info))
 
-    def rebalance(self, *names: str, reason: MigrationReason = MigrationReason.BALANCE, lease_s: float = 0.5) -> None:
-        self.moves.tell(calls.OnRebalance(Rebalance([*names], reason, lease_s, 4)))
+    def rebalance(
+        self,
+        *names: str,
+        reason: MigrationReason = MigrationReason.BALANCE,
+        lease_s: float = 0.5,
+        preferred: Mapping[str, str] | None = None,
+    ) -> None:
+        self.moves.tell(calls.OnRebalance(Rebalance([*names], reason, lease_s, 4, dict(preferred or {}))))
 
     def submit(self, sent: GenerationRequest) -> None:
         assert self.host.apply(Submit(sent)) is None
@@ -233,6 +240,35 @@ def test_a_running_request_moves_and_its_stream_goes_on() -> None:
     assert world.streams["r1"].owner == "b" and world.nodes["b"].num_ended == 1 and not world.nodes["a"].num_ended
     for node in world.nodes.values():
         node.check_empty()
+
+
+def test_each_request_goes_to_where_its_prefix_is_and_that_is_not_copied() -> None:
+    world, prompts = World("abcd", num_merged=60), {"r1": list(range(50)), "r2": list(range(100, 150))}
+    for holder, name in (("c", "r1"), ("d", "r2")):
+        world.send(holder, request(f"{name} before", prompts[name], 2))
+    for name, tokens in prompts.items():
+        world.events.at(0.3, world.send, "a", request(name, tokens, 200))
+    preferred = {"r1": "c", "r2": "d", "gone": "b"}
+    drain = partial(world.nodes["a"].rebalance, "b", reason=MigrationReason.DRAIN, preferred=preferred)
+    world.events.at(0.5, drain)
+    world.run()
+    assert {o.request_id: o.destination_id for o in moved_outcomes(world)} == {"r1": "c", "r2": "d"}
+    assert all(outcome.is_migrated for outcome in moved_outcomes(world))
+    assert world.nodes["a"].moves.num_held_blocks == 2 * (50 // 4)
+    world.check_streams()
+
+
+def test_a_preferred_destination_that_is_gone_or_refuses_costs_no_move() -> None:
+    world = World("abc")
+    world.send("a", request("r1", list(range(50)), 200))
+    world.nodes["c"].intake.is_draining = True
+    world.events.at(0.4, partial(world.nodes["a"].rebalance, "b", preferred={"r1": "nobody"}))
+    world.run(0.9)
+    assert [outcome.destination_id for outcome in moved_outcomes(world) if outcome.is_migrated] == ["b"]
+    world.nodes["b"].rebalance("a", preferred={"r1": "c"})
+    world.run()
+    assert [(o.destination_id, o.is_migrated) for o in world.nodes["b"].outcomes] == [("c", False), ("a", True)]
+    world.check_streams()
 
 
 @pytest.mark.parametrize("lost", ["PreAllocate", "Reserved", "SendBlocks", "Commit", "Committed", "OwnsReply"])

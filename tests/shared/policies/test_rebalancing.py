@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.messages.cluster import NextMove
 from shared.messages.migration import AbortReason, MigrationReason
 from shared.policies.rebalancing import (
     BACKOFF_S,
@@ -72,14 +73,12 @@ class Instance:
             leaving=self.models if self.is_draining else frozenset(),
             can_give=not is_idle,
             can_take=self.can_take and not self.is_draining,
-            next_tokens=min(self.running, default=0),
+            next_moves=(NextMove("m", min(self.running)),) if self.running else (),
             running_freeness=self.running_freeness(),
             prompts_s=self.prompts_s,
-            next_model="m" if self.running else "",
             num_high=self.num_high,
             residents=[("m", len(self.running), self.step_s), *self.others],
-            late_model="m" if self.late_s else "",
-            late_tokens=16 if self.late_s else 0,
+            late_move=NextMove("m", 16) if self.late_s else None,
             late_starts_s=self.late_s,
         )
 
@@ -511,7 +510,7 @@ def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int],
             (name,) = pair.destinations
             given_to.append(name)
             a, b = source.view(), cluster.instances[name].view()
-            kept, v = least_left(a.freeness, LOW), a.next_tokens or a.typical_tokens
+            kept, v = least_left(a.freeness, LOW), a.next_moves[0].num_tokens if a.next_moves else a.typical_tokens
             assert LOW / 2 <= kept <= LOW and a.freeness < LOW
             assert b.freeness >= kept * HIGH / LOW and (b.spare_tokens - v) / (b.num_running + 1) >= kept
             mine, theirs = a.usage_tokens, b.usage_tokens
@@ -593,5 +592,5 @@ def test_who_is_about_to_be_preempted_moves_whatever_the_taker_computes() -> Non
 def test_a_report_that_counts_no_request_of_the_one_that_would_move_is_a_report() -> None:
     """Whatever a worker says of itself, dispatch goes on."""
     odd = Instance("a", running=[3000, 3000], others=(("n", 2, STEP_S),))
-    view = odd.view()._replace(next_model="m", residents=[("m", 0, STEP_S), *odd.others])
+    view = odd.view()._replace(next_moves=(NextMove("m", 16),), residents=[("m", 0, STEP_S), *odd.others])
     assert is_as_cheap_there(view, Instance("b").view())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.messages.cluster import NextMove
 from shared.messages.migration import MigrationReason
 from shared.policies.rebalancing import LEAST_SOONER_S, Destination, InstanceView, Rebalancer
 
@@ -52,8 +53,7 @@ class Instance:
             models=self.models,
             can_give=bool(used),
             prompts_s=self.prompts_s,
-            late_model="" if late is None else "m",
-            late_tokens=0 if late is None else self.prompts[late[0]],
+            late_move=None if late is None else NextMove("m", self.prompts[late[0]]),
             late_starts_s=0.0 if late is None else late[1],
         )
 
@@ -144,6 +144,7 @@ def test_each_move_lowers_the_sum_of_squared_times_and_helps_who_moves(
         view = source.view()
         for other in cluster.instances.values():
             there = other.view()
-            has_memory = there.spare_tokens - view.late_tokens >= LOW * (there.num_running + 1)
+            late_tokens = 0 if view.late_move is None else view.late_move.num_tokens
+            has_memory = there.spare_tokens - late_tokens >= LOW * (there.num_running + 1)
             is_sooner = other.prompts_s + LEAST_SOONER_S < view.late_starts_s
             assert not (has_memory and is_sooner and there.freeness >= LOW), "nobody waits who need not"

@@ -11,6 +11,7 @@ from shared.messages.cluster import (
     LoadReport,
     MigrationOutcome,
     ModelLoad,
+    NextMove,
 )
 from shared.messages.requests import (
     GenerationRequest,
@@ -114,6 +115,7 @@ def make_report(
     decode_s: float = 0.0,
     cache_held: bytes = b"",
     cache_lost: bytes = b"",
+    next_moves: tuple[NextMove, ...] = (),
 ) -> LoadReport:
     """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike;
     `token_s`: predicted, of a token of a prompt; `running`: of each model, all of them online; `decode_s`: of a step of
@@ -149,6 +151,7 @@ def make_report(
         migration_freeness=migration_freeness,
         cache_held=cache_held,
         cache_lost=cache_lost,
+        next_moves=next_moves,
         num_high=num_high,
         migrations=migrations or [],
         migrated_in=migrated_in or [],

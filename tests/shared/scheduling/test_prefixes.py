@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared.engine.calls import Submit
 from shared.engine.memory.blocks import BlockPool, chain_hash, root_hash
 from shared.engine.memory.cache_news import MAX_NOTED, MAX_TOLD, CacheChanges, CacheNews
-from shared.messages.cluster import KEY_BYTES, LoadReport
+from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_positions
 from shared.messages.requests import Adapter, GenerationRequest, pack_tokens
 from shared.scheduling.prefixes import GUESS_S, MIN_ENTRIES, PrefixIndex, prompt_keys
 from tests.shared.engine.fake_executor import request
@@ -309,3 +309,34 @@ def test_a_salt_hides_what_was_computed_with_another_as_engines_do() -> None:
     assert index.held_tokens(sent, PAGE, 0.0) == {"a": 16}
     for salt in ("", "y"):
         assert index.held_tokens(prompt(*range(20), prefix_salt=salt), PAGE, 0.0) == {}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300), st.lists(st.integers(0, 300), min_size=1, max_size=6))
+def test_marks_tell_most_of_what_instances_hold_of_a_request_and_never_more(
+    num_blocks: int, held_blocks: list[int]
+) -> None:
+    index, asked = PrefixIndex(), prompt(*range(PAGE * num_blocks + 1))
+    chain = keys(asked)
+    for number, count in enumerate(held_blocks):
+        tell(index, f"i{number}", b"".join(chain[:count]))
+    marks = b"".join(chain[position - 1] for position in mark_positions(num_blocks))
+    move = NextMove("a", PAGE * num_blocks + 1, "r", PAGE, num_blocks, marks)
+    known, told = index.held_tokens(asked, PAGE, 0.0), index.held_of(move, 0.0)
+    for number in range(len(held_blocks)):
+        name = f"i{number}"
+        assert 2 * known.get(name, 0) <= 3 * told.get(name, 0) <= 3 * known.get(name, 0)
+    assert [tokens for _, tokens in told.longest()] == sorted(dict(told).values(), reverse=True)
+
+
+def test_an_engine_names_its_next_move_by_what_its_index_knows() -> None:
+    node, index = make(), PrefixIndex()
+    tokens = list(range(37))
+    assert node.engine.apply(Submit(request("r", tokens, 5)), 0.0) is None
+    run(node, 2)
+    (move,) = node.engine.load(0.0).next_moves
+    page = node.engine.held("r").block_size
+    assert (move.model, move.request_id, move.num_blocks) == ("a", "r", move.num_tokens // page)
+    index.on_report(report("there", node.engine.memory.cache_news.take()), True)
+    known = index.held_tokens(request("r", tokens, 5), page, 0.0).get("there")
+    assert known > 0 and 2 * known <= 3 * index.held_of(move, 0.0).get("there", 0) <= 3 * known

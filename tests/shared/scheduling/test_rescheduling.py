@@ -8,13 +8,14 @@ from itertools import pairwise
 import pytest
 
 import shared.scheduling.rescheduling as rescheduling
-from shared.messages.cluster import MigrationOutcome
+from shared.messages.cluster import MigrationOutcome, NextMove, mark_positions
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
 from shared.scheduling.calls import OnRegistry
+from shared.scheduling.prefixes import prompt_keys
 from tests.shared.scheduling.driver import Driver
-from tests.shared.scheduling.samples import make_info, make_request
+from tests.shared.scheduling.samples import BLOCK_SIZE, make_info, make_request
 
 LEASE_S = 0.5
 
@@ -92,6 +93,39 @@ def test_a_draining_instance_gives_to_all_that_can_take() -> None:
     driver.report("a")
     driver.pass_time(0.2)
     assert sent(driver) == [("a", [])], "it is empty"
+
+
+def test_who_drains_is_told_which_request_goes_where_its_prefix_is() -> None:
+    driver = cluster("a", "b", "c", "d")
+    requests = {name: make_request(name, num_prompt=100 + 40 * n) for n, name in enumerate(("held by c", "by nobody"))}
+    chains = {name: list(prompt_keys(sent, BLOCK_SIZE)) for name, sent in requests.items()}
+    driver.report("b", migration_freeness=800.0, num_running=3, cache_held=b"".join(chains["held by c"][:2]))
+    driver.report("c", migration_freeness=150.0, num_running=20, cache_held=b"".join(chains["held by c"]))
+    chains["by nobody"] = [key[::-1] for key in chains["by nobody"]]
+    moves = tuple(
+        NextMove("m", 100, name, BLOCK_SIZE, len(chain), b"".join(chain[p - 1] for p in mark_positions(len(chain))))
+        for name, chain in chains.items()
+    )
+    driver.report("a", migration_freeness=500.0, num_running=2, next_moves=moves)
+    driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
+    driver.pass_time(0.03)
+    (message,) = driver.take(SendRebalance)
+    assert message.rebalance.destinations == ["d", "b", "c"]
+    assert message.rebalance.preferred == {"held by c": "c"}
+    driver.core.apply(OnRegistry("c", None), driver.now)
+    driver.pass_time(0.11)
+    assert driver.take(SendRebalance)[-1].rebalance.preferred == {"held by c": "b"}, "the next best is still there"
+
+
+def test_a_source_gives_to_the_holder_of_its_next_requests_prefix() -> None:
+    driver = cluster("a", "b", "c")
+    chain = list(prompt_keys(make_request("r", num_prompt=200), BLOCK_SIZE))
+    move = NextMove("m", 200, "r", BLOCK_SIZE, len(chain), b"".join(chain[p - 1] for p in mark_positions(len(chain))))
+    driver.report("b", migration_freeness=900.0, num_running=3)
+    driver.report("c", migration_freeness=700.0, num_running=3, cache_held=b"".join(chain))
+    driver.report("a", migration_freeness=5.0, num_running=10, next_moves=(move,))
+    driver.pass_time(0.03)
+    assert sent(driver) == [("a", ["c"])]
 
 
 def test_offline_requests_leave_a_draining_instance_too() -> None:

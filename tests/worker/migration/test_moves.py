@@ -59,6 +59,19 @@ async def test_counts_and_pause_are_measured(make) -> None:
     assert metric(source, "tideway_migration_stages_sum") >= 2
 
 
+async def test_what_the_destination_holds_is_counted_and_not_sent(make) -> None:
+    group = await make()
+    before, sent = request("before", PROMPT, 2), request("r1", PROMPT, 200)
+    group.destination.submit(before)
+    await group.ended(before)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 20)
+    group.source.rebalance("b")
+    await group.ended(sent, owner="b")
+    num_held = metric(group.source, "tideway_migration_held_blocks_total")
+    assert num_held == len(PROMPT) // group.source.loop.ask(lambda engine: engine.memory.queues["a"].shape.block_size)
+
+
 async def test_a_waiting_request_moves_by_commit_alone(make) -> None:
     group = await make(source={"num_merged": 20})
     long, waiting = request("long", [7] * 150, 60), request("waiting", [9] * 120, 40)
