@@ -196,7 +196,8 @@ class NatsBus(Bus):
 
     @property
     def away_s(self) -> float:
-        return 0.0 if self.is_connected else self.now() - self._away_since_s
+        # The client may know of a loss already that this bus is about to be told.
+        return 0.0 if self._is_ready else self.now() - self._away_since_s
 
     @property
     def problems(self) -> list[str]:

@@ -264,6 +264,12 @@ class DirectClient(Client):
                 future.set_exception(NotConnectedError())
         self._on_disconnect()
 
+    async def _process_op_err(self, e: Exception) -> None:
+        """A connection that is lost is cut: nats-py would wait for a server that hangs to take what was written to it."""
+        if self.is_connected and isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            self._transport._io_writer.transport.abort()
+        await super()._process_op_err(e)
+
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and "tls" in self.options and not info.get("tls_required"):
             # nats-py would send the password in the clear.

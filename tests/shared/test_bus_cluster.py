@@ -19,10 +19,11 @@ from shared.messages.requests import ErrorCode
 from shared.runtime.settings import BusSettings, SettingsError
 from tests.conftest import NatsServer
 from tests.nats_cluster import NatsCluster
-from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, Ping, eventually
+from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, NEWS, Ping, eventually
 from tests.shared.conftest import ConnectTo
 
 NUM_READS = 60
+UNSENT_BYTES = 14 << 20
 WRITE_INTERVAL_S = 0.3
 """Interval between writes of an entry that is to live; the TTL is 2 s."""
 
@@ -171,6 +172,26 @@ async def test_a_node_that_hangs_is_left_for_another(cluster: NatsCluster, conne
     with paused(home):
         await asyncio.wait_for(heard.wait(), 8.0)
         assert bus.now() - began_s < 5.0
+        await bus.round_trip_s()
+    await asyncio.to_thread(cluster.wait_whole)
+
+
+async def test_a_node_that_hangs_is_left_with_what_it_has_not_taken(
+    cluster: NatsCluster, connect_node: ConnectNode
+) -> None:
+    """With more than the kernel buffers, such as a file that is being stored."""
+    bus = await connect_node(1)
+    home = next(node for node in cluster.nodes if bus._client.connected_url.port == node.port)
+    heard = asyncio.Event()
+    bus.on_reconnect(heard.set)
+    began_s = bus.now()
+    with paused(home):
+        for _ in range(UNSENT_BYTES // bus.max_payload_bytes):
+            bus.publish(NEWS.at(place="here"), Ping("x" * (bus.max_payload_bytes - 1024)))
+        while not heard.is_set():
+            assert bus.now() - began_s < 8.0
+            assert bus.away_s <= bus.now() - began_s, "it was connected before"
+            await asyncio.sleep(0.01)
         await bus.round_trip_s()
     await asyncio.to_thread(cluster.wait_whole)
 
