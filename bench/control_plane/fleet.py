@@ -1,7 +1,7 @@
 """Instances that exist as their load reports alone: what they would say, when they would say it, encoded as on the bus.
 
 They report as live ones (`load_reports`): soon after a request came, its prompt was computed or it ended, else every
-`DRIFT_INTERVAL_S`, as something always runs; flat out they report every `REPORT_INTERVAL_S`. Their freeness wanders, so that
+`drift_interval_s`, as something always runs; flat out they report every `REPORT_INTERVAL_S`. Their freeness wanders, so that
 at any time some are short of memory and some have plenty. Their caches are full: a new block takes the place of the oldest,
 and each report repeats a few. Requests begin with their model's system prompt, and half of them go on with a conversation.
 Reports are put together from prepared pieces of bytes, because making them is not what is measured, and should not fill the
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.engine.load_reports import DRIFT_INTERVAL_S, REPORT_INTERVAL_S
+from shared.engine.load_reports import REPORT_INTERVAL_S, drift_interval_s
 from shared.engine.memory.cache_news import NUM_REPEATED
 from shared.messages.cluster import (
     KEY_BYTES,
@@ -88,6 +88,8 @@ class _Load(NamedTuple):
     before: bytes
     after: bytes
     end: bytes
+    drift_s: float
+    """Until the next report if nothing happens."""
 
 
 class _Instance:
@@ -109,6 +111,11 @@ class _Instance:
         self._held: list[bytes] = []
         self._lost: list[bytes] = []
 
+    @property
+    def load(self) -> _Load:
+        """As reported last."""
+        return self._walk[self.sequence % NUM_STEPS]
+
     def hold(self, keys: list[bytes]) -> None:
         """The blocks of a sequence, the first ones maybe held already."""
         for key in keys[:SYSTEM_BLOCKS]:
@@ -124,7 +131,7 @@ class _Instance:
 
     def report(self) -> bytes:
         self.sequence += 1
-        load = self._walk[self.sequence % NUM_STEPS]
+        load = self.load
         lists = NO_LISTS
         if self.accepted or self.ended:
             lists = encode(self.accepted) + encode(self.ended) + encode([FINISHED] * len(self.ended))
@@ -150,14 +157,14 @@ class Fleet:
         self._instances = [
             _Instance(name, random, walks[(index + 1) % NUM_WALKS]) for index, name in enumerate(self.names)
         ]
-        self._drift_s = REPORT_INTERVAL_S if is_flat_out else DRIFT_INTERVAL_S
+        self._is_flat_out = is_flat_out
         self._due: list[tuple[float, int]] = []
         """When, and which instance: a heap with lazy deletion."""
         self._news: list[tuple[float, int, str, list[bytes]]] = []
         """When, and where, a request ends, or has the blocks of its prompt ("")."""
         for index, instance in enumerate(self._instances):
-            instance.reported_s = began_s - random.uniform(0.0, self._drift_s)
-            self._report_within(index, self._drift_s)
+            instance.reported_s = began_s - random.uniform(0.0, self._drift_s(instance))
+            self._report_within(index, self._drift_s(instance))
 
     def info(self, index: int) -> InstanceInfo:
         models = [
@@ -186,8 +193,12 @@ class Fleet:
         """The instance's next one, now."""
         instance = self._instances[index]
         instance.reported_s, instance.due_s = now, math.inf
-        self._report_within(index, self._drift_s)
-        return instance.report()
+        report = instance.report()
+        self._report_within(index, self._drift_s(instance))
+        return report
+
+    def _drift_s(self, instance: _Instance) -> float:
+        return REPORT_INTERVAL_S if self._is_flat_out else instance.load.drift_s
 
     def due_s(self) -> float:
         """When the next report is due, at the latest."""
@@ -303,5 +314,6 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
             prompts_s=random.uniform(0.0, 0.2), ttft_s=1.5, next_moves=_next_moves(random, running),
         )  # fmt: skip
         fields = [encode(getattr(report, name)) for name in LoadReport.__struct_fields__]
-        walk.append(_Load(*map(b"".join, (fields[3:7], fields[10 : CACHE_FIELDS[0]], fields[CACHE_FIELDS[1] :]))))
+        parts = map(b"".join, (fields[3:7], fields[10 : CACHE_FIELDS[0]], fields[CACHE_FIELDS[1] :]))
+        walk.append(_Load(*parts, drift_interval_s(report)))
     return walk

@@ -14,9 +14,11 @@ from shared.messages.requests import HeldRequest
 
 REPORT_INTERVAL_S = 0.02
 """At least, between two reports."""
-DRIFT_INTERVAL_S = 0.1
-"""Between reports where nothing went on but decoding, which changes an instance's load little by little. A report costs its
-instance and the scheduler about as much as a token."""
+LEAST_DRIFT_INTERVAL_S, MOST_DRIFT_INTERVAL_S = 0.1, 0.5
+DRIFT_SHARE = 0.05
+"""Bounds of `drift_interval_s`, and the change that it allows."""
+LEAST_STEP_S = 0.01
+"""A decode step's time where no more is known."""
 HEARTBEAT_S = 1.0
 """Between reports where nothing went on at all."""
 
@@ -24,10 +26,21 @@ NO_CHANGES = CacheChanges()
 
 
 def is_news(effects: Iterable[Effect], stats: StepStats | None) -> bool:
-    """Whether the next report should not wait for `DRIFT_INTERVAL_S`. `stats`: of the step that `effects` came of."""
+    """Whether the next report should not wait for `drift_interval_s`. `stats`: of the step that `effects` came of."""
     if stats is None or stats.num_tokens > sum(stats.num_decodes):
         return True
     return any(not isinstance(effect, Output) for effect in effects)
+
+
+def drift_interval_s(load: InstanceLoad | LoadReport) -> float:
+    """Time between reports where nothing goes on but decoding, which changes an instance's load little by little: until the
+    decode steps for which memory is left become fewer by `DRIFT_SHARE`, within bounds. A report costs its instance and the
+    scheduler about as much as a token, and a thousand instances send most of what the scheduler has to read."""
+    of_models = [one for one in load.models if one.num_running]
+    costs_s = [one.decode_cost[0] + one.decode_cost[1] * one.num_running for one in of_models]
+    round_s = sum(max(LEAST_STEP_S, cost_s) for cost_s in costs_s)
+    drift_s = DRIFT_SHARE * load.migration_freeness * round_s if round_s else MOST_DRIFT_INTERVAL_S
+    return min(MOST_DRIFT_INTERVAL_S, max(LEAST_DRIFT_INTERVAL_S, drift_s))
 
 
 class LoadReports:

@@ -23,7 +23,14 @@ from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
-from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports, is_news
+from shared.engine.load_reports import (
+    HEARTBEAT_S,
+    MOST_DRIFT_INTERVAL_S,
+    REPORT_INTERVAL_S,
+    LoadReports,
+    drift_interval_s,
+    is_news,
+)
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
@@ -116,6 +123,7 @@ class Instance:
         """Row -> what is answered there, as of `Gateway.answer_of`."""
         self._num_preemptions = 0
         self._reported_s = -1.0
+        self._drift_s = MOST_DRIFT_INTERVAL_S
         self._report_due_s = math.inf
         self._events.after(HEARTBEAT_S, self._beat)
 
@@ -259,7 +267,7 @@ class Instance:
         stats = StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s)
         if self.migrations is not None and not step.is_suspended:
             self.migrations.on_step(stats)
-        self._report_within(REPORT_INTERVAL_S if is_news((), stats) else DRIFT_INTERVAL_S)
+        self._report_within(REPORT_INTERVAL_S if is_news((), stats) else self._drift_s)
 
     def _on_effects(self, effects: list[Effect]) -> None:
         # What is known of an ended request is noted before its user is told.
@@ -305,9 +313,9 @@ class Instance:
         leaving = {
             name for name, state in self.model_states.items() if state == "unloading" or self.state == "draining"
         }
-        report = self.reports.take(
-            self.engine.load(self._events.now, leaving), num_out, num_in, self.engine.memory.cache_news.take()
-        )
+        load = self.engine.load(self._events.now, leaving)
+        self._drift_s = drift_interval_s(load)
+        report = self.reports.take(load, num_out, num_in, self.engine.memory.cache_news.take())
         self._fleet.tell(calls.OnReport(report))
 
 

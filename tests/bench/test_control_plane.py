@@ -22,7 +22,7 @@ from bench.control_plane.fleet import (
 )
 from bench.control_plane.in_process import paced
 from bench.control_plane.witness import main as witness
-from shared.engine.load_reports import DRIFT_INTERVAL_S
+from shared.engine.load_reports import MOST_DRIFT_INTERVAL_S
 from shared.engine.memory.cache_news import NUM_REPEATED
 from shared.messages.cluster import KEY_BYTES, LoadReport
 from shared.scheduling.prefixes import PrefixIndex
@@ -66,20 +66,22 @@ def test_an_instance_says_which_blocks_of_a_prompt_came_and_what_they_took_the_p
     assert told == [(31, 15), (15, 15)], "the last block is computed in any case, so nobody looks for it"
     for _ in range(CACHED_BLOCKS // NUM_REPEATED):
         rounds |= {report.cache_round for report in decoded([fleet.report(0, 9.0)])}
-    assert rounds == {1, 2}
+    assert rounds >= {1, 2}
 
 
 def test_they_report_when_a_live_instance_would() -> None:
     def reports_per_s(fleet: Fleet) -> float:
         return sum(len(fleet.due(number * 0.005, 99)) for number in range(1, 1001)) / 5 / len(fleet.names)
 
-    assert reports_per_s(Fleet(8)) == pytest.approx(1 / DRIFT_INTERVAL_S, rel=0.06)
+    assert 1 / MOST_DRIFT_INTERVAL_S <= reports_per_s(Fleet(40)) < 2 / MOST_DRIFT_INTERVAL_S, (
+        "those short of memory more often"
+    )
     assert reports_per_s(Fleet(8, is_flat_out=True)) == pytest.approx(MOST_REPORTS_PER_S, rel=0.06)
 
 
 def test_every_report_is_taken_in_and_every_request_dispatched() -> None:
     run = paced(32, 0.5, 100.0)
-    assert 10 < run.reports_per_s / 32 < 25
+    assert 5 < run.reports_per_s / 32 < 25
     assert 20 < run.num_requests < 90
     assert 0 < run.cpu_share < 1 and 0 < run.wait_p50_ms <= run.wait_p99_ms <= run.wait_max_ms
 

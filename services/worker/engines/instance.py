@@ -32,7 +32,13 @@ from shared.costs.model import CostSource
 from shared.engine.driver import StepStats
 from shared.engine.handover import Detached
 from shared.engine.load import InstanceLoad
-from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports
+from shared.engine.load_reports import (
+    HEARTBEAT_S,
+    MOST_DRIFT_INTERVAL_S,
+    REPORT_INTERVAL_S,
+    LoadReports,
+    drift_interval_s,
+)
 from shared.engines import capabilities
 from shared.engines.book import Book, Effects, Held, merged_bytes
 from shared.engines.capabilities import Capability
@@ -126,6 +132,7 @@ class EngineInstance:
         self._reports = LoadReports(self._id, self.incarnation)
         self._changed = asyncio.Event()
         self._reported_at = float("-inf")
+        self._drift_s = MOST_DRIFT_INTERVAL_S
         self._peers = Peers(bus, lambda _id, _info: None, lambda: False)
         self._open_transport = open_transport
         self._intake = Intake(self._id)
@@ -411,7 +418,7 @@ class EngineInstance:
             self._metrics.on_step(
                 StepStats(self._spec.name, num_tokens, (num_decodes[0], num_decodes[1]), step.seconds)
             )
-        if effects.ended or effects.begun or now - self._reported_at >= DRIFT_INTERVAL_S:
+        if effects.ended or effects.begun or now - self._reported_at >= self._drift_s:
             self._changed.set()
 
     def _carry_out(self, effects: Effects) -> None:
@@ -466,6 +473,7 @@ class EngineInstance:
     def _publish_load(self) -> None:
         now = self._reported_at = self._bus.now()
         load = NO_LOAD if self._book is None else self._book.load(now)
+        self._drift_s = drift_interval_s(load)
         num_out, num_in = (0, 0) if self._migrations is None else self._migrations.num_migrating
         self._bus.publish(LOAD_REPORTS, self._reports.take(load, num_out, num_in))
 

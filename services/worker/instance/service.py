@@ -31,7 +31,14 @@ from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.load import InstanceLoad
-from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports, is_news
+from shared.engine.load_reports import (
+    HEARTBEAT_S,
+    MOST_DRIFT_INTERVAL_S,
+    REPORT_INTERVAL_S,
+    LoadReports,
+    drift_interval_s,
+    is_news,
+)
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
@@ -129,6 +136,7 @@ class InstanceService:
         self._reports = LoadReports(self._id, self.incarnation)
         self._changed = asyncio.Event()
         self._reported_at = float("-inf")
+        self._drift_s = MOST_DRIFT_INTERVAL_S
         self._migrations = InstanceMigrations(
             bus=bus,
             settings=settings,
@@ -376,7 +384,7 @@ class InstanceService:
         self._migrations.on_effects(effects, stats)
         if stats is not None:
             self._metrics.on_step(stats)
-        if is_news(effects, stats) or now - self._reported_at >= DRIFT_INTERVAL_S:
+        if is_news(effects, stats) or now - self._reported_at >= self._drift_s:
             self._changed.set()
 
     def _on_ended(self, ended: Ended) -> None:
@@ -400,6 +408,7 @@ class InstanceService:
         self._events.collect()
         self._reported_at = self._bus.now()
         load_now = self._loop.ask(self._load_with_moves)
+        self._drift_s = drift_interval_s(load_now)
         changes = self._loop.take_cache_changes()
         self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating, changes))
 

@@ -18,7 +18,7 @@ MAX_TOLD = 256
 """Changes in one report; the others are in the next ones."""
 MAX_NOTED = 1 << 14
 """Changes that are not told yet. Beyond it all is told anew."""
-NUM_REPEATED = 16
+NUM_REPEATED = 80
 """Cached blocks that one report repeats, of all that there are."""
 
 
