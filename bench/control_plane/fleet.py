@@ -311,7 +311,7 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
             num_running=num_running, models=tuple(loads), admitted=(), ended=(), finished=(),
             dispatch_freeness_high=merged - 20.0, migration_freeness=freeness, scaling_freeness=freeness,
             running_freeness=freeness + 5.0, num_high=random.randint(0, 3),
-            prompts_s=random.uniform(0.0, 0.2), ttft_s=1.5, next_moves=_next_moves(random, running),
+            prompts_s=random.uniform(0.0, 0.2), ttft_s=1.5, next_moves=_next_moves(Random(len(walk)), running),
         )  # fmt: skip
         fields = [encode(getattr(report, name)) for name in LoadReport.__struct_fields__]
         parts = map(b"".join, (fields[3:7], fields[10 : CACHE_FIELDS[0]], fields[CACHE_FIELDS[1] :]))
