@@ -212,6 +212,19 @@ class NatsServer:
             self._process.wait()
             self._process = None
 
+    def damage(self, stream: str, *contents: bytes) -> None:
+        """Stops it, flips a bit in each message of a stream that has one of these contents, and starts it again."""
+        self.terminate()
+        for content in contents:
+            [(file, data)] = [
+                (file, data)
+                for file in self._store.rglob(f"{stream}/msgs/*.blk")
+                if content in (data := bytearray(file.read_bytes()))
+            ]
+            data[data.index(content)] ^= 4
+            file.write_bytes(data)
+        self.start()
+
     def restart(self, *, keep_store: bool = True) -> None:
         """kill -9, then start on the same port, with the files it had or none."""
         self.kill()

@@ -47,6 +47,7 @@ class _BucketState:
     ttl_s: float | None
     revision: int = 0
     entries: dict[str, _Entry] = field(default_factory=dict)
+    deleted: set[str] = field(default_factory=set)
     watchers: set[Callable[[str, _Entry | None], None]] = field(default_factory=set)
 
     def live(self, now_s: float) -> dict[str, _Entry]:
@@ -63,7 +64,9 @@ class _BucketState:
         entry = None
         if body is None:
             entries.pop(key, None)
+            self.deleted.add(key)
         else:
+            self.deleted.discard(key)
             ends_at_s = float("inf") if self.ttl_s is None else now_s + self.ttl_s
             entry = entries[key] = _Entry(body, self.revision, ends_at_s)
         for watcher in list(self.watchers):
@@ -122,9 +125,13 @@ class MemoryKeyValue(KeyValue[M]):
     async def delete(self, key: str) -> None:
         await self._write(key, None, None)
 
+    async def is_deleted(self, key: str) -> bool:
+        return await self._bus.call(lambda: key in self._state.deleted)
+
     async def purge(self, prefix: str) -> None:
         def apply() -> None:
             entries = self._state.entries
+            self._state.deleted -= {k for k in self._state.deleted if k == prefix or k.startswith(prefix + ".")}
             for key in [key for key in entries if key == prefix or key.startswith(prefix + ".")]:
                 del entries[key]
 

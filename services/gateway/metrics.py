@@ -150,6 +150,7 @@ class GatewayMetrics:
         self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")
         self.storage_writable = gauge("storage_writable", "0 while NATS cannot write to its disk, else 1")
         self.storage_writable.set(1)
+        self.files_lost = gauge("files_lost", "Files whose content NATS has lost, at the last hourly look")
         self.batches = gauge("batches", "Batches of the cluster by status (every gateway shows all)", "status")
         self.batch_lines = counter("batch_lines", "Batch lines ended here, by result", "result")
         self.batch_retries = counter("batch_line_retries", "Failures of batch lines that were tried again", "reason")

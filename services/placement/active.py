@@ -12,8 +12,9 @@
 What is stored is what counts: a change of the models is written first, then planned. Whoever leads next begins with the
 buckets alone. Which instances are drained is part of the plan.
 
-Models of the settings ("seeds") are added unless they were added before: a model that has statistics but is not in MODELS
-was removed by the operator, and stays removed. Into an empty store come the models that are remembered outside of it.
+Models of the settings ("seeds") are added unless they were removed: MODELS keeps a mark of each removal. Models that are
+remembered outside of the store, and of which it has neither an entry nor a removal, were lost with it, or with a part of it
+that is damaged; they are added again, too.
 """
 
 from __future__ import annotations
@@ -179,11 +180,10 @@ class ActivePlacement:
         self._models.update({e.value.name: e.value for e in (await self._model_bucket.entries()).values()})
         self._adapters.update({e.value.name: e.value for e in (await self._adapter_bucket.entries()).values()})
         totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
-        if not self._models and not totals:
-            await self._recall()
+        await self._recall(is_lost=not self._models and not totals)
         for seed in self._seeds:
             stored = self._models.get(seed.name)
-            if stored is None and seed.name in totals:
+            if stored is None and await self._model_bucket.is_deleted(bucket_key(seed.name)):
                 logger.warning("model %r of TIDEWAY_MODELS was removed by the operator and stays removed", seed.name)
             elif stored is None:
                 await self._model_bucket.put(bucket_key(seed.name), seed)
@@ -191,6 +191,8 @@ class ActivePlacement:
             elif stored != seed:
                 logger.warning("model %r differs from TIDEWAY_MODELS and stays: %s; to change it, remove it first",
                                seed.name, stored)  # fmt: skip
+        is_removed = self._adapter_bucket.is_deleted
+        removed = {seed.name for seed in self._adapter_seeds if await is_removed(bucket_key(seed.name))}
         for name in (*self._models, *self._adapters):
             self._statistics.add_model(name, totals.get(name))
         await self.monitor.open()
@@ -217,24 +219,23 @@ class ActivePlacement:
         made.append(await serve(PLACEMENT_CHANGE_PLAN, self._to_the_end(self._change_plan)))
         made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
         self._tasks.start(self._run())
-        self._tasks.start(self._add_seeds(totals.keys()), "adapters of TIDEWAY_ADAPTERS")
+        self._tasks.start(self._add_seeds(removed), "adapters of TIDEWAY_ADAPTERS")
         self._tasks.start(keeper.tend_for_ever(self._is_leader))
         self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
 
-    async def _recall(self) -> None:
-        """Into an empty store: a new one, or one that was lost."""
-        remembered = await self._remembered.load()
-        if not remembered:
+    async def _recall(self, *, is_lost: bool) -> None:
+        """Adds again what is remembered and was lost with the store, or a part of it. `is_lost`: the store is empty."""
+        if is_lost and not await self._remembered.load():
             logger.warning(
                 "NATS has an empty store and no models are remembered: any that were added are to be added again"
             )
-        for spec in remembered:
-            logger.warning("NATS has an empty store: model %r is added again as it was last", spec.name)
+        for spec in await self._remembered.lost(self._model_bucket, self._models):
+            logger.warning("NATS has lost model %r: it is added again as it was last", spec.name)
             await self._model_bucket.put(bucket_key(spec.name), spec)
             self._models[spec.name] = spec
-        for adapter in await self._remembered_adapters.load():
-            logger.warning("NATS has an empty store: adapter %r is added again as it was last", adapter.name)
+        for adapter in await self._remembered_adapters.lost(self._adapter_bucket, self._adapters):
+            logger.warning("NATS has lost adapter %r: it is added again as it was last", adapter.name)
             await self._adapter_bucket.put(bucket_key(adapter.name), adapter)
             self._adapters[adapter.name] = adapter
 
@@ -529,15 +530,15 @@ class ActivePlacement:
             message = f"its {spec.num_values} values do not fit beside the KV pool of {', '.join(changed)}"
             raise refuse(message, "source")
 
-    async def _add_seeds(self, added_before: Set[str]) -> None:
+    async def _add_seeds(self, removed: Set[str]) -> None:
         """Adapters of the settings, as soon as their base models are known. Those that the operator removed stay so."""
         waiting = [seed for seed in self._adapter_seeds if seed.name not in self._adapters]
         for seed in waiting:
-            if seed.name in added_before:
+            if seed.name in removed:
                 logger.warning(
                     "adapter %r of TIDEWAY_ADAPTERS was removed by the operator and stays removed", seed.name
                 )
-        waiting = [seed for seed in waiting if seed.name not in added_before]
+        waiting = [seed for seed in waiting if seed.name not in removed]
         while waiting:
             for seed in list(waiting):
                 try:

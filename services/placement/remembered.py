@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
 from shared.bus.interface import Bus, BusError, KeyValue, Watch
-from shared.messages.catalogue import STATISTICS
-from shared.messages.channels import Bucket
-from shared.messages.cluster import AdapterSpec, ModelSpec, ModelStatistics
+from shared.messages.channels import Bucket, bucket_key
+from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.runtime.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -40,31 +39,27 @@ class Remembered(Generic[Spec]):
         """Until `stop`; not while this replica leads."""
         changed = asyncio.Event()
         changed.set()
-        watch = await (await bus.key_value(self._bucket)).watch(lambda *_: changed.set())
-        statistics = await bus.key_value(STATISTICS)
-        self._following = asyncio.create_task(self._follow(watch, statistics, changed, leads), name="models stored")
+        stored = await bus.key_value(self._bucket)
+        watch = await stored.watch(lambda *_: changed.set())
+        self._following = asyncio.create_task(self._follow(stored, watch, changed, leads), name="models stored")
 
     async def _follow(
-        self,
-        watch: Watch[Spec],
-        statistics: KeyValue[ModelStatistics],
-        changed: asyncio.Event,
-        leads: Callable[[], bool],
+        self, stored: KeyValue[Spec], watch: Watch[Spec], changed: asyncio.Event, leads: Callable[[], bool]
     ) -> None:
         try:
             while True:
                 await changed.wait()
                 changed.clear()
                 try:
-                    # A store whose last model was removed has its totals; one that was lost has nothing.
-                    is_store = watch.entries or await statistics.entries()
+                    known = {spec.name: spec for spec in watch.entries.values()}
+                    lost = await self.lost(stored, known)
                 except BusError as error:
                     logger.info("what is stored is not known, trying again: %s", error)
                     changed.set()
                     await asyncio.sleep(RETRY_S)
                     continue
-                if is_store and not leads():
-                    await self.keep({spec.name: spec for spec in watch.entries.values()})
+                if not leads():
+                    await self.keep(known | {spec.name: spec for spec in lost})
         finally:
             await watch.stop()
 
@@ -72,6 +67,12 @@ class Remembered(Generic[Spec]):
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
+
+    async def lost(self, stored: KeyValue[Spec], known: Container[str]) -> list[Spec]:
+        """Those remembered that are not among the `known` names, which are stored, though nobody removed them: the store, or
+        its part with them, is lost. Raises `BusError`."""
+        absent = [spec for spec in await self.load() if spec.name not in known]
+        return [spec for spec in absent if not await stored.is_deleted(bucket_key(spec.name))]
 
     async def load(self) -> list[Spec]:
         """None are known where nothing was kept, or where it cannot be read, which is logged."""

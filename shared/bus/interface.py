@@ -137,6 +137,10 @@ class KeyValue(ABC, Generic[M]):
     async def delete(self, key: str) -> None: ...
 
     @abstractmethod
+    async def is_deleted(self, key: str) -> bool:
+        """Whether `delete` was the last that was done to it. False for one that was never there, was purged, or is lost."""
+
+    @abstractmethod
     async def purge(self, prefix: str) -> None:
         """Removes the entry `prefix` and all whose key begins with `prefix` and a dot, without leaving markers. Watches
         are not told."""
@@ -217,6 +221,11 @@ class Bus(ABC):
     @abstractmethod
     def problems(self) -> list[str]:
         """Sentences: why what is stored, watched or sent may not be so now. Empty: all is well, so far as is known."""
+
+    @property
+    def damages(self) -> list[str]:
+        """Sentences: what NATS had stored and has lost, so far as was looked. It does not come back by waiting."""
+        return []
 
     @property
     @abstractmethod

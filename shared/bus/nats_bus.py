@@ -131,7 +131,7 @@ class NatsBus(Bus):
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._restoring: asyncio.Task[None] | None = None
         self._last_complaint_s = -COMPLAINT_INTERVAL_S
-        metrics.problems.set_function(lambda: len(self.problems))
+        metrics.problems.set_function(lambda: len(self.problems) + len(self.damages))
         self._is_ready = False
         self._away_since_s = time.monotonic()
         self._is_closing = False
@@ -206,6 +206,10 @@ class NatsBus(Bus):
         # A copy: whoever scrapes metrics asks from another thread.
         found = [watch.problem for watch in list(self._watches)] + [self.storage_problem]
         return sorted(problem for problem in found if problem)
+
+    @property
+    def damages(self) -> list[str]:
+        return self._streams.damages()
 
     @property
     def storage_problem(self) -> str:

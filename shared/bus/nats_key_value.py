@@ -76,19 +76,18 @@ class NatsKeyValue(KeyValue[M]):
 
     async def get(self, key: str) -> KvEntry[M] | None:
         with bus_errors(f"get {self._bucket.name}/{key}"):
-            try:
-                entry = await self._streams.read(_stream_name(self._bucket), lambda: self._raw.get(key))
-            except nats.js.errors.KeyNotFoundError:
-                return None
+            value, revision = await self._look(key)
+        if value is None:
+            return None
         try:
-            return KvEntry(self._decode(entry.value or b""), entry.revision or 0)
+            return KvEntry(self._decode(value), revision)
         except UNREADABLE as error:
             message = f"{self._bucket.name}/{key} cannot be read: {error}"
-            raise UnreadableEntry(ErrorInfo(ErrorCode.INTERNAL, message), entry.revision or 0) from None
+            raise UnreadableEntry(ErrorInfo(ErrorCode.INTERNAL, message), revision) from None
 
     async def put(self, key: str, value: M) -> int:
         body = encode(value)
-        return await self._write(f"put {self._bucket.name}/{key}", lambda: self._writing.put(key, body))
+        return await self._write("put", key, body, lambda: self._writing.put(key, body))
 
     async def create(self, key: str, value: M) -> int:
         body = encode(value)
@@ -100,16 +99,27 @@ class NatsKeyValue(KeyValue[M]):
                 # It was there at the first look and had expired by the second.
                 raise nats.js.errors.KeyWrongLastSequenceError from None
 
-        return await self._write(f"create {self._bucket.name}/{key}", create)
+        return await self._write("create", key, body, create)
 
     async def update(self, key: str, value: M, revision: int) -> int:
         body = encode(value)
-        return await self._write(
-            f"update {self._bucket.name}/{key}", lambda: self._writing.update(key, body, last=revision)
-        )
+        return await self._write("update", key, body, lambda: self._writing.update(key, body, last=revision))
 
     async def delete(self, key: str) -> None:
-        await self._write(f"delete {self._bucket.name}/{key}", lambda: self._writing.delete(key))
+        await self._write("delete", key, None, lambda: self._writing.delete(key))
+
+    async def is_deleted(self, key: str) -> bool:
+        with bus_errors(f"get {self._bucket.name}/{key}"):
+            value, revision = await self._look(key)
+        return value is None and revision > 0
+
+    async def _look(self, key: str) -> tuple[bytes | None, int]:
+        """What lies under the key and its revision: no value for a deletion, revision 0 for nothing."""
+        try:
+            entry = await self._streams.read(_stream_name(self._bucket), lambda: self._raw.get(key))
+        except nats.js.errors.KeyNotFoundError as error:
+            return None, (error.entry.revision or 0) if error.entry is not None else 0
+        return entry.value or b"", entry.revision or 0
 
     async def purge(self, prefix: str) -> None:
         subject = f"$KV.{self._bucket.name}.{prefix}"
@@ -117,7 +127,9 @@ class NatsKeyValue(KeyValue[M]):
             for each in (subject, f"{subject}.>"):
                 await self._streams.context.purge_stream(_stream_name(self._bucket), subject=each)
 
-    async def _write(self, what: str, write: Callable[[], Awaitable[int]]) -> int:
+    async def _write(self, what: str, key: str, body: bytes | None, write: Callable[[], Awaitable[int]]) -> int:
+        """`body`: that is written; None: a deletion."""
+
         async def publish() -> int:
             try:
                 return await write()
@@ -126,7 +138,14 @@ class NatsKeyValue(KeyValue[M]):
                 await self._streams.declare(self._config)
                 return await write()
 
-        return await self._streams.write(_stream_name(self._bucket), what, publish)
+        async def stored() -> int | None:
+            with bus_errors(f"get {self._bucket.name}/{key}"):
+                value, revision = await self._look(key)
+            return revision if revision and value == body else None
+
+        return await self._streams.write(
+            _stream_name(self._bucket), f"{what} {self._bucket.name}/{key}", publish, stored
+        )
 
     async def entries(self) -> dict[str, KvEntry[M]]:
         view: EntryView[M] = EntryView(None, self._now, None)

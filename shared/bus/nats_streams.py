@@ -47,6 +47,8 @@ DECLARED_WITHIN_S, DECLARED_POLL_S = 20.0, 0.2
 DUPLICATE_WINDOW_S = 120.0
 """For which a message id is remembered."""
 MIN_STREAM_BYTES = 16 * 1024 * 1024
+MAX_LOOKED_AT, MAX_TOLD = 200, 5
+"""Messages of a damaged stream that are looked at one by one, and those of them that a sentence names."""
 
 _OWN_STREAMS = ("KV_tideway_", "OBJ_tideway_")
 
@@ -105,6 +107,11 @@ def _lacks_room(error: nats.js.errors.APIError) -> bool:
     return error.err_code in _INSUFFICIENT_STORAGE or is_large_for_peers
 
 
+def _damage(name: str, keys: list[str]) -> str:
+    told = ", ".join(keys[:MAX_TOLD]) + (", ..." if len(keys) > MAX_TOLD else "")
+    return f"stream {name} is damaged on the disk of NATS, what lay under these keys is lost: {told}"
+
+
 def delivery(reply: bytes) -> tuple[int, int, int]:
     """Stream sequence, consumer sequence and number of pending messages, from the reply subject of a
     message: `$JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>`, or with domain and
@@ -132,6 +139,8 @@ class Streams:
         self._declared: dict[str, StreamConfig] = {}
         self.unwritable: set[str] = set()
         """Streams whose last write failed because the server's disk is full, so far as is known."""
+        self.damaged: dict[str, list[str]] = {}
+        """By stream: keys or objects that its files hold and cannot give, so far as was looked."""
 
     async def patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """The outcome of `call`, tried again while JetStream does not answer, for `wait_s` at most. Says so in the log."""
@@ -157,15 +166,22 @@ class Streams:
                 raise nats.js.errors.APIError.from_error(error)
         return health_of(info)
 
-    async def write(self, name: str, what: str, publish: Callable[[], Awaitable[T]]) -> T:
-        """A write to the stream `name`, by `writing`. Raises `BusError`.
+    async def write(
+        self,
+        name: str,
+        what: str,
+        publish: Callable[[], Awaitable[T]],
+        stored: Callable[[], Awaitable[T | None]] | None = None,
+    ) -> T:
+        """A write to the stream `name`, by `writing`. `stored` looks whether it took effect: its outcome, or None. Raises
+        `BusError`.
 
         nats-server 2.12 answers that there is no space, and goes on when there is. Later ones (2.15.1) answer nothing, and
         store nothing in that stream until they are started again: that the stream could store and answers meanwhile tells it
         from a server that is away, and from a stream without a leader."""
         try:
             with bus_errors(what):
-                result = await self._publish(name, what, publish)
+                result = await self._publish(name, what, publish, stored)
         except BusError as error:
             if error.code is ErrorCode.STORAGE_FULL and name not in self.unwritable:
                 logger.error("%s", error.info.message)
@@ -176,9 +192,16 @@ class Streams:
             self.unwritable.discard(name)
         return result
 
-    async def _publish(self, name: str, what: str, publish: Callable[[], Awaitable[T]]) -> T:
+    async def _publish(
+        self,
+        name: str,
+        what: str,
+        publish: Callable[[], Awaitable[T]],
+        stored: Callable[[], Awaitable[T | None]] | None,
+    ) -> T:
         """The outcome of `publish`, begun again while nobody takes it. One that is taken and not answered in time is waited
-        for while the stream is looked at: a server that hung answers it late."""
+        for while the stream is looked at: a server that hung answers it late. One that replaces a message whose file is
+        damaged is stored and never answered (nats-server 2.12 to 2.15)."""
         began_s = time.monotonic()
         while True:
             writing = asyncio.ensure_future(publish())
@@ -188,6 +211,10 @@ class Streams:
                     why = await self._why_not_stored(name, time.monotonic() - began_s)
                     await asyncio.wait({writing}, timeout=LATE_ANSWER_S)
                     if not writing.done():
+                        is_asked = why.code is ErrorCode.STORAGE_FULL and stored is not None
+                        if is_asked and (outcome := await stored()) is not None:
+                            logger.warning("%s: stored, though stream %s did not answer", what, name)
+                            return outcome
                         raise BusError(msgspec.structs.replace(why, message=f"{what}: {why.message}"))
                 return writing.result()
             except nats.js.errors.NoStreamResponseError:
@@ -228,6 +255,32 @@ class Streams:
             return silent(f"stream {name} did not answer in time").info
         message = f"stream {name} does not store it, though it answers; the disk of NATS may be full"
         return ErrorInfo(ErrorCode.STORAGE_FULL, message)
+
+    async def look_for_damage(self, name: str, subjects: str, seen: Set[str]) -> None:
+        """Keeps in `damaged` which of the `subjects` (a pattern with `>` at its end), but for those `seen`, have a message
+        that the stream counts and its leader cannot read. Raises `BusError`."""
+        with bus_errors(f"look at stream {name}"):
+            unseen = sorted(await self._counted(name, subjects) - seen)
+            lost = [each for each in unseen[:MAX_LOOKED_AT] if await self._is_damaged(name, each)]
+        keys = [subject.removeprefix(subjects[:-1]) for subject in lost]
+        if keys and keys != self.damaged.get(name):
+            logger.error("%s", _damage(name, keys))
+        self.damaged[name] = keys
+
+    async def _counted(self, name: str, subjects: str) -> set[str]:
+        info = await self.context.stream_info(name, subjects_filter=subjects)
+        return set(info.state.subjects or ())
+
+    async def _is_damaged(self, name: str, subject: str) -> bool:
+        try:
+            await self.read(name, lambda: self.context.get_last_msg(name, subject))
+            return False
+        except nats.js.errors.NotFoundError:
+            return subject in await self._counted(name, subject)  # else it has gone meanwhile
+
+    def damages(self) -> list[str]:
+        """Sentences for operators."""
+        return [_damage(name, keys) for name, keys in sorted(self.damaged.items()) if keys]
 
     def disk_has_space(self) -> None:
         """A write of some size was stored. Streams that are rarely written would be held unwritable for long; one that is

@@ -74,7 +74,8 @@ class NatsWatch(Generic[M]):
         """The latter: since when there was no silence."""
         self._settling: asyncio.Task[None] | None = None
         self._is_current, self._lost_s = False, now()
-        self._complete: asyncio.Future[None] | None = None
+        self._complete: asyncio.Future[bool] | None = None
+        """Of an opening: whether all that the server announced has come."""
         self._monitor: asyncio.TimerHandle | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -148,19 +149,22 @@ class NatsWatch(Generic[M]):
                 await self._streams.declare(self._config)
                 info = await self._streams.context.add_consumer(str(self._config.name), consumer)
         if info.num_pending == 0 and self._num_received == 0:
-            self._set_complete()
+            self._set_complete(has_all=True)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._complete
+                has_all = await self._complete
         except TimeoutError:
             raise silent(f"{what}: entries did not come in time") from None
+        if not has_all or self._streams.damaged.get(str(self._config.name)):
+            seen = {self._subjects[:-1] + key for key in self._seen}
+            await self._streams.look_for_damage(str(self._config.name), self._subjects, seen)
         self._is_current = True
         self._view.resume(self._seen)
         self._monitor = asyncio.get_running_loop().call_later(self._heartbeat_s, self._check_heartbeat)
 
-    def _set_complete(self) -> None:
+    def _set_complete(self, *, has_all: bool) -> None:
         if self._complete is not None and not self._complete.done():
-            self._complete.set_result(None)
+            self._complete.set_result(has_all)
 
     def _on_message(self, subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
         now = self._now()
@@ -169,8 +173,11 @@ class NatsWatch(Generic[M]):
         self._last_heard_s = now
         fields = parse_headers(headers) if headers else {}
         if b"Status" in fields:
-            if int(fields.get(b"Nats-Last-Consumer", self._num_received)) != self._num_received:
-                self._restart("a message was lost")
+            if (last := fields.get(b"Nats-Last-Consumer")) is not None:
+                if int(last) != self._num_received:
+                    self._restart("a message was lost")
+                else:  # the server is idle: of what it announced, it cannot read the rest, or that has gone meanwhile
+                    self._set_complete(has_all=False)
             return
         revision, sequence, num_pending = delivery(reply)
         if sequence != self._num_received + 1:
@@ -188,7 +195,7 @@ class NatsWatch(Generic[M]):
             except UNREADABLE as error:
                 logger.error("entry %s of %s cannot be read: %s", key, self._config.name, error)
         if num_pending == 0:
-            self._set_complete()
+            self._set_complete(has_all=True)
 
     def _check_heartbeat(self) -> None:
         if self._now() - self._last_heard_s > max(RESTART_AFTER_S, self._heartbeat_s * MISSED_HEARTBEATS):

@@ -10,9 +10,11 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.batch.output import outputs_of
 from shared.messages.catalogue import FILE_CONTENTS, FILES
 from shared.messages.cluster import ModelSpec
 from shared.runtime.settings import BusSettings
+from tests.gateway.batching import echo, ended, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_stack
 
 
@@ -193,3 +195,22 @@ async def test_a_content_that_is_lost_is_told_of_as_the_server_s_fault(stack: St
     answer = await stack.client.get(f"/v1/files/{file.id}/content")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "file_lost")
     assert (await client.files.delete(file.id)).deleted
+
+
+async def test_a_sweep_tells_what_is_lost_and_writes_lost_records_of_outputs_again(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, files = stack.openai(), stack.gateway.context.files
+    echo(stack)
+    lost, batch = (await upload(client)).id, await start(client, [line(0), line(1)])
+    output_id = (await reach(client, batch.id, ended)).output_file_id
+    before = await client.files.retrieve(output_id)
+    await (await stack.peer.bus.object_store(FILE_CONTENTS)).delete(lost)
+    await (await stack.peer.bus.key_value(FILES)).purge(output_id)
+    record = await stack.gateway.context.batches.record(batch.id)
+    assert record is not None
+    await files.sweep(set, time.time(), {file.file_id: file for file in outputs_of(record)})
+    assert files.lost == {lost} and f"{lost}: its content was stored and is lost" in caplog.text
+    again = await client.files.retrieve(output_id)
+    assert (again.filename, again.bytes, again.purpose) == (before.filename, before.bytes, before.purpose)
+    assert len(await read(client, output_id)) == 2

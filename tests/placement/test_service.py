@@ -362,15 +362,26 @@ async def test_a_plan_that_cannot_be_read_is_told_and_made_anew(
     assert "tideway_plans/current cannot be read" in caplog.text
 
 
-async def test_models_that_were_added_outlast_the_store(
-    nats_settings: BusSettings, cluster: Cluster, nats_server: NatsServer, sources: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_models_that_were_added_outlast_the_store_and_damage_to_it(
+    nats_settings: BusSettings,
+    cluster: Cluster,
+    nats_server: NatsServer,
+    sources: dict[str, str],
+    tmp_path: Path,
+    is_damaged: bool,
 ) -> None:
     file, added = str(tmp_path / "models.json"), ModelSpec("b", sources["b"], replicas=1)
     async with placement(nats_settings, {"a": sources["a"]}, models_file=file):
         cluster.start_node("n")
         await cluster.placed("a", "n-0 n-1")
         await cluster.add(added)
-    nats_server.delete_streams()
+        await cluster.add(ModelSpec("c", sources["b"]))
+        await cluster.remove("c")
+    if is_damaged:
+        nats_server.damage(f"KV_{MODELS.name}", sources["a"].encode(), sources["b"].encode())
+    else:
+        nats_server.delete_streams()
     async with placement(nats_settings, {"a": sources["a"]}, models_file=file):
         models = await (await cluster.bus.key_value(MODELS)).watch()
         await until(lambda: models.entries.keys() == {"a", "b"})

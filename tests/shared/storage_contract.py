@@ -33,6 +33,12 @@ class StorageContract:
         await two.delete("never-there")
         assert await one.get("a") is None
         assert set(await one.entries()) == {"b/c=20"}
+        assert [await two.is_deleted(key) for key in ("a", "b/c=20", "c")] == [True, False, False]
+        await two.put("a", Ping("again"))
+        assert not await one.is_deleted("a")
+        await two.delete("a")
+        await two.purge("a")
+        assert not await one.is_deleted("a")
 
     async def test_create_and_update_conflict(self, connect: Connect) -> None:
         one = await (await connect("one")).key_value(LEDGER)

@@ -130,6 +130,36 @@ async def test_an_object_is_read_whole_or_not_at_all(connect: Connect, nats_sett
         await reader.get("file")
 
 
+async def test_what_a_damaged_stream_lost_is_named_and_the_rest_is_there(
+    fresh_nats: NatsServer, connect_to: ConnectTo
+) -> None:
+    bus = await connect_to(fresh_nats)
+    store = await bus.key_value(LEDGER)
+    texts = {f"key-{number}": f"text number {number} of them" for number in range(20)}
+    for key, text in texts.items():
+        await store.put(key, Ping(text))
+    watch = await store.watch()
+    fresh_nats.damage(f"KV_{LEDGER.name}", texts["key-3"].encode(), texts["key-19"].encode())
+    rest = {key: Ping(text) for key, text in texts.items() if key not in ("key-3", "key-19")}
+    await eventually(lambda: bus.damages, 10)
+    assert bus.damages == [
+        f"stream KV_{LEDGER.name} is damaged on the disk of NATS, what lay under these keys is lost: key-19, key-3"
+    ]
+    assert {key: entry.value for key, entry in (await store.entries()).items()} == rest
+    await eventually(lambda: watch.entries == rest, 10)
+    assert not bus.problems
+    assert await store.get("key-3") is None
+    assert not await store.is_deleted("key-3")
+
+    # What lay there can be written anew, though the server answers no such write.
+    await store.create("key-3", Ping("anew"))
+    await store.put("key-19", Ping("anew, too"))
+    assert not bus.storage_problem
+    await eventually(lambda: len(watch.entries) == 20, 5)
+    assert await store.entries()
+    assert not bus.damages
+
+
 def test_positions_are_read_from_both_forms_of_reply_subjects() -> None:
     assert delivery(b"$JS.ACK.stream.consumer.2.30.4.1700000000000000000.5") == (30, 4, 5)
     assert delivery(b"$JS.ACK.domain.hash.stream.consumer.2.30.4.1700000000000000000.5.token") == (30, 4, 5)

@@ -10,13 +10,13 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import asynccontextmanager
 
 import msgspec
 
 from services.gateway.http.errors import ApiError, of_info
-from shared.bus.interface import Bus, KeyValue, ObjectStore, ObjectWriter, RevisionConflict
+from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, ObjectWriter, RevisionConflict
 from shared.messages.batches import StoredFile
 from shared.messages.catalogue import FILE_CONTENTS, FILES
 from shared.messages.requests import ErrorCode, ErrorInfo
@@ -51,6 +51,8 @@ class Files:
         self._uploading: Counter[str] = Counter()
         """Bytes that each tenant uploads now, as announced."""
         self._looked_s = 0.0
+        self.lost: set[str] = set()
+        """Files whose content was not there at the last sweep."""
         self._records: KeyValue[StoredFile]
         self._contents: ObjectStore
 
@@ -142,13 +144,21 @@ class Files:
 
     # ------------------------------------------------------------------------------------------------ sweeping
 
-    async def sweep(self, in_use: Callable[[], Set[str]], now_s: float) -> int:
+    async def sweep(
+        self, in_use: Callable[[], Set[str]], now_s: float, outputs: Mapping[str, StoredFile] | None = None
+    ) -> int:
         """Removes what is deleted or expired, and bytes that belong to no file, where the last sweep found them so too: an
         upload writes its record after its bytes, a batch its record after a look at its input. `in_use()`: prefixes of the
-        names that unfinished batches need at this moment. Returns how many objects went."""
+        names that unfinished batches need at this moment. `outputs`: records, but for the size, of files that ended batches
+        name; one that is lost is written again where its bytes are there. Returns how many objects went."""
         entries = await self._records.entries()
         gone = {file_id for file_id, each in entries.items() if not _is_visible(each.value, each.value.tenant, now_s)}
-        orphans = set(await self._contents.names()) - entries.keys()
+        names = set(await self._contents.names())
+        self._tell_lost(entries.keys() - gone - names)
+        orphans = names - entries.keys()
+        for file_id in sorted(orphans & (outputs or {}).keys()):
+            await self._register_again((outputs or {})[file_id])
+            orphans.discard(file_id)
         removed = 0
         for name in sorted((gone & self._gone) | (orphans & self._orphans)):
             if name.partition(".")[0] not in in_use():
@@ -161,6 +171,22 @@ class Files:
             self._looked_s = now_s
             self._unfinished = await self._contents.purge_unfinished(self._unfinished)
         return removed
+
+    def _tell_lost(self, lost: Set[str]) -> None:
+        for file_id in sorted(lost - self.lost):
+            logger.error("%s: its content was stored and is lost", file_id)
+        self.lost = set(lost)
+
+    async def _register_again(self, file: StoredFile) -> None:
+        try:
+            chunks = await self._contents.read(file.file_id)
+            num_bytes = 0 if chunks is None else sum([len(chunk) async for chunk in chunks])
+        except BusError as error:
+            logger.error("%s: its record is lost, its content cannot be read: %s", file.file_id, error)
+            return
+        if chunks is not None:
+            logger.warning("%s: its record was lost and is written again", file.file_id)
+            await self.register(msgspec.structs.replace(file, num_bytes=num_bytes))
 
 
 def is_id(text: str, prefix: str) -> bool:

@@ -72,9 +72,7 @@ class BatchOutput:
         """Writes the files in the order of the input. `lines`: the input, read as far as it is needed. `not_run`: why lines
         without a result have none; None: all should have one. Raises `BusError`: CONFLICT where somebody else has concluded
         the batch."""
-        stem = self._batch_id.removeprefix("batch_")
-        output = _Part(f"file-{stem}-output", f"{self._batch_id}_output.jsonl")
-        error = _Part(f"file-{stem}-error", f"{self._batch_id}_error.jsonl")
+        output, error = (_Part(file_id) for file_id in output_ids(self._batch_id))
         custom_ids = _CustomIds(lines)
         try:
             for part in (output, error):
@@ -146,9 +144,8 @@ class _CustomIds:
 class _Part:
     """One of the two files in the making."""
 
-    def __init__(self, file_id: str, filename: str) -> None:
+    def __init__(self, file_id: str) -> None:
         self.file_id = file_id
-        self.filename = filename
         self.num_lines = 0
         self._num_bytes = 0
         self.writer: ObjectWriter | None = None
@@ -177,13 +174,29 @@ class _Part:
                 logger.info("chunks of an unfinished file stay: %s", error)
 
     def stored(self, record: BatchRecord, now_s: float) -> StoredFile:
-        expires_s = now_s + (record.output_expires_after_s or DEFAULT_EXPIRY_S)
-        return StoredFile(
-            file_id=self.file_id,
-            filename=self.filename,
-            purpose="batch_output",
-            num_bytes=self._num_bytes,
-            created_s=now_s,
-            expires_s=expires_s,
-            tenant=record.tenant,
-        )
+        return stored_output(record, self.file_id, self._num_bytes, now_s)
+
+
+def output_ids(batch_id: str) -> tuple[str, str]:
+    """Ids of a batch's output and error files."""
+    stem = batch_id.removeprefix("batch_")
+    return f"file-{stem}-output", f"file-{stem}-error"
+
+
+def stored_output(record: BatchRecord, file_id: str, num_bytes: int, now_s: float) -> StoredFile:
+    """The record of one of a batch's files, as made at `now_s`."""
+    return StoredFile(
+        file_id=file_id,
+        filename=f"{record.batch_id}_{file_id.rpartition('-')[2]}.jsonl",
+        purpose="batch_output",
+        num_bytes=num_bytes,
+        created_s=now_s,
+        expires_s=now_s + (record.output_expires_after_s or DEFAULT_EXPIRY_S),
+        tenant=record.tenant,
+    )
+
+
+def outputs_of(record: BatchRecord) -> list[StoredFile]:
+    """Records, but for their sizes, of the files that an ended batch names."""
+    ended_s = record.status_s[record.status]
+    return [stored_output(record, name, 0, ended_s) for name in (record.output_file_id, record.error_file_id) if name]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from services.gateway.batch.grants import Grants
+from services.gateway.batch.output import outputs_of
 from services.gateway.batch.reading import insist
 from services.gateway.batch.runner import BatchRun
 from services.gateway.batch.state import failed, is_terminal
@@ -217,7 +218,12 @@ class BatchService:
             elif not self._has_swept or record.status_s[record.status] + RECENT_S > now_s:
                 # Its owner may have died, or been late, between the end and this.
                 await self._context.batches.results.purge(batch_id)
-        num_removed = await self._context.files.sweep(self._names_in_use, now_s)
+        ended = filter(is_terminal, self._records.entries.values())
+        outputs = {
+            file.file_id: file for record in ended for file in outputs_of(record) if (file.expires_s or 0) > now_s
+        }
+        num_removed = await self._context.files.sweep(self._names_in_use, now_s, outputs)
+        self._context.metrics.files_lost.set(len(self._context.files.lost))
         self._has_swept = True
         if num_removed:
             logger.info("%d files and leftovers were removed", num_removed)

@@ -154,7 +154,8 @@ async def ready(context: GatewayContext, request: Request) -> Response:
     that has none left."""
     is_there = context.bus.away_s < READY_WITHOUT_NATS_S and not context.connections.is_leaving
     models = context.catalog.ready_models() if is_there else []
-    return json_response(ReadyReply(bool(models), models, context.bus.problems), 200 if models else 503)
+    problems = context.bus.problems + context.bus.damages
+    return json_response(ReadyReply(bool(models), models, problems), 200 if models else 503)
 
 
 async def show_version(context: GatewayContext, request: Request) -> Response:
