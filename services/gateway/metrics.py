@@ -115,7 +115,9 @@ class GatewayMetrics:
             "outcome",
         )
         self.stored_responses = counter(
-            "stored_responses", "Responses to be kept, by what came of it (stored, too_large, failed)", "outcome"
+            "stored_responses",
+            "Responses to be kept, by what came of it (stored, too_large, failed, deleted)",
+            "outcome",
         )
         self.in_flight = gauge("in_flight_requests", "HTTP generation requests in flight", "class")
         self.open_streams = gauge("open_streams", "Sequences being generated for clients")

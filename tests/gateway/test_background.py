@@ -159,6 +159,34 @@ async def test_a_deleted_one_ends(manual: Stack) -> None:
             await client.responses.retrieve(response.id)
 
 
+async def test_one_that_is_deleted_stays_so_whoever_makes_it(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with logging_stack(nats_settings, checkpoint) as stack:
+        stack.peer.automatic = False
+        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
+            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
+            async with there:
+                response, request = await begun(stack, client)
+                # The one that began it is not told in time, and makes it to its end.
+                stack.peer.emit(request, 0, stack.ids(TEXT)[:4])
+                keep, may_keep = stack.gateway.context.responses.keep, asyncio.Event()
+
+                async def late(*args: Any) -> None:
+                    await may_keep.wait()
+                    await keep(*args)
+
+                monkeypatch.setattr(stack.gateway.context.responses, "keep", late)
+                await there.responses.delete(response.id)
+                may_keep.set()
+                await until(lambda: not stack.gateway.context.background._making)
+                for one in (client, there):
+                    with pytest.raises(openai.NotFoundError):
+                        await one.responses.retrieve(response.id)
+                    with pytest.raises(openai.NotFoundError):
+                        await one.responses.delete(response.id)
+
+
 async def test_another_gateway_has_it_too(nats_settings: BusSettings, checkpoint: Path) -> None:
     async with logging_stack(nats_settings, checkpoint) as stack:
         stack.peer.automatic = False

@@ -11,7 +11,7 @@ from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.responses.conversion import items_of_output
 from services.gateway.responses.messages import InputItem, ResponseFailure, ResponseObject, ResponseStatus
-from shared.bus.interface import Bus, BusError, KeyValue
+from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict
 from shared.messages.catalogue import RESPONSES
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.responses import StoredResponse
@@ -68,12 +68,27 @@ class Responses:
             outcome = "too_large"
         else:
             try:
-                await self._stored.put(response.id, stored)
+                outcome = "stored" if await self._put(response.id, stored) else "deleted"
             except BusError as error:
                 logger.warning("%s is not stored: %s", response.id, error)
                 outcome = "failed"
         response.store = outcome == "stored"
         self._metrics.stored_responses.labels(outcome).inc()
+
+    async def _put(self, response_id: str, stored: StoredResponse) -> bool:
+        """False: it was deleted, and stays so, whoever makes it still. Raises `BusError`."""
+        while True:
+            present = await self._stored.get(response_id)
+            if present is None and await self._stored.is_deleted(response_id):
+                return False
+            try:
+                if present is None:
+                    await self._stored.create(response_id, stored)
+                else:
+                    await self._stored.update(response_id, stored, present.revision)
+                return True
+            except RevisionConflict:
+                continue  # it was written or deleted at the same time
 
     async def get(self, response_id: str, tenant: str, param: str = "response_id") -> StoredResponse:
         """Raises `ApiError` 404, `BusError`."""
@@ -105,9 +120,10 @@ class Responses:
         if response.status in ("queued", "in_progress"):
             response.status, response.error = "failed", ResponseFailure("server_error", why)
             failed = StoredResponse(tenant, msgspec.json.encode(response), stored.conversation)
-            await self._stored.put(response_id, failed)
+            await self._put(response_id, failed)
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """Those that continue it keep what they have of it. Raises as `get`."""
+        """Those that continue it keep what they have of it; a mark stays, so that nobody who makes it still stores it. Raises
+        as `get`."""
         await self.get(response_id, tenant)
-        await self._stored.purge(response_id)
+        await self._stored.delete(response_id)
