@@ -269,7 +269,8 @@ class ActivePlacement:
                 if self._is_leader():
                     self._retry_checkpoints()
                     async with self._changing:
-                        if not await self._replacing.tick():
+                        is_changing = await self._replacing.tick()
+                        if not is_changing or (self._replacing.may_give_way and self._residence.is_waited_for):
                             await self._residence.decide(self._inputs(self._models))
                             await self._replan()
                     await self._store_statistics()
@@ -558,6 +559,8 @@ class ActivePlacement:
             spec = msgspec.structs.replace(known, replicas=query.replicas)
             check_spec(spec)
             if spec != known:
+                if self._registered() and not spec.on_demand:
+                    await self._check_leaves_room({**self._models, spec.name: spec}, "replicas")
                 self._ready = serving(entry.value for entry in (await self._registry.entries()).values())
                 await self._model_bucket.put(bucket_key(spec.name), spec)
                 self._models[spec.name] = spec
@@ -598,6 +601,16 @@ class ActivePlacement:
             raise refuse(f"the model does not fit: {reason}", "source")
         if lost := displaced(without, tentative):
             raise refuse(f"the model does not fit beside {lost[0][0]!r} on {lost[0][1]}", "source")
+        if not spec.on_demand:
+            await self._check_leaves_room({**self._models, spec.name: spec}, "source")
+
+    async def _check_leaves_room(self, models: Mapping[str, ModelSpec], field: str) -> None:
+        """Each model on demand that has a place beside all that is always loaded is to have one with these models, too."""
+        before, after = self._inputs(self._models), self._inputs(models)
+        for name in sorted(name for name, spec in self._models.items() if spec.on_demand):
+            alone = frozenset({name})
+            if await asyncio.to_thread(before.fit, alone) and not await asyncio.to_thread(after.fit, alone):
+                raise refuse(f"it would take the last room of {name!r}, which is loaded on demand", field)
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:

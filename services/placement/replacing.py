@@ -151,6 +151,11 @@ class Replacing:
         change = self._plans.current.change
         return None if change is None or change.is_over else change
 
+    @property
+    def may_give_way(self) -> bool:
+        """A change is under way that has changed nothing yet."""
+        return (change := self.change) is not None and change.stage == "fetch"
+
     def state(self) -> ReplacementState:
         return msgspec.structs.replace(self._to_store(), searching=self._searching, measured=self._measured())
 
@@ -244,7 +249,7 @@ class Replacing:
     async def supersede(self, why: str) -> bool:
         """Another plan is to be made. A change that has changed nothing yet is over; else False: it comes first."""
         change = self.change
-        if change is not None and change.stage == "fetch":
+        if change is not None and self.may_give_way:
             await self._publish(carry_out.abandon(change, "superseded", why, self._monitor.now()))
         return self.change is None
 

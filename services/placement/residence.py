@@ -76,6 +76,11 @@ class Residence:
         """Until time alone may change what was decided."""
         return max(LEAST_WAIT_S, self._due_s - self._bus.now())
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Requests wait for a model that is put away."""
+        return self.is_urgent or self._demands.is_wanted(self._asleep)
+
     def in_host_memory(self) -> frozenset[tuple[str, str]]:
         """(model, instance) pairs."""
         return frozenset((name, i) for name, states in self._states().items() for i in states.get(IN_HOST_MEMORY, ()))

@@ -263,6 +263,10 @@ class Demands:
         known = self._known.get(name)
         return known is not None and known.demand.num_online + known.demand.num_held_online > 0
 
+    def is_wanted(self, names: Collection[str]) -> bool:
+        """Whether requests wait for one of these, as was heard last."""
+        return any(name in names and known.wanted_s < math.inf for name, known in self._known.items())
+
     def is_known(self, now: float) -> bool:
         """Whether the scheduler says what is in use."""
         return now - self._heard_s <= STALE_S

@@ -318,6 +318,21 @@ async def test_what_has_ended_cannot_be_cancelled(stack: Stack) -> None:
         await client.batches.cancel(batch.id)
 
 
+async def test_a_clock_that_is_set_forward_ends_a_batch_at_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack.peer.automatic = False
+    client, now = stack.openai(), time.time
+    batch = await start(client, [line(i) for i in range(30)])
+    await reach(client, batch.id, lambda b: b.status == "in_progress" and stack.peer.submitted)
+    monkeypatch.setattr(time, "time", lambda: now() + 25 * 3600)
+    caplog.clear()
+    batch = await reach(client, batch.id, ended, 10)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("expired", 0, 30)
+    assert sum(" again in " in each.getMessage() for each in caplog.records) <= 60
+
+
+
 async def test_a_batch_expires(stack: Stack) -> None:
     client, peer = stack.openai(), stack.peer
     run = peer._run

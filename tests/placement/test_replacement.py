@@ -13,8 +13,22 @@ from services.placement import fleet as fleet_module
 from services.placement import replacing as replacing_module
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
-from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS, REPLACEMENT
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlacementPlan, PlanChange
+from shared.messages.catalogue import (
+    PLACEMENT_CHANGE_PLAN,
+    PLACEMENT_REPLACEMENT,
+    PLACEMENT_REQUESTS,
+    REPLACEMENT,
+    SCHEDULER_DEMAND,
+)
+from shared.messages.cluster import (
+    DemandReport,
+    DeviceGroup,
+    InstancePlan,
+    ModelDemand,
+    ModelSpec,
+    PlacementPlan,
+    PlanChange,
+)
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from shared.placement.carry_out import CarryOutSettings
@@ -602,6 +616,27 @@ async def test_a_model_that_is_added_meanwhile_is_told_to_wait_and_is_placed_aft
         assert (await ended(cluster, 2)).stage == "carried_out"
         await served(cluster, node, {"n-0": {"a", "b", "c"}, "n-1": {"a", "b", "c"}})
         assert not cluster.plans[-1].unplaced
+
+
+async def test_a_change_that_fetches_weights_gives_way_to_a_model_that_requests_wait_for(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, search=finds(APART)):
+        await come_apart(cluster, node)
+        await cluster.add(ModelSpec("c", sources["c"], on_demand=True))
+        node.is_fetching = False
+        await ask(cluster, "roll_back")
+        await until(lambda: cluster.plans[-1].change.stage == "fetch")
+        for _ in range(50):
+            demand = ModelDemand(model="c", num_online=1, waited_s=0.1)
+            cluster.bus.publish(SCHEDULER_DEMAND, DemandReport("scheduler", [demand]))
+            await asyncio.sleep(0.1)
+            if any("c" in names for names in where(cluster.plans[-1]).values()):
+                break
+        change = cluster.plans[-1].change
+        assert change is not None and (change.stage, change.cause) == ("rolled_back", "superseded")
+        assert any("c" in names for names in where(cluster.plans[-1]).values())
 
 
 async def test_weights_that_cannot_be_fetched_change_nothing(

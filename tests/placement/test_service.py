@@ -313,6 +313,20 @@ async def test_models_on_demand_are_placed_for_their_requests_and_put_away(
             await instance.stop()
 
 
+async def test_no_model_takes_the_last_room_of_one_that_is_put_away(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    async with placement(nats_settings) as service:
+        await until(lambda: service.is_active)
+        cluster.start_node("n", num_instances=1, memory_bytes=40 << 20)
+        await until(lambda: service._active is not None and service._active._registered())
+        await cluster.add(ModelSpec("b", sources["b"], on_demand=True))
+        code, param, message = await cluster.refusal(ModelSpec("c", sources["c"]))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "source")
+        assert message == "it would take the last room of 'b', which is loaded on demand"
+        assert (await cluster.add(ModelSpec("c", sources["c"], on_demand=True))).asleep == {"b": "idle", "c": "idle"}
+
+
 async def test_the_next_leader_puts_nothing_away_that_is_in_use(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
 ) -> None:

@@ -3,6 +3,7 @@ layers and whole models run them in the tests of those."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from services.worker.native.library import (
     packs,
     packs_integers,
 )
+from services.worker.node.state import START_TIMEOUT_S
 from shared.engine.plan import NO_TOKEN
 
 COMPILED = kernels()
@@ -181,6 +183,15 @@ def test_without_a_compiler_it_says_so_and_torch_computes(monkeypatch: pytest.Mo
         assert library._library() is None
     finally:
         library._library.cache_clear()
+
+
+def test_who_waits_for_another_s_build_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_folders", lambda: [tmp_path])
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(building.BuildError, match="another process compiles"):
+            building.find_or_build(0.3)
+    assert building.BUILD_TIMEOUT_S <= START_TIMEOUT_S / 2
 
 
 def test_who_starts_together_compiles_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -284,21 +284,26 @@ class BatchRun:
 
     async def _answer_all(self) -> None:
         """Returns when all lines are done, the window is over, or the batch is cancelled; then nothing is running."""
-        remaining_s = self._record.deadline_s - time.time()
-        if remaining_s <= 0 or self._is_cancelled.is_set() or self._book.num_open == 0:
+        if self._record.deadline_s <= time.time() or self._is_cancelled.is_set() or self._book.num_open == 0:
             return
         progress = asyncio.create_task(self._show_progress())
         cancelled = asyncio.create_task(self._is_cancelled.wait())
+        expired = asyncio.create_task(self._until_expired())
         feeding = asyncio.gather(*(self._feed(model) for model in range(len(self._book.plan.models))))
         try:
-            ends: set[asyncio.Future[Any]] = {feeding, cancelled}
-            await asyncio.wait(ends, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {feeding, cancelled, expired}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if feeding.done():
                 feeding.result()
         finally:
-            for task in (feeding, progress, cancelled):
+            for task in (feeding, progress, cancelled, expired):
                 task.cancel()
-            await asyncio.gather(feeding, progress, cancelled, return_exceptions=True)
+            await asyncio.gather(feeding, progress, cancelled, expired, return_exceptions=True)
+
+    async def _until_expired(self) -> None:
+        """The window is over by the wall clock, which may be set while it waits."""
+        while (left_s := self._record.deadline_s - time.time()) > 0:
+            await asyncio.sleep(min(left_s, PROGRESS_INTERVAL_S))
 
     async def _feed(self, model: int) -> None:
         """The open lines of one model, a bounded number at once."""

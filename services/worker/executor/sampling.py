@@ -95,7 +95,8 @@ class SamplingRows:
         self._plain = np.ones(num_rows, bool)
         """Greedy, with unchanged logits and no log-probabilities."""
         self._penalised = np.zeros(num_rows, bool)
-        self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Token ids and what is added to their logits, of rows that have any."""
         self._stop_ids: dict[int, tuple[int, ...]] = {}
 
     def set(self, row: int, params: SamplingParams, prompt_tokens: int) -> None:
@@ -116,7 +117,8 @@ class SamplingRows:
         self._biases.pop(row, None)
         self._stop_ids.pop(row, None)
         if params.logit_bias:
-            self._biases[row] = params.logit_bias
+            tokens, values = zip(*params.logit_bias, strict=True)
+            self._biases[row] = np.array(tokens, np.int64), np.array(values, np.float32)
         if params.min_tokens and params.stop_token_ids:
             self._stop_ids[row] = params.stop_token_ids
         self._plain[row] = (
@@ -172,13 +174,18 @@ class SamplingRows:
     ) -> torch.Tensor:
         """Penalties, biases and masked stop ids; a float32 copy if any applies, else `logits` itself."""
         penalised = np.flatnonzero(self._penalised[rows])
-        biases: list[tuple[int, int, float]] = []
+        biased: list[int] = []
+        biases: list[tuple[np.ndarray, np.ndarray]] = []
         if self._biases or self._stop_ids:
             early = positions - self._prompt_tokens[rows] < self._min_tokens[rows]
             for i, row in enumerate(rows.tolist()):
-                biases += [(i, token, value) for token, value in self._biases.get(row, ())]
-                if early[i]:
-                    biases += [(i, token, _NEGATIVE_INFINITY) for token in self._stop_ids.get(row, ())]
+                if row in self._biases:
+                    biased.append(i)
+                    biases.append(self._biases[row])
+                if early[i] and row in self._stop_ids:
+                    ids = np.array(self._stop_ids[row], np.int64)
+                    biased.append(i)
+                    biases.append((ids, np.full(len(ids), _NEGATIVE_INFINITY, np.float32)))
         if not len(penalised) and not biases:
             return logits
         adjusted = logits.to(torch.float32, copy=True)
@@ -188,10 +195,12 @@ class SamplingRows:
                 adjusted.index_select(0, index), rows[penalised], positions[penalised], token_table
             )
             adjusted.index_copy_(0, index, changed)
-        biases = [b for b in biases if 0 <= b[1] < logits.shape[1]]
         if biases:
-            at, token, value = (_to(np.array(column), logits) for column in zip(*biases, strict=True))
-            adjusted.index_put_((at, token), value.float(), accumulate=True)
+            at = np.repeat(biased, [len(ids) for ids, _ in biases])
+            token, value = (np.concatenate(column) for column in zip(*biases, strict=True))
+            is_known = (token >= 0) & (token < logits.shape[1])
+            at, token, value = (_to(column[is_known], logits) for column in (at, token, value))
+            adjusted.index_put_((at, token), value, accumulate=True)
         return adjusted
 
     def _penalise(

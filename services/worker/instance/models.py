@@ -283,10 +283,10 @@ class InstanceModels:
             model.is_final = not isinstance(error, CheckpointMissing)
         except (OSError, MemoryError) as error:
             log.error("model %s could not be loaded: %r", spec.name, error)
-            model.state, model.error = "failed", f"{type(error).__name__}: {error}"
+            model.state, model.error = "failed", _told(error)
         except Exception as error:
             log.exception("model %s could not be loaded", spec.name)
-            model.state, model.error = "failed", f"{type(error).__name__}: {error}"
+            model.state, model.error = "failed", _told(error)
         else:
             model.state, model.shape, model.num_blocks = "ready", shape, num_blocks
             self._intake.models.add(spec.name)
@@ -361,3 +361,11 @@ def _step_back(niceness: int) -> None:
     """Lowers the priority of the calling thread and of those it starts."""
     if niceness:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
+
+
+def _told(error: Exception) -> str:
+    """Why a model could not be loaded, for operators. torch tells a lack of memory by a `RuntimeError` on CPUs."""
+    text = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
+        return f"there is not enough memory for it; a smaller max_model_len or quantized weights need less ({text})"
+    return f"{type(error).__name__}: {error}"

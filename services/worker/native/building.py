@@ -18,8 +18,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,11 @@ SOURCE = Path(__file__).with_name("kernels.c")
 # Contraction is off: products and sums are fused where the source says so alone, else a row's bits would depend on how many
 # rows are computed with it.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC", "-pthread")
-BUILD_TIMEOUT_S = 300.0
+BUILD_TIMEOUT_S = 60.0
+"""Together with the wait for another process's build well below what a node agent waits for an instance to register
+(`START_TIMEOUT_S`): on a machine that is too busy to compile, torch's operators serve."""
+INSTALL_TIMEOUT_S = 300.0
+LOCK_POLL_S = 0.1
 VARIANTS = {
     "avx512-bf16": ("-march=x86-64-v4 -mavx512bf16", ("avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_bf16")),
     "avx2": ("-march=x86-64-v3", ("avx2", "fma", "bmi2")),
@@ -78,7 +84,7 @@ def find() -> Path | None:
     return None
 
 
-def build(variant: str = "") -> Path:
+def build(variant: str = "", timeout_s: float = BUILD_TIMEOUT_S) -> Path:
     """Compiles for this machine, or a variant. Blocking, some ten seconds. Raises `BuildError`."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -90,29 +96,40 @@ def build(variant: str = "") -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch, "kernels.so")
                 command = [compiler, *march, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
                 if done.returncode:
                     raise BuildError(f"{' '.join(command)}: {done.stderr[-2000:]}")
                 return made.replace(folder / _name(variant or _native()))
         except subprocess.TimeoutExpired:
-            raise BuildError(f"{compiler} took longer than {BUILD_TIMEOUT_S:.0f} s") from None
+            raise BuildError(f"{compiler} took longer than {timeout_s:.0f} s") from None
         except OSError as error:
             reason = error
     raise BuildError(f"no folder to write to: {reason}")
 
 
-def find_or_build() -> Path:
-    """Processes that start together compile once. Raises `BuildError`."""
+def find_or_build(timeout_s: float = BUILD_TIMEOUT_S) -> Path:
+    """Processes that start together compile once. Raises `BuildError`, as one that waits for another within `timeout_s`."""
     if found := find():
         return found
     with ExitStack() as stack:
         for folder in _folders():
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-                # Whoever has it compiles for `BUILD_TIMEOUT_S` at most; the kernel takes it back from those that die.
-                fcntl.flock(stack.enter_context(folder.joinpath("lock").open("w")), fcntl.LOCK_EX)
+                _take(stack.enter_context(folder.joinpath("lock").open("w")), timeout_s)
                 break
-        return find() or build()
+        return find() or build(timeout_s=timeout_s)
+
+
+def _take(lock: IO[str], timeout_s: float) -> None:
+    """Waits for another process's build. The kernel takes the lock back from those that die. Raises `BuildError`."""
+    give_up_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up_s:
+                raise BuildError(f"another process compiles for longer than {timeout_s:.0f} s") from None
+            time.sleep(LOCK_POLL_S)
 
 
 def main() -> int:
@@ -121,7 +138,7 @@ def main() -> int:
     parser.add_argument("--variant", choices=tuple(VARIANTS), action="append", default=[])
     variants = parser.parse_args().variant
     try:
-        for path in [build(variant) for variant in variants] or [find_or_build()]:
+        for path in [build(variant, INSTALL_TIMEOUT_S) for variant in variants] or [find_or_build(INSTALL_TIMEOUT_S)]:
             print(path)
     except BuildError as error:
         print(f"kernels are not compiled, torch's operators take their place: {error}", file=sys.stderr)
