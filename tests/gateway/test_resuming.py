@@ -34,6 +34,7 @@ from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import ScriptedPeer, until
+from tests.gateway.test_anthropic import WEATHER
 from tests.gateway.test_reasoning import TEMPLATE as REASONING_TEMPLATE
 from tests.gateway.test_responses import CODEX_TOOLS
 from tests.gateway.test_rolling_restart import Gateway
@@ -156,6 +157,51 @@ async def test_the_rest_comes_after_whichever_event_was_last(kept: Stack) -> Non
     again = await kept.client.get(f"/v1/streams/{stream_id}")
     assert text_of(events_of(again.text)) == TEXT
     assert len(kept.peer.submitted) == 1
+
+
+def message_text(events: list[Event]) -> str:
+    deltas = [event.data["delta"] for event in events if event.data["type"] == "content_block_delta"]
+    return "".join(delta["text"] for delta in deltas)
+
+
+def message_events(text: str) -> list[Event]:
+    return [event for event in events_of(text) if event.data["type"] != "ping"]
+
+
+async def test_the_rest_of_a_message_comes_after_whichever_event_was_last(kept: Stack) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "stream": True}
+    headers = {KEY_HEADER: "a-message"}
+    answer = await kept.client.post("/v1/messages", json=body, headers=headers)
+    whole, stream_id = message_events(answer.text), answer.headers[STREAM_HEADER]
+    assert message_text(whole) == TEXT and whole[0].data["message"]["id"] == stream_id
+    assert [event.id for event in whole] == [str(number) for number in range(len(whole))]
+    await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
+    for number, event in enumerate(whole):
+        position = {"last-event-id": event.id}
+        for rest in (
+            await kept.client.get(f"/v1/streams/{stream_id}", headers=position),
+            await kept.client.post("/v1/messages", json=body, headers=headers | position),
+        ):
+            assert rest.status_code == 200 and message_events(rest.text) == whole[number + 1 :]
+    assert len(kept.peer.submitted) == 1
+    other = await kept.client.post("/v1/messages", json=body | {"max_tokens": 9}, headers=headers)
+    assert other.status_code == 422 and other.json()["type"] == "error"
+    bad = await kept.client.get(f"/v1/streams/{stream_id}", headers={"last-event-id": "x"})
+    assert bad.status_code == 400 and bad.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_message_goes_on_while_its_client_comes_again(kept: Stack) -> None:
+    kept.peer.interval_s = 0.02
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "stream": True}
+    seen = await read_some(kept, "/v1/messages", body, {WINDOW_HEADER: "30"}, 6)
+    stream_id = seen[0].data["message"]["id"]
+    rest = await kept.client.get(f"/v1/streams/{stream_id}", headers={"last-event-id": seen[-1].id})
+    assert message_text(seen) + message_text(message_events(rest.text)) == TEXT
+    assert kept.peer.cancelled == [] and len(kept.peer.submitted) == 1
+    plain = {**body, "stream": False}
+    answers = [await kept.client.post("/v1/messages", json=plain, headers={KEY_HEADER: "k"}) for _ in range(2)]
+    assert answers[0].json() == answers[1].json() and answers[0].json()["content"][0]["text"] == TEXT
+    assert len(kept.peer.submitted) == 2
 
 
 async def test_a_client_that_asked_for_it_finds_its_stream_going_on(kept: Stack) -> None:
@@ -622,12 +668,22 @@ async def test_reasoning_and_custom_tools_of_a_response_are_resumed(nats_setting
             assert [event.model_dump() async for event in resumed] == [e.model_dump() for e in whole[after + 1 :]]
 
 
-async def test_messages_are_not_kept(kept: Stack) -> None:
-    body = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": "Hi"}]}
-    for _ in range(2):
-        answer = await kept.client.post("/v1/messages", json=body, headers={KEY_HEADER: "k", WINDOW_HEADER: "30"})
-        assert answer.status_code == 200 and STREAM_HEADER not in answer.headers
-    assert len(kept.peer.submitted) == 2
+async def test_blocks_of_a_message_are_resumed_within(nats_settings: BusSettings, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "thinks", byte_level_tokenizer(), REASONING_TEMPLATE, MAX_LEN)
+    call = {"name": WEATHER["name"], "arguments": {"city": "Bergen"}}
+    specs = [ModelSpec(MODEL, str(folder), tool_format="hermes")]
+    async with running_stack(nats_settings, specs, peer_type=LoggingPeer) as stack:
+        stack.say(f"<think>I see.</think>One moment.\n<tool_call>\n{json.dumps(call)}\n</tool_call>")
+        await stack.peer.add_instance("a", MODEL, max_model_len=MAX_LEN)
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "tools": [WEATHER]}
+        answer = await stack.client.post("/v1/messages", json=body | {"stream": True}, headers={WINDOW_HEADER: "30"})
+        whole = message_events(answer.text)
+        begun = [event.data["content_block"]["type"] for event in whole if "content_block" in event.data]
+        assert begun == ["thinking", "text", "tool_use"]
+        for event in whole:
+            url = f"/v1/streams/{answer.headers[STREAM_HEADER]}?starting_after={event.id}"
+            rest = await stack.client.get(url)
+            assert message_events(rest.text) == whole[int(event.id) + 1 :]
 
 
 def message_of(events: list[Event]) -> tuple[str, list[list[str]], list[str]]:

@@ -28,13 +28,18 @@ from services.gateway.openai.replies import ModelCard
 from services.gateway.requests import other_routes
 from services.gateway.requests.answering import (
     answered,
+    answered_once,
     begin,
     first_deltas,
     keep_alive_of,
     num_prompt_tokens,
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.requests.kept_calls import STREAM_HEADER
 from services.gateway.requests.other_routes import json_response, model_card, model_cards
+from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
+from services.gateway.streams.generation import Generation
+from shared.messages.kept import KeptCall
 
 VERSION_HEADER = "anthropic-version"
 """Anthropic's clients send it with each request."""
@@ -70,14 +75,62 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     key = exchange.key = _key(context, request)
     message = await read_message(request, _REQUEST, context.bodies)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    generation, _, headers = await begin(context, request, exchange, key, chat_request(message))
+    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+
+    async def anew() -> Response:
+        chat = chat_request(message)
+        generation, _, headers = await begin(context, request, exchange, key, chat, wish, counted_prefix=ID_PREFIX)
+        return await _answer(request, exchange, generation, headers, keep_alive)
+
+    async def again(record: KeptCall) -> Response:
+        return await _answer_again(context, request, exchange, key, record, keep_alive)
+
+    return await answered_once(context, wish, anew, again)
+
+
+async def resume_message(context: GatewayContext, request: Request, call_id: str) -> Response:
+    """The rest of a message that another connection began."""
+    exchange = Exchange(context, request, "chat")
+    return await _in_its_shape(answered(exchange, _resume(context, request, exchange, call_id)))
+
+
+async def _resume(context: GatewayContext, request: Request, exchange: Exchange, call_id: str) -> Response:
+    key = exchange.key = _key(context, request)
+    record = await context.kept.find(call_id, key.tenant)
+    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
+    return await _answer_again(context, request, exchange, key, record, keep_alive)
+
+
+async def _answer_again(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    record: KeptCall,
+    keep_alive: KeepAlive | None,
+) -> Response:
+    num_seen = num_events_seen(request)
+    generation, _, headers = await attach(context, request, exchange, key, record, nothing_seen)
+    return await _answer(request, exchange, generation, headers, keep_alive, num_seen)
+
+
+async def _answer(
+    request: Request,
+    exchange: Exchange,
+    generation: Generation,
+    headers: dict[str, str],
+    keep_alive: KeepAlive | None,
+    num_seen: int = 0,
+) -> Response:
+    """`num_seen`: events that the client has."""
     headers["request-id"] = request.state.request_id
     builder = MessageBuilder(exchange.call.call_id, exchange.call.shown_model, generation)
     if generation.options.is_stream:
         # Its own sign of life is an event.
         signs = None if keep_alive is None else KeepAlive(keep_alive.interval_s)
+        writer = MessageWriter(builder, generation.usage, num_seen if STREAM_HEADER in headers else None)
         first = await first_deltas(exchange, generation, signs)
-        return EventStream(exchange, generation, MessageWriter(builder, generation.usage), first, headers, signs)
+        return EventStream(exchange, generation, writer, first, headers, signs)
     while not generation.is_done:
         for delta in await exchange.next_deltas(generation):
             builder.take(delta)

@@ -106,40 +106,48 @@ class MessageBuilder:
 class MessageWriter:
     """The events of a stream; as `answers.ChunkWriter`."""
 
-    def __init__(self, builder: MessageBuilder, usage: Callable[[], Usage]) -> None:
-        """`usage`: so far."""
+    def __init__(self, builder: MessageBuilder, usage: Callable[[], Usage], num_seen: int | None = None) -> None:
+        """`usage`: so far. `num_seen`: events that the client has, which are left out; events have ids then, numbered from
+        0. None: the stream cannot be resumed."""
         self._builder = builder
         self._usage = usage
-        self._has_begun = False
+        self._num_seen = num_seen
+        self._num_events = 0
 
     def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
-        return self._begin() + _encoded([event for delta in deltas for event in self._builder.take(delta)])
+        return self._begin() + self._encoded([event for delta in deltas for event in self._builder.take(delta)])
 
     def _begin(self) -> bytes:
-        if self._has_begun:
+        if self._num_events:
             return b""
-        self._has_begun = True
         message = self._builder.message
         message.usage = message_usage(self._usage())
-        return _encoded([("message_start", {"message": message})])
+        return self._encoded([("message_start", {"message": message})])
 
     async def before_end(self, usage: Usage) -> None:
         pass
 
     def end(self, usage: Usage) -> bytes:
-        return _encoded(self._builder.finish())
+        return self._encoded(self._builder.finish())
 
     def error(self, error: ApiError) -> bytes:
         error.is_of_messages = True
         return b"event: error\ndata: " + on_one_line(error.body()) + b"\n\n"
 
     def keep_alive(self) -> bytes:
-        return self._begin() + _encoded([("ping", {})])
+        return self._begin() + _encoded("ping", {})
+
+    def _encoded(self, events: list[Event]) -> bytes:
+        parts = []
+        for event in events:
+            if self._num_seen is None:
+                parts.append(_encoded(*event))
+            elif self._num_events >= self._num_seen:
+                parts.append(b"id: %d\n" % self._num_events + _encoded(*event))
+            self._num_events += 1
+        return b"".join(parts)
 
 
-def _encoded(events: list[Event]) -> bytes:
-    parts = []
-    for kind, fields in events:
-        data = msgspec.json.encode({"type": kind, **fields})
-        parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
-    return b"".join(parts)
+def _encoded(kind: str, fields: dict[str, Any]) -> bytes:
+    data = msgspec.json.encode({"type": kind, **fields})
+    return b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n"

@@ -52,7 +52,6 @@ from services.gateway.requests.kept_calls import STREAM_HEADER, AlreadyKept, Pla
 from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, pooled_prompts, refuse_generation
 from services.gateway.requests.resuming import attach, seen_by
 from services.gateway.responses.messages import InputItem, ResponseObject
-from services.gateway.responses.store import ID_PREFIX as RESPONSE_PREFIX
 from services.gateway.streams.generation import Delta, Generation, Prompt, Seen
 from services.gateway.text.tokenization import ModelTokenizer
 from services.gateway.tools.reasoning import Opening
@@ -180,13 +179,15 @@ async def begin(
     message: ChatRequest | CompletionRequest,
     wish: Wish | None = None,
     opened: Callable[[Options, list[Prompt]], tuple[ResponseObject, tuple[InputItem, ...]]] | None = None,
+    counted_prefix: str = "",
 ) -> tuple[Generation, Plan, dict[str, str]]:
     """Checks, tokenises and places what was asked; also how the answer is made, and its headers. `wish`: how it is kept.
-    `opened`: of a call of the Responses API. Raises `AlreadyKept`."""
+    `opened`: of a call of the Responses API. `counted_prefix`: how ids of calls begin whose events are counted; empty: they
+    are resumed by tokens. Raises `AlreadyKept`."""
     settings, call = context.settings, exchange.call
     call.tenant = key.tenant
     if wish is not None:
-        call.call_id = context.kept.new_id(ID_PREFIXES[call.operation] if opened is None else RESPONSE_PREFIX)
+        call.call_id = context.kept.new_id(counted_prefix or ID_PREFIXES[call.operation])
     call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
     message.model = call.routed.model
     spec = context.catalog.spec(message.model)
@@ -220,9 +221,10 @@ async def begin(
 
     context.timelines.name(call.call_id, request.state.request_id)
     on_output = functools.partial(context.admission.charge_output, key)
-    is_stepwise = wish is not None and opened is not None
+    is_stepwise = wish is not None and bool(counted_prefix)
     generation = call.plan(message, options, prompts, tokenizer, key.tenant, on_output, is_stepwise=is_stepwise)
-    plan = Plan(options, prompts, *(() if opened is None else opened(options, prompts)))
+    response, items = (None, ()) if opened is None else opened(options, prompts)
+    plan = Plan(options, prompts, response, items, is_stepwise)
     if wish is not None:
         try:
             call.kept = await context.kept.keep(wish, call.record(plan))

@@ -262,7 +262,7 @@ class Call:
             now=self.context.bus.now,
             on_output=lambda num_tokens, now: None,  # whoever began it is charged
             seen=seen,
-            is_stepwise=plan.response is not None,
+            is_stepwise=plan.is_stepwise,
         )
         self.kept = await self.context.kept.join(record, self.generation)
         return self.generation

@@ -75,6 +75,8 @@ class Plan:
     """As it was opened; None: it is no call of the Responses API."""
     items: tuple[InputItem, ...] = ()
     """Its conversation."""
+    is_stepwise: bool = False
+    """Its events are counted, so that each token makes its own (see `Choice`)."""
 
 
 _PLANS = msgspec.msgpack.Decoder(Plan)

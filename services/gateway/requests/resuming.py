@@ -33,8 +33,13 @@ def seen_by(request: Request, plan: Plan) -> list[Seen]:
     return seen_of(text, len(plan.prompts) * plan.options.num_choices, param)
 
 
+def nothing_seen(request: Request, plan: Plan) -> tuple[()]:
+    """For answers whose events are counted as they are written."""
+    return ()
+
+
 def num_events_seen(request: Request) -> int:
-    """How many of a response's events, which are numbered from 0, the client has. Raises `ApiError` 400."""
+    """How many events, which are numbered from 0, the client has of a response or message. Raises `ApiError` 400."""
     text, param = position_of(request)
     return whole_number_of({param: text}, param, 0, 0, MAX_AFTER) + 1 if text else 0
 

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.access.admission import Key
+from services.gateway.anthropic.messages import ID_PREFIX as MESSAGE_PREFIX
+from services.gateway.anthropic.routes import resume_message
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid
@@ -26,7 +28,7 @@ from services.gateway.requests.answering import (
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.requests.kept_calls import Plan, Wish, plan_of
 from services.gateway.requests.other_routes import json_response
-from services.gateway.requests.resuming import attach, num_events_seen
+from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
 from services.gateway.responses.compaction import compacted, summing_up
 from services.gateway.responses.conversion import (
     chat_request,
@@ -93,7 +95,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
 
     async def anew() -> Response | KeptCall:
         try:
-            begun = await begin(context, request, exchange, key, chat_request(message, items), wish, opened)
+            begun = await begin(context, request, exchange, key, chat_request(message, items), wish, opened, ID_PREFIX)
         except ApiError as error:
             raise renamed(error) from None
         if message.background:
@@ -156,13 +158,8 @@ async def _read(context: GatewayContext, request: Request, exchange: Exchange, r
     """The events of a call of this request, which was begun in the background."""
     key = exchange.key = context.admission.authenticate(request.headers)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    begun = await attach(context, request, exchange, key, record, _all, is_counted=True)
+    begun = await attach(context, request, exchange, key, record, nothing_seen, is_counted=True)
     return await _answer(context, exchange, *begun, keep_alive)
-
-
-def _all(request: Request, plan: Plan) -> tuple[()]:
-    """The events of responses are counted as they are written."""
-    return ()
 
 
 async def answer_again(
@@ -175,7 +172,7 @@ async def answer_again(
 ) -> Response:
     """The rest of a response that another connection began, or the whole where it is no stream."""
     num_seen = num_events_seen(request)
-    begun = await attach(context, request, exchange, key, record, _all)
+    begun = await attach(context, request, exchange, key, record, nothing_seen)
     is_stream = request.method == "GET" or begun[1].options.is_stream
     return await _answer(context, exchange, *begun, keep_alive, num_seen, is_stream=is_stream)
 
@@ -260,7 +257,7 @@ async def _attached(context: GatewayContext, request: Request, key: Key, respons
     failure: BaseException | None = None
     try:
         record = await context.kept.find(response_id, key.tenant)
-        generation, plan, _ = await attach(context, request, exchange, key, record, _all, is_counted=True)
+        generation, plan, _ = await attach(context, request, exchange, key, record, nothing_seen, is_counted=True)
         context.background.make(exchange, generation, plan)
         return plan.response
     except ApiError as error:
@@ -358,7 +355,9 @@ async def _compact(context: GatewayContext, request: Request, exchange: Exchange
 
 async def get_stream(context: GatewayContext, request: Request) -> Response:
     """The rest of an answer that another connection began, of whichever API."""
-    return await resume_stream(context, request, request.path_params["stream_id"])
+    call_id = request.path_params["stream_id"]
+    resume = resume_message if call_id.startswith(MESSAGE_PREFIX) else resume_stream
+    return await resume(context, request, call_id)
 
 
 async def resume_stream(context: GatewayContext, request: Request, call_id: str) -> Response:
