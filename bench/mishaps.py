@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -140,10 +140,18 @@ def upload(client: httpx.Client, lines: str) -> httpx.Response:
 
 
 class Load:
-    """`num_streams` clients, each of which reads one stream after another."""
+    """`num_streams` clients, each of which reads one stream after another, by `read`."""
 
-    def __init__(self, url: str, models: list[str], num_streams: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        models: list[str],
+        num_streams: int,
+        num_tokens: int,
+        read: Callable[..., Awaitable[Stream]] = stream_completion,
+    ) -> None:
         self._url, self._models, self._num_streams, self._num_tokens = url, models, num_streams, num_tokens
+        self._read_one = read
         self.streams: list[Stream] = []
         self.silences_s: list[float] = []
         """The longest of each stream."""
@@ -170,7 +178,7 @@ class Load:
             prompt = [1, 5 + number, 7, 9]
             model = self._models[number % len(self._models)]
             try:
-                stream = await stream_completion(client, self._url, model, prompt, self._num_tokens, on_tokens)
+                stream = await self._read_one(client, self._url, model, prompt, self._num_tokens, on_tokens)
             except httpx.HTTPError as error:
                 stream = Stream(prompt, error={"message": repr(error)})
             self.streams.append(stream)

@@ -114,10 +114,15 @@ class Stack:
                 cwd=REPOSITORY,
             )
 
-    def add_gateway(self, name: str) -> str:
+    def add_gateway(self, name: str, environment: dict[str, str] | None = None) -> str:
         """One more. Returns its URL, where it answers soon."""
         port = free_port()
-        environment = {"TIDEWAY_GATEWAY_ID": name, "TIDEWAY_PORT": str(port), **user("gateway")}
+        environment = {
+            "TIDEWAY_GATEWAY_ID": name,
+            "TIDEWAY_PORT": str(port),
+            **user("gateway"),
+            **(environment or {}),
+        }
         self._commands[name] = (("services.gateway",), environment)
         self.start(name)
         return f"http://127.0.0.1:{port}"

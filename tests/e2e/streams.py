@@ -23,6 +23,8 @@ class Stream:
     finish_reasons: list[str] = field(default_factory=list)
     error: dict | None = None
     usage: dict | None = None
+    event_id: str = ""
+    """Of the last event, where the stream may be resumed."""
     done: bool = False
 
     @property
@@ -37,9 +39,13 @@ async def stream_completion(
     prompt: list[int],
     max_tokens: int,
     on_tokens: Callable[[int], None],
+    *,
+    headers: dict[str, str] | None = None,
+    stream: Stream | None = None,
     **fields,
 ) -> Stream:
-    stream = Stream(prompt)
+    """`stream`: what was read of it before, to which the rest is added."""
+    stream = stream or Stream(prompt)
     body = {
         "model": model,
         "prompt": prompt,
@@ -50,7 +56,7 @@ async def stream_completion(
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **fields,
     }
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+    async with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
         if response.status_code != 200:
             stream.error = json.loads(await response.aread())["error"]
             return stream
@@ -61,6 +67,7 @@ async def stream_completion(
                 stream.done = True
                 continue
             chunk = json.loads(line[6:])
+            stream.event_id = chunk.get("event_id", stream.event_id)
             if "error" in chunk:
                 stream.error = chunk["error"]
             elif chunk["choices"]:
