@@ -36,7 +36,7 @@ from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.nats_replicas import nats_replicas
 from tideway.operations import AdminClient
-from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
+from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl, is_default
 from tideway.plan_file import read_groups, write_plan
 from tideway.preflight import (
     check_engines,
@@ -531,9 +531,8 @@ def top(
     """Watch instances, KV pools, queues and moves; Ctrl-C ends it. With nothing on the default data folder, and no --url, it
     looks at http://127.0.0.1:8000."""
     signal.signal(signal.SIGTERM, _leave)
-    source = context.get_parameter_source("data_dir")
-    is_default = source is not None and source.name == "DEFAULT"
-    with AdminClient.of(DataFolder(data_dir), url, api_key, may_guess=is_default) as client:
+    may_guess = is_default(context, "data_dir")
+    with AdminClient.of(DataFolder(data_dir), url, api_key, may_guess=may_guess) as client:
         show_top(client, TableConsole(), once=once, as_json=as_json)
 
 

@@ -7,11 +7,12 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, ConsoleDimensions
+import msgspec
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.status import Status
@@ -20,6 +21,8 @@ from rich.text import Text
 
 from tideway.data_folder import OperatorError
 
+LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
+"""Look of tables."""
 WAIT_LINE_INTERVAL_S = 10.0
 UNBOUNDED_CELLS = 10_000
 LEAST_NOTE_CELLS = 16
@@ -49,24 +52,83 @@ class TableConsole(Console):
             raise OperatorError(f"What was to be shown cannot be written: {error.strerror}.") from None
 
 
-def fit(table: Table, console: Console, least_wanted: Iterable[str]) -> Table:
-    """Leaves out the columns of these headers, in their order, until the rest fits beside the names in the first one, which
-    are folded only where nothing else can give way. The last column may take more lines."""
-    name, *others, note = table.columns
-    unbounded = console.options.update(max_width=UNBOUNDED_CELLS)
-    for column in others:
-        column.no_wrap = True
-    note.max_width = LEAST_NOTE_CELLS
-    too_wide = 0
-    for header in (None, *least_wanted):
-        table.columns[:] = [column for column in table.columns if column.header != header]
-        too_wide = Measurement.get(console, unbounded, table).maximum - console.width
-        if too_wide <= 0:
-            break
-    note.max_width = None
-    longest = max(Measurement.get(console, unbounded, cell).maximum for cell in (name.header, *name.cells))
+def print_json(console: Console, told: object) -> None:
+    """Prints one JSON object on one line, however narrow the console is."""
+    console.print(msgspec.json.encode(told).decode(), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def show_listing(
+    console: Console,
+    told: object,
+    table: Table,
+    *,
+    as_json: bool,
+    empty: str = "",
+    least_wanted: Sequence[str] = (),
+    wrapped: Collection[str] = (),
+) -> None:
+    """Prints what an endpoint listed: `told` as one JSON object, or `table` as `fit` makes it, or, where it has no row,
+    `empty`."""
+    if as_json:
+        print_json(console, told)
+    elif empty and not table.row_count:
+        console.print(empty)
+    else:
+        console.print(fit(table, console, least_wanted, wrapped))
+
+
+def fit(table: Table, console: Console, least_wanted: Sequence[str], wrapped: Collection[str] = ()) -> Table:
+    """Leaves out columns of these headers, the first of them first, until the rest fits beside the names in the first
+    column, which are folded only where nothing else can give way; the caption says what is left out. The last column may
+    take more lines, and so may those of the headers `wrapped`."""
+    name, *others = columns = list(table.columns)
+    for column in others[:-1]:
+        column.no_wrap = column.header not in wrapped
+    flexible = [column for column in others if column is others[-1] or not column.no_wrap]
+    for column in flexible:
+        column.max_width, column.overflow = LEAST_NOTE_CELLS, "fold"
+
+    def excess(left_out: Collection[str]) -> int:
+        """Cells that the table is too wide without these."""
+        table.columns[:] = [column for column in columns if column.header not in left_out]
+        return _width(table, console) - console.width
+
+    wanted = [column.header for column in columns]
+    left_out = [header for header in least_wanted if header in wanted]
+    num_needed = next((num for num in range(len(left_out)) if excess(left_out[:num]) <= 0), len(left_out))
+    left_out = left_out[:num_needed]
+    for header in reversed(left_out):
+        # A narrow one may have room all the same.
+        without = [one for one in left_out if one != header]
+        left_out = without if excess(without) <= 0 else left_out
+    too_wide = excess(left_out)
+    for column in flexible:
+        column.max_width = None
+    longest = max(_width(cell, console) for cell in (name.header, *name.cells))
     name.width, name.overflow = max(min(longest, LEAST_NAME_CELLS), longest - max(0, too_wide)), "fold"
+    if left_out:
+        shown = ", ".join(" ".join(header.split()) for header in wanted if header in left_out)
+        table.caption, table.caption_justify = f"No room here for: {shown}.", "left"
     return table
+
+
+def turned(table: Table, console: Console) -> Table:
+    """The table itself, or one with a row for each of its columns where that alone fits the console. For few rows."""
+    if _width(table, console) <= console.width:
+        return table
+    first, *others = table.columns
+    made = Table(f"{first.header}", title=table.title, title_style=table.title_style, title_justify="left")
+    made.box, made.padding = table.box, table.padding
+    for cell in first.cells:
+        made.add_column(cell, justify="right", no_wrap=True)
+    for column in others:
+        made.add_row(" ".join(f"{column.header}".split()), *column.cells)
+    return made if _width(made, console) <= console.width else table
+
+
+def _width(shown: RenderableType, console: Console) -> int:
+    """Cells that it takes where nothing bounds it."""
+    return Measurement.get(console, console.options.update(max_width=UNBOUNDED_CELLS), shown).maximum
 
 
 def count_sources(sources: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -13,11 +12,10 @@ from rich.table import Table
 from shared.messages.admin import ModelState
 from shared.messages.cluster import DEFAULT_IDLE_S
 from tideway import completion
-from tideway.console import TableConsole
+from tideway.console import LOOK, TableConsole, show_listing
 from tideway.data_folder import DataFolder
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
-from tideway.top import LOOK
 
 app = typer.Typer(no_args_is_help=True, help="Models: add, remove, list, also those that are loaded on demand.")
 
@@ -32,12 +30,9 @@ def list_models(
     """Show all models, whether they are loaded, and where the weights are of those that are put away."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         states = client.models()
-    if as_json:
-        print(msgspec.json.encode(states).decode())
-    elif not states.models:
-        print("There is no model; tideway model add NAME SOURCE adds one.")
-    else:
-        TableConsole().print(_table(states.models))
+    empty = "There is no model; tideway model add NAME SOURCE adds one."
+    dispensable = {"least_wanted": ("on demand", "source"), "wrapped": ("source",)}
+    show_listing(TableConsole(), states, _table(states.models), as_json=as_json, empty=empty, **dispensable)
 
 
 def _table(models: list[ModelState]) -> Table:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from msgspec import json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shared.messages.admin import AdapterState, ModelState
 from shared.messages.traffic import MeanStd, ModelSummary
-from tideway.console import fit
+from tideway.console import LOOK, show_listing, turned
 from tideway.operations import AdminClient
-from tideway.top import LOOK
 
 LEAST_WANTED = (
     "TPOT\nmean",
@@ -29,9 +27,6 @@ LEAST_WANTED = (
 def show_models(client: AdminClient, console: Console, *, interval_s: int, as_json: bool) -> None:
     """Raises `OperatorError`."""
     states = client.models(interval_s)
-    if as_json:
-        console.print(json.encode(states).decode(), markup=False, highlight=False, soft_wrap=True)
-        return
     table = Table(
         "model", "class", "req/s", "refused", "prompt\ntokens", "output\ntokens", "execution", "latency\nmean",
         "latency\nP50", "latency\nP99", "TTFT\nP99", "TPOT\nmean", "SLO", "within\nSLO", "waits",
@@ -41,8 +36,9 @@ def show_models(client: AdminClient, console: Console, *, interval_s: int, as_js
     for state in shown:
         for row in _rows(state):
             table.add_row(*row)
-    console.print(fit(table, console, LEAST_WANTED))
-    if any(state.traffic is None for state in shown):
+    table = turned(table, console)
+    show_listing(console, states, table, as_json=as_json, least_wanted=LEAST_WANTED)
+    if not as_json and any(state.traffic is None for state in shown):
         console.print("Of some the traffic is not known: no placement answers, or it does not know them yet.")
 
 

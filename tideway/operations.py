@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -45,6 +45,38 @@ class UnavailableError(OperatorError):
     """It may pass: nobody answers at the moment, or the services are not all there."""
 
 
+class Gateway(NamedTuple):
+    """Gateway that a command turns to."""
+
+    url: str
+    """Without /v1."""
+    data: DataFolder | None = None
+    """The folder that it runs on, if it was found by that."""
+    is_guessed: bool = False
+
+    def __str__(self) -> str:
+        if self.is_guessed:
+            return f"{self.url}, since nothing runs on the data folder."
+        return self.url + (f", data folder {self.data.path}." if self.data is not None else ".")
+
+
+def base_url(url: str) -> str:
+    """URL of a server, of what users give as its address."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def find_gateway(data: DataFolder, url: str, *, may_guess: bool) -> Gateway:
+    """The gateway at `url`; where that is empty, the one that runs on the data folder; where none does, the one at
+    `DEFAULT_URL` if `may_guess`, else `OperatorError`."""
+    if url:
+        return Gateway(base_url(url))
+    if (state := data.running_state()) is not None:
+        return Gateway(base_url(state.address), data)
+    if not may_guess:
+        raise OperatorError(f"Nothing runs on {data.path}; give --url (TIDEWAY_URL) or another --data-dir.")
+    return Gateway(DEFAULT_URL, is_guessed=True)
+
+
 class RefusedError(OperatorError):
     """The gateway answered 4xx."""
 
@@ -70,7 +102,7 @@ class AdminClient:
         by that."""
         self._doubt = doubt
         self._data = data
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = base_url(url)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
@@ -89,19 +121,16 @@ class AdminClient:
     ) -> AdminClient:
         """For the gateway at `url`; where that is empty, for the one that runs on the data folder, with its key; where none
         does, for the one at `DEFAULT_URL` if `may_guess`."""
-        if url:
-            return cls(url, api_key, timeout_s=timeout_s)
-        state = data.running_state()
-        if state is not None:
-            return cls(state.address, api_key or data.credentials().admin_api_key, data=data, timeout_s=timeout_s)
-        if not may_guess:
-            raise OperatorError(f"Nothing runs on {data.path}; give --url (TIDEWAY_URL) or another --data-dir.")
-        return cls(DEFAULT_URL, api_key, doubt=f"Nothing runs on {data.path}. ", timeout_s=timeout_s)
+        gateway = find_gateway(data, url, may_guess=may_guess)
+        if gateway.data is not None:
+            api_key = api_key or gateway.data.credentials().admin_api_key
+        doubt = f"Nothing runs on {data.path}. " if gateway.is_guessed else ""
+        return cls(gateway.url, api_key, doubt=doubt, data=gateway.data, timeout_s=timeout_s)
 
     @property
     def place(self) -> str:
         """On what it acts, in a line."""
-        return f"On {self.url}" + (f", data folder {self._data.path}." if self._data is not None else ".")
+        return f"On {Gateway(self.url, self._data)}"
 
     def close(self) -> None:
         self._http.close()

@@ -26,3 +26,9 @@ AdminKey = Annotated[
     str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="Key for /admin. Default: the data folder's.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def is_default(context: typer.Context, option: str) -> bool:
+    """Whether nobody gave this option, by the command line or the environment."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "DEFAULT"

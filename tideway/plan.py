@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -24,7 +23,7 @@ from shared.placement.plan import (
     Trial,
     told_left_behind,
 )
-from tideway.console import fit
+from tideway.console import fit, print_json
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, UnavailableError
 from tideway.plan_file import GroupSpec
@@ -50,7 +49,7 @@ FIGURES: dict[str, Callable[[ModelPrediction], float]] = {
 
 def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     if as_json:
-        console.print(msgspec.json.encode(plan).decode(), soft_wrap=True, markup=False)
+        print_json(console, plan)
         return
     state = _state(plan)
     console.print(_describe(state))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec import json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -10,8 +9,8 @@ from rich.text import Text
 
 from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation
 from shared.monitor.timeline import OBJECTIVES, Times, parts_of, seconds, total, words
+from tideway.console import LOOK, fit, print_json, show_listing
 from tideway.operations import AdminClient
-from tideway.top import LOOK
 
 BAR_CELLS = 40
 STYLES = {
@@ -30,12 +29,15 @@ STYLES = {
     Phase.RESCUE: "red",
 }
 
+LEAST_WANTED = ("lost", "preempted", "class", "tokens", "moved", "instance", "model", "time")
+"""Columns that give way to ids, which must be whole to be copied."""
+
 
 def show_request(client: AdminClient, console: Console, request_id: str, *, as_json: bool) -> None:
     """Raises `OperatorError`."""
     timelines = client.request_timelines(request_id)
     if as_json:
-        _print_json(console, timelines)
+        print_json(console, timelines)
         return
     for timeline in timelines.requests:
         _show_timeline(timeline, console)
@@ -46,16 +48,13 @@ def list_requests(
 ) -> None:
     """Raises `OperatorError`."""
     timelines = client.latest_requests(limit, model=model, missed=missed, running=running)
-    if as_json:
-        _print_json(console, timelines)
-        return
     table = Table("id", "model", "class", "state", "instance", title="Requests, the newest first", **LOOK)
     for name in ("TTFT", "time", "tokens", "preempted", "moved", "lost"):
         table.add_column(name, justify="right")
-    table.add_column("SLO")
+    table.add_column("missed")
     for one in timelines.requests:
         missed_names = ", ".join(o.name.upper() for o in one.objectives if not o.is_met)
-        slo = Text(f"missed {missed_names}", "red") if missed_names else Text("met" if one.objectives else "-")
+        missed_cell = Text(missed_names, "red") if missed_names else Text("none" if one.objectives else "-")
         table.add_row(
             one.id,
             escape(one.model),
@@ -66,21 +65,22 @@ def list_requests(
             seconds(one.duration_s),
             f"{one.prompt_tokens}+{one.output_tokens}",
             *(str(number) if number else "" for number in (one.num_preemptions, one.num_moves, one.num_losses)),
-            slo,
+            missed_cell,
         )
-    console.print(table if timelines.requests else "No request runs, and none ended lately.")
+    empty = "No request runs, and none ended lately."
+    show_listing(console, timelines, table, as_json=as_json, empty=empty, least_wanted=LEAST_WANTED)
 
 
 def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_json: bool) -> None:
     """Raises `OperatorError`."""
     explained = client.explain_slo(interval_s)
     if as_json:
-        _print_json(console, explained)
+        print_json(console, explained)
         return
     if not explained.objectives:
         console.print(f"No request with an objective ended in the last {interval_s} s.")
         return
-    console.print(_missed_table(explained))
+    console.print(fit(_missed_table(explained), console, ("requests", "share"), ("objective",)))
     for one in explained.objectives:
         if one.num_missed:
             console.print(_told(one))
@@ -109,7 +109,7 @@ def _told(one: MissedObjective) -> Text:
             cells = round(BAR_CELLS * part.seconds / total_s)
             text.append(f"  {part.phase:24}{seconds(part.seconds):>9} {part.seconds / total_s:5.0%} ", "not bold")
             text.append("█" * cells + "\n", STYLES.get(part.phase, "default"))
-    return text.append(f"  For example: {', '.join(one.examples)}", "dim")
+    return text.append("  For example:" + "".join(f"\n    {example}" for example in one.examples), "dim")
 
 
 def _show_timeline(timeline: SequenceTimeline, console: Console) -> None:
@@ -137,7 +137,3 @@ def _show_timeline(timeline: SequenceTimeline, console: Console) -> None:
     if timeline.num_left_out:
         console.print(f"{timeline.num_left_out} events in between are left out.")
     console.print()
-
-
-def _print_json(console: Console, told: object) -> None:
-    console.print(json.encode(told).decode(), markup=False, highlight=False, soft_wrap=True)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from shared.messages.admin import RouteState
-from tideway.console import TableConsole
+from tideway.console import LOOK, TableConsole, show_listing
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
-from tideway.top import LOOK
 
 app = typer.Typer(no_args_is_help=True, help="Public names that split their requests over models.")
 
@@ -30,12 +28,12 @@ def list_routes(
     """Show all routes, with their models and which of these are down."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         states = client.routes()
-    if as_json:
-        print(msgspec.json.encode(states).decode())
-    elif not states.routes:
-        print("There is no route; tideway route set NAME MODEL=WEIGHT ... makes one.")
-    else:
-        TableConsole().print(_table(states.routes))
+    empty = "There is no route; tideway route set NAME MODEL=WEIGHT ... makes one."
+    show_listing(TableConsole(), states, _table(states.routes), as_json=as_json, empty=empty, wrapped=LISTS)
+
+
+LISTS = ("models", "mirrors", "fallbacks")
+"""Columns with lists of models."""
 
 
 def _table(routes: list[RouteState]) -> Table:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from tideway.console import TableConsole
+from tideway.console import TableConsole, turned
 from tideway.data_folder import OperatorError
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from tideway.scenario import Setting
 
 HEAD = [
-    "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "ITL ms p50",
-    "p99", "max", "tokens/s", "offline tokens/s", "use",
+    "requests", "in SLO", "normalised", "latency s\nmean", "latency s\np50", "latency s\np99", "TTFT s\nmean",
+    "TTFT s\np99", "TPOT ms\nmean", "TPOT ms\np99", "ITL ms\np50", "ITL ms\np99", "ITL ms\nmax", "tokens/s",
+    "offline\ntokens/s", "use",
 ]  # fmt: skip
 
 LARGE_SEARCH = 512
@@ -99,7 +100,7 @@ def simulate(
     for result in results:
         show(result, console)
     if len(results) > 1:
-        console.print(_compared(results))
+        console.print(turned(_compared(results), console))
     if json_file is not None:
         write_json(json_file, settings, results)
     if plot is not None:
@@ -230,7 +231,7 @@ def show(result: Result, console: Console) -> None:
     if len(metrics.models) > 1:
         table.add_section()
         table.add_row(*_row("all", metrics.total))
-    console.print(table)
+    console.print(turned(table, console))
     groups = Table("instance", "devices", "models", "busy")
     for group in result.plan.groups:
         devices = f"{group.devices[0]}-{group.devices[-1]}" if group.num_ranks > 1 else str(group.devices[0])

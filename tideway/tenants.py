@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shared.messages.admin import TenantState
+from tideway.console import LOOK, show_listing
 from tideway.operations import AdminClient
-from tideway.top import LOOK
 
 
 def show_tenants(client: AdminClient, console: Console, *, as_json: bool) -> None:
     """Raises `OperatorError`."""
     states = client.tenants()
-    if as_json:
-        print(msgspec.json.encode(states).decode())
-    elif not states.tenants:
-        console.print("There is no API key, and nobody asks for anything.")
-    else:
-        console.print(_table(states.tenants))
+    empty = "There is no API key, and nobody asks for anything."
+    show_listing(console, states, _table(states.tenants), as_json=as_json, empty=empty)
 
 
 def _table(tenants: list[TenantState]) -> Table:

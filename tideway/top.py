@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from msgspec import json, to_builtins
+from msgspec import to_builtins
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -15,13 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates
-from tideway.console import count_sources, fit
+from tideway.console import LOOK, count_sources, fit, print_json
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, drained_and_gone
 
 INTERVAL_S = 1.0
-LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
-"""Look of tables."""
 LEAST_WANTED = (
     "engine",
     "high",
@@ -198,7 +195,7 @@ def show_top(
     last = Snapshot.take(client, clock)
     if as_json:
         told = {"url": client.url, **to_builtins(last.instances), **to_builtins(last.models)}
-        console.print(json.encode(told).decode(), soft_wrap=True, markup=False, emoji=False)
+        print_json(console, told)
         return
     if once or not console.is_terminal:
         console.print(render(last, None, client.url, console))

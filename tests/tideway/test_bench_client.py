@@ -30,6 +30,7 @@ from tideway.bench.report import Result, write_result
 from tideway.bench.runner import Run
 from tideway.bench.session import Session, run_session
 from tideway.bench.workload import PlannedRequest, StreamSpec, Workload
+from tideway.data_folder import DataFolder, State
 from tideway.preflight import REPOSITORY
 
 
@@ -293,6 +294,25 @@ def test_what_is_wrong_is_one_sentence(
     done = in_this_process("bench", "--url", server.url + "/v1", *arguments)
     assert done.returncode == 2
     assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_data_folders_gateway_is_the_target(
+    server: BenchServer, in_this_process: InThisProcess, tmp_path: Path
+) -> None:
+    data = DataFolder(tmp_path / "data")
+    data.prepare()
+    load = ("--model", "ok", "--arrivals", "constant:50", "--num-requests", "2", "--data-dir", str(data.path))
+    done = in_this_process("bench", *load)
+    assert done.returncode == 2 and f"Nothing runs on {data.path}; give --url" in done.stderr
+    data.acquire()
+    try:
+        address = State(pid=1, phase="ready", address=server.url, nats_url="", started_unix_s=0.0, processes=[])
+        data.write_state(address)
+        done = in_this_process("bench", *load)
+    finally:
+        data.release()
+    assert done.returncode == 0 and "succeeded" in done.stdout
+    assert done.stderr.splitlines()[0] == f"Target: {server.url}, data folder {data.path}."
 
 
 def test_all_failed_is_an_exit_code(server: BenchServer) -> None:

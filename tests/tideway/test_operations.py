@@ -45,6 +45,7 @@ from tideway import command, operations, status, top
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
 from tideway.models import show_models
 from tideway.operations import AdminClient, UnavailableError
+from tideway.requests import list_requests
 from tideway.top import Snapshot, moves_per_s, show_top
 
 
@@ -344,6 +345,22 @@ async def test_one_view_of_top(stack: Stack) -> None:
     assert row.split() == ["b", "ready", "native", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
     assert any(MODEL in line and " 17 " in line for line in rows)
     assert "Drained and gone: a" in text
+
+
+async def test_ids_of_requests_are_whole_on_80_columns(stack: Stack) -> None:
+    stack.say("Hello")
+    for _ in range(2):
+        body = {"model": MODEL, "prompt": "Hi"}
+        answer = await stack.client.post("/v1/completions", json=body, headers={"authorization": "Bearer user"})
+        assert answer.status_code == 200
+    with AdminClient(stack.url, "root") as client:
+        console = Console(file=(output := io.StringIO()), width=80)
+        wanted = {"limit": 5, "model": "", "missed": False, "running": False, "as_json": False}
+        await asyncio.to_thread(list_requests, client, console, **wanted)
+    lines = output.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines) and len(lines) == 5
+    assert any(line.startswith(f"{answer.json()['id']}-0  ") for line in lines)
+    assert lines[-1].startswith("No room here for: ") and "instance" in lines[-1]
 
 
 async def test_models_and_their_traffic(stack: Stack) -> None:

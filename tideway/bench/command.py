@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tideway.data_folder import OperatorError
+from tideway.data_folder import DataFolder, OperatorError
+from tideway.options import DEFAULT_DATA_DIR, DataDir, is_default
 
 ARRIVALS = (
     "poisson:RATE, gamma:RATE:CV, constant:RATE, onoff:ON_S:ON_RATE:OFF_S[:OFF_RATE[:CV]], closed:CONCURRENCY,"
@@ -20,9 +21,16 @@ ONLINE, OFFLINE, TRACES, SERVER, RESULT = "Online load", "Offline load", "Traces
 
 
 def bench(
+    context: typer.Context,
     url: Annotated[
-        str, typer.Option(rich_help_panel=SERVER, help="Any server that speaks OpenAI's API.")
-    ] = "http://127.0.0.1:8000",
+        str,
+        typer.Option(
+            rich_help_panel=SERVER,
+            help="Any server that speaks OpenAI's API. Default: the gateway that runs on the data folder, else "
+            "http://127.0.0.1:8000.",
+        ),
+    ] = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -170,10 +178,12 @@ def bench(
     from tideway.bench.session import Session, discover_models, run_session
     from tideway.bench.traces import TraceError
     from tideway.bench.workload import WorkloadError
+    from tideway.operations import find_gateway
 
     if rows not in ("none", "requests", "tokens"):
         raise OperatorError("--rows must be none, requests or tokens")
-    base = url.rstrip("/").removesuffix("/v1")
+    gateway = find_gateway(DataFolder(data_dir), url, may_guess=is_default(context, "data_dir"))
+    base = gateway.url
     try:
         target = msgspec.convert(
             {
@@ -196,6 +206,7 @@ def bench(
         raise OperatorError("--vocabulary: chat has no token ids")
     session = Session(
         target=target,
+        place=f"{gateway}",
         api_key=api_key,
         drain_s=drain,
         warmup_s=warmup,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """What one run needs to know beyond the workload."""
 
     target: Target
+    place: str = ""
+    """What to say of the target; empty: its URL."""
     api_key: str = ""
     """For streams that name no environment variable of their own."""
     drain_s: float = 60.0
@@ -70,6 +73,8 @@ async def run_session(session: Session, workload: Workload, progress: TextIO | N
     planned = await asyncio.to_thread(lambda: plan_requests(workload, load_traces(workload)))
     if not planned:
         raise BenchError("the workload has no requests")
+    if progress:
+        print(f"Target: {session.place or session.target.url}", file=progress)
     allow_many_files()
     streams = {stream.name: stream for stream in workload.streams}
     keys = {name: _api_key(stream.api_key_env, session.api_key) for name, stream in streams.items()}
@@ -177,6 +182,8 @@ async def _show_progress(run: Run, out: TextIO) -> None:
             await asyncio.sleep(PROGRESS_INTERVAL_S if is_terminal else LINE_INTERVAL_S)
             line = progress_line(run, run.now())
             if is_terminal:
+                # Cut: of a line that is wrapped, \r would go back over its last part alone.
+                line = line[: shutil.get_terminal_size().columns - 1]
                 out.write("\r" + line.ljust(width))
                 width = len(line)
             else:
