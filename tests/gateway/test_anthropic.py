@@ -211,11 +211,12 @@ async def test_tokens_are_counted_before(claude: Stack) -> None:
 async def test_errors_are_told_as_anthropic_tells_them(claude: Stack) -> None:
     claude.say("Hello")
     image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    long = [{"role": "user", "content": "x" * MAX_LEN}]
     cases: list[tuple[str, dict[str, Any], int, str, str]] = [
         ("", {"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ("", {"model": "nobody"}, 404, "not_found_error", "nobody"),
         ("", {"messages": image}, 400, "invalid_request_error", "image"),
-        ("", {"max_tokens": 10**6}, 400, "invalid_request_error", "maximum context length"),
+        ("", {"messages": long}, 400, "invalid_request_error", "maximum context length"),
         ("", {"tools": [WEATHER], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
         ("/count_tokens", {"model": "nobody"}, 404, "not_found_error", "nobody"),
     ]
@@ -273,3 +274,16 @@ async def test_models_have_the_shape_of_the_client_that_asks(claude: Stack) -> N
     missing = await claude.client.get("/v1/models/nobody", headers=headers)
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
     assert (await claude.client.get("/v1/models")).json()["data"][0]["object"] == "model"
+
+
+async def test_more_tokens_than_fit_become_those_that_do(claude: Stack) -> None:
+    claude.say("Hello")
+    await ask(claude, max_tokens=32000)
+    submitted = claude.peer.submitted[-1]
+    assert submitted.sampling.max_tokens == MAX_LEN - len(unpack_tokens(submitted.prompt))
+    chat = {"messages": HI, "max_tokens": 32000}
+    assert (await claude.post("/v1/chat/completions", **chat)).status_code == 400
+    assert (await claude.post("/v1/chat/completions", **chat, fit_max_tokens=True)).status_code == 200
+    assert claude.peer.submitted[-1].sampling.max_tokens == MAX_LEN - len(
+        unpack_tokens(claude.peer.submitted[-1].prompt)
+    )

@@ -30,6 +30,68 @@ FORMATS = (
 )
 
 
+AB: dict[str, Any] = {"type": "object", "properties": {"a": {}, "b": {}}}
+RUN = {"properties": {"kind": {"const": "run"}}, "required": ["kind"]}
+KINDS = {"type": "object", "properties": {"kind": {"enum": ["run", "ask"]}, "command": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({**AB, "not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}, {"a": 1, "b": 1}]),
+        ({**AB, "not": {"required": ["a", "b"]}}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+        ({**AB, "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}, [{}, {"c": 1}], [{"a": 1}, {"b": 1}]),
+        ({**KINDS, "not": RUN}, [{}, {"kind": "ask"}], [{"kind": "run"}]),
+        ({"not": {"type": ["string", "null"]}}, [1, True, [], {}], ["", None]),
+        ({"not": {"not": {"type": "string"}}}, ["x"], [1]),
+        ({"not": {"enum": ["a", "ab", "]^-", True, None]}}, ["", "b", "aa", "abc", "]", "]^-]", 1, False],
+         ["a", "ab", "]^-", True, None]),
+        ({"oneOf": [True, {"type": "string"}]}, [1, None], ["x"]),
+        ({"type": "string", "not": {"const": ""}}, ["x", '"'], [""]),
+        ({"type": "string", "not": {"minLength": 3}}, ["", "ab"], ["abc"]),
+        ({"type": "integer", "not": {"minimum": 3, "maximum": 5}}, [2, 6], [3, 4, 5]),
+        ({"type": "array", "not": {"maxItems": 1}}, [[1, 2]], [[], [1]]),
+        ({**AB, "dependentRequired": {"a": ["b"]}}, [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
+        ({**AB, "dependencies": {"a": ["b"]}}, [{}, {"a": 1, "b": 1}], [{"a": 1}]),
+        ({**AB, "dependencies": {"a": {"properties": {"b": {"type": "string"}}}}}, [{"b": 1}, {"a": 1}, {"a": 1, "b": "x"}],
+         [{"a": 1, "b": 1}]),
+        ({**AB, "dependentSchemas": {"a": {"required": ["b"]}}}, [{}, {"a": 1, "b": 1}], [{"a": 1}]),
+        ({**KINDS, "if": RUN, "then": {"required": ["command"]}}, [{}, {"kind": "ask"}, {"kind": "run", "command": "x"}],
+         [{"kind": "run"}]),
+        ({**KINDS, "if": RUN, "else": {"required": ["command"]}}, [{"kind": "run"}, {"kind": "ask", "command": "x"}],
+         [{"kind": "ask"}]),
+        ({"type": "array", "items": {"enum": ["x", "y", "z"]}, "uniqueItems": True, "minItems": 1},
+         [["x"], ["z", "x"], ["y", "z", "x"]], [[], ["x", "x"], ["x", "y", "x"]]),
+        ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[], [True, False]], [[True, True]]),
+        ({**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+        ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]}, ["a", "abcd"], ["ab", "abc"]),
+        ({"$defs": {"A": {"required": ["a"]}}, **AB, "oneOf": [{"$ref": "#/$defs/A"}, {"required": ["b"]}]},
+         [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    ],
+)  # fmt: skip
+def test_keywords_that_grammars_lack_hold_by_others(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not takes(schema, value)] == []
+    assert [value for value in bad if takes(schema, value)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "not": {"pattern": "a"}}, "not"),
+        ({"not": {"type": "integer"}}, "not"),
+        ({"not": {"enum": [1]}}, "not"),
+        ({"if": {"contains": {}}, "then": False}, "if"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "items": {"enum": [1, 1.0]}, "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True}, "uniqueItems"),
+    ],
+)
+def test_what_no_grammar_can_follow_stays_and_is_refused_by_name(schema: Any, keyword: str) -> None:
+    assert keyword in prepared(schema)
+    grammar = json.dumps({"grammars": [json_grammar(schema, "p")]})
+    assert keyword in LLMatcher(BYTES, grammar, log_level=0).get_error()
+
+
 @pytest.mark.parametrize("name", FORMATS.split())
 def test_a_format_that_nobody_knows_is_a_remark(name: str) -> None:
     assert takes({"type": "object", "properties": {"a": {"type": "string", "format": name}}}, {"a": "text"})
@@ -113,7 +175,6 @@ def test_branches_that_exclude_each_other_are_a_choice(branches: Any, good: list
         [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"a": {"const": 1}}}],
         [{"$ref": "#/$defs/loop"}, {"type": "string"}],
         [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}],
-        [True, {"type": "string"}],
     ],
 )
 def test_branches_that_may_both_hold_stay(branches: Any) -> None:

@@ -104,7 +104,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (json_schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
     (json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "response_format.json_schema.schema", "anyOf"),
     (json_schema({"const": 2**53 + 1}), "response_format.json_schema.schema", "2^53"),
-    ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format.schema", "not"),
+    (
+        {"response_format": {"type": "json_object", "schema": {"not": {"pattern": "a"}}}},
+        "response_format.schema",
+        "not",
+    ),
     (json_schema({"type": "strng"}), "response_format.json_schema.schema", "strng"),
     (json_schema({"$ref": "#/$defs/gone"}), "response_format.json_schema.schema", "gone"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),

@@ -57,6 +57,7 @@ def _generation(request: MessageRequest) -> dict[str, Any]:
     effort = request.output_config.effort if request.output_config is not None else None
     return {
         "max_completion_tokens": request.max_tokens,
+        "fit_max_tokens": True,
         "stop": request.stop_sequences or None,
         "stream": request.stream,
         "temperature": request.temperature,

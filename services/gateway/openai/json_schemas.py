@@ -1,7 +1,9 @@
 """JSON schemas as clients write them, put so that llguidance enforces the same. Pure.
 
 What only remarks on values (formats nobody knows, `discriminator`) is left out, OpenAPI's older words are translated, and
-`oneOf` becomes `anyOf` where at most one branch can hold. What a grammar would get wrong is refused.
+`oneOf` becomes `anyOf` where at most one branch can hold, or where each can be told to exclude the others. `not`, `if`,
+`dependencies` and `uniqueItems` are put in words that grammars follow, where there are some. What a grammar would get
+wrong is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from services.gateway.openai.negation import negated
+
 KNOWN_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
@@ -19,6 +23,10 @@ MAX_REFERENCES = 32
 """Most references of a schema that are followed for one question."""
 EXACT_INTEGER = 2**53
 """Up to which a double holds every integer, as llguidance reads them."""
+MAX_EXCLUDING = 8
+"""Most branches of `oneOf` that are told to exclude each other."""
+MAX_ARRANGED = 4
+"""Most values that the items of a list without repetition may have: all lists are spelled out."""
 GREATEST_BOUND = 2**63 - 1024
 """Greatest bound of integers: the greatest double within 64 bits."""
 
@@ -73,6 +81,7 @@ class _Preparation:
         if not isinstance(schema, dict):
             return schema
         done = dict(schema)
+        self._rewrite(done)
         for name in _MAPPINGS:
             if isinstance(done.get(name), dict):
                 done[name] = {key: self._of(value) for key, value in done[name].items()}
@@ -87,6 +96,41 @@ class _Preparation:
         self._annotations(done)
         self._numbers(done)
         return _or_null(done) if done.pop("nullable", False) is True else done
+
+    # ----------------------------------------------------------------------------- what grammars know by other words
+
+    def _rewrite(self, schema: dict[str, Any]) -> None:
+        if "not" in schema and (opposite := negated(schema["not"], self._resolved)) is not None:
+            _require(schema, opposite)
+            del schema["not"]
+        if "if" in schema and (opposite := negated(schema["if"], self._resolved)) is not None:
+            condition = schema.pop("if")
+            met = {"allOf": [condition, schema.pop("then", True)]}
+            _require(schema, {"anyOf": [met, {"allOf": [opposite, schema.pop("else", True)]}]})
+        for name in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for key, needed in schema.pop(name).items() if isinstance(schema.get(name), dict) else ():
+                more = (
+                    {"required": [key, *needed]}
+                    if isinstance(needed, list)
+                    else {"allOf": [{"required": [key]}, needed]}
+                )
+                _require(schema, {"anyOf": [{"properties": {key: False}}, more]})
+        if schema.get("uniqueItems") is True and "prefixItems" not in schema:
+            self._arrange(schema)
+
+    def _arrange(self, schema: dict[str, Any]) -> None:
+        """Spells out the lists without repetition, where items may have few values."""
+        items = self._resolved(schema.get("items"))
+        values = [True, False] if items.get("type") == "boolean" and not _values(items) else _values(items)
+        if values is None or len(values) > MAX_ARRANGED or not _are_disjoint([values]):
+            return
+        lists = (one for count in range(len(values) + 1) for one in itertools.permutations(values, count))
+        arranged = [
+            {"prefixItems": [{"const": value} for value in one], "minItems": len(one), "maxItems": len(one)}
+            for one in lists
+        ]
+        _require(schema, {"anyOf": arranged})
+        del schema["uniqueItems"]
 
     def _annotations(self, schema: dict[str, Any]) -> None:
         schema.pop("discriminator", None)
@@ -140,7 +184,9 @@ class _Preparation:
         if (tag := self._tag(branches, named)) is not None:
             branches = [self._with_tag(branch, tag) for branch in branches]
         elif not self._is_lenient and not self._are_exclusive(branches):
-            return
+            if (excluding := self._excluding(branches)) is None:
+                return
+            branches = [self._of(branch) for branch in excluding]
         if "anyOf" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"anyOf": branches}]
         else:
@@ -193,6 +239,20 @@ class _Preparation:
                 return {**others, "anyOf": [self._with_tag(one, tag) for one in branch[name]]}
         return {**branch, "required": list(dict.fromkeys([*branch.get("required", []), tag]))}
 
+    def _excluding(self, branches: Sequence[Any]) -> list[Any] | None:
+        """The branches, each of which is told not to hold where another may; None: that cannot be told."""
+        if len(branches) > MAX_EXCLUDING:
+            return None
+        found = []
+        for branch in branches:
+            own = self._resolved(branch)
+            others = [o for o in branches if o is not branch and not self._exclude_each_other(own, self._resolved(o))]
+            opposites = [negated(other, self._resolved) for other in others]
+            if None in opposites:
+                return None
+            found.append({"allOf": [branch, *opposites]} if opposites else branch)
+        return found
+
     def _are_exclusive(self, branches: Sequence[Any]) -> bool:
         found = [self._resolved(branch) for branch in branches]
         return all(self._exclude_each_other(one, other) for one, other in itertools.combinations(found, 2))
@@ -219,6 +279,11 @@ class _Preparation:
                 break
             schema = referred(schema, self._root)
         return schema if isinstance(schema, dict) and "$ref" not in schema else {}
+
+
+def _require(schema: dict[str, Any], other: Any) -> None:
+    """Makes values follow another schema too."""
+    schema["allOf"] = [*schema.get("allOf", []), other]
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -466,6 +466,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     """Default: what the model's context leaves."""
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """Goes before `max_tokens`."""
+    fit_max_tokens: bool | None = None
+    """A limit beyond what the context leaves becomes that, and is not refused."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

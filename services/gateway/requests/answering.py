@@ -316,6 +316,8 @@ async def make_prompts(
         if message.max_completion_tokens is not None:
             requested, limit_field = message.max_completion_tokens, "max_completion_tokens"
         default = None
+        if message.fit_max_tokens:
+            requested, default = None, requested
         param = "messages"
         all_ids = [await chat_ids(context, tokenizer, message, chat_text)]
         texts_or_ids = [""]
