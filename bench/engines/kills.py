@@ -1,0 +1,72 @@
+"""Streams through the deaths of a hosted instance's processes, and through its drain.
+
+    python -m bench.engines.kills [--rounds 20]
+
+Each round kills one of the busiest instance's processes (instance, adapter, vLLM's engine core), or drains it, while eight
+greedy streams run in float32. All streams must end, with the text of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from bench.reporting import Target, judged, machine, table, write
+from tests.worker.engines.hosted_stack import NUM_STREAMS, VICTIMS, hosted_stack, streams, struck
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KINDS = (*VICTIMS, "drain")
+
+
+async def measure(address: str, num_rounds: int) -> list[tuple[str, int, int]]:
+    """Of each round: what was struck, streams that broke, and streams that differ."""
+    found = []
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=50)) as http:
+        expected = await streams(http, address)
+        for number in range(num_rounds):
+            kind = KINDS[number % len(KINDS)]
+            outputs = await struck(http, address, kind)
+            broken = sum(reason != "length" for _, reason in outputs)
+            differing = sum(one != other for one, other in zip(outputs, expected, strict=True))
+            found.append((kind, broken, differing))
+            print(f"round {number + 1}, {kind}: {broken} broken, {differing} differ", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "bench/results")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tideway-kills-") as folder, hosted_stack(Path(folder)) as address:
+        found = asyncio.run(measure(address, arguments.rounds))
+    rows = [
+        (kind, len(of), NUM_STREAMS * len(of), sum(one[1] for one in of), sum(one[2] for one in of))
+        for kind in KINDS
+        if (of := [one for one in found if one[0] == kind])
+    ]
+    targets = [
+        Target(name="broken streams", value=sum(row[3] for row in rows), limit=0),
+        Target(name="streams that differ", value=sum(row[4] for row in rows), limit=0),
+    ]
+    lines = [
+        f"# Deaths of hosted instances, {time.strftime('%Y-%m-%d')}",
+        "",
+        *table(("struck", "rounds", "streams", "broken", "differing"), rows),
+        "",
+        *(f"    {target}" for target in targets),
+        "",
+        f"- machine: {machine()}",
+    ]
+    print("\n".join(lines))
+    document = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "targets": judged(targets), "rounds": found}
+    write(arguments.output, f"engines-kills-{time.strftime('%Y-%m-%d')}", document, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
