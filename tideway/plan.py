@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
-from shared.messages.cluster import PlanChange
+from shared.messages.cluster import ModelSpec, PlanChange
 from shared.placement.plan import (
     ATTAINMENT_GRAIN,
     FLOOR_SHARE,
@@ -203,13 +203,18 @@ def _places(plan: ShownPlan, proposal: PlanProposal | None) -> Table:
     for instance_id in sorted(now.keys() | wanted.keys()):
         old, new = now.get(instance_id), wanted.get(instance_id)
         ranks = [str(place.group.num_ranks) for place in (old, new) if place is not None]
-        names = [", ".join(spec.name for spec in place.models) if place is not None else "-" for place in (old, new)]
+        names = [", ".join(map(_named, place.models)) if place is not None else "-" for place in (old, new)]
         if proposal is None:
             names[1] = ""
         elif old is not None and new is not None and old != new and names[0] == names[1]:
             names[1] += " (made anew: another KV pool or devices)"
         table.add_row(instance_id, " -> ".join(dict.fromkeys(ranks)), *map(escape, names))
     return table
+
+
+def _named(spec: ModelSpec) -> str:
+    """With the engine that computes it, if it is not Tideway's own."""
+    return spec.name if spec.is_native else f"{spec.name} ({spec.engine})"
 
 
 def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:

@@ -484,6 +484,18 @@ def test_gateways_are_left_the_time_for_their_streams(here: Cluster) -> None:
 # --------------------------------------------------------------------------------------------------------- workers
 
 
+def test_a_pool_has_the_engines_that_it_names() -> None:
+    model = {"name": "fast", "source": "/checkpoints/fast", "engine": "vllm", "engine_args": "--max-num-seqs 64"}
+    pools = [{"name": "cpu"}, {"name": "vllm", "engines": ["vllm"]}]
+    here = Cluster(render({"models": {"initial": [model]}, "workers": {"pools": pools}, "scaling": {"pool": ""}}))
+    assert "initContainers" not in here.pod("tideway-worker-cpu")
+    (made,) = here.pod("tideway-worker-vllm")["initContainers"]
+    assert made["command"] == ["python", "-m", "tideway", "engine", "install", "vllm", "--device", "cpu"]
+    assert "/cache" in {mount["mountPath"] for mount in made["volumeMounts"]}
+    assert (REPOSITORY / "services/worker/Dockerfile").read_text().count("ENV TIDEWAY_ENGINES_DIR=/cache/engines") == 1
+    assert json.loads(here.environment("tideway-placement")["TIDEWAY_MODELS"]) == [model]
+
+
 def test_pools_of_several_kinds_of_gpu() -> None:
     here = cluster("mixed-gpus")
     names = ["tideway-worker-h100", "tideway-worker-l40s", "tideway-worker-a100-slices"]

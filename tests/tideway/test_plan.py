@@ -60,14 +60,16 @@ PROPOSAL = PlanProposal(
 )  # fmt: skip
 
 
-def shown(proposal: PlanProposal | None, version: int = 3, width: int = 160) -> list[str]:
-    """Lines, with single spaces."""
+def shown(
+    proposal: PlanProposal | None, version: int = 3, width: int = 160, more: tuple[InstancePlan, ...] = ()
+) -> list[str]:
+    """Lines, with single spaces. `more`: instances of the plan that runs."""
     state = ReplacementState(
         mode="advise", interval_s=600.0, since_s=time.time(), measured=predicted(0.75, 25.0),
         predicted=predicted(0.9, 15.0), proposal=proposal,
     )  # fmt: skip
     console = Console(file=StringIO(), width=width, highlight=False)
-    plan = ShownPlan(version, [place("node-0", "chat", "code")], unplaced={"huge": "memory"}, replacement=state)
+    plan = ShownPlan(version, [place("node-0", "chat", "code"), *more], unplaced={"huge": "memory"}, replacement=state)
     show_plan(plan, console, as_json=False)
     assert isinstance(console.file, StringIO)
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
@@ -80,6 +82,11 @@ def test_a_change_of_which_no_traffic_is_known_is_told_without_a_table() -> None
     )
     assert "The change takes 42 s" in text and "What it would have gained is not known yet." in text
     assert "on the last" not in text
+
+
+def test_a_model_on_another_engine_is_shown_with_it() -> None:
+    hosted = msgspec.structs.replace(place("node-1"), models=[ModelSpec("fast", "/models/fast", engine="vllm")])
+    assert "node-1 1 fast (vllm)" in shown(None, more=(hosted,))
 
 
 def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_was_rejected() -> None:
