@@ -38,16 +38,14 @@ class StagingWorker:
 
     def tideway_copy(self, blocks: list[int], slots: list[int], is_out: bool) -> None:
         """From blocks into slots, or back."""
-        at = 0
+        at, count = 0, len(blocks)
         for cache in self.model_runner.kv_caches:
             size = cache[0].nbytes
-            for block, slot in zip(blocks, slots, strict=True):
-                there = self.tideway_slots[slot, at : at + size]
-                here = cache[block].view(-1).view(torch.uint8)
-                if is_out:
-                    there.copy_(here)
-                else:
-                    here.copy_(there)
+            if is_out:
+                self.tideway_slots[slots, at : at + size] = cache[blocks].view(count, -1).view(torch.uint8).cpu()
+            else:
+                came = self.tideway_slots[slots, at : at + size].view(cache.dtype)
+                cache[blocks] = came.view(count, *cache.shape[1:]).to(cache.device)
             at += size
 
 
