@@ -16,8 +16,8 @@ from shared.costs.model import CostModel, StepShape
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 from shared.policies.token_budget import StepBudget, StepView, TokenBudgetPolicy
 
-IDLE_SHARE = 0.15
-"""Share of the TTFT objective that a step without online work takes at most: no engine of others interrupts a step, and an
+WAIT_SHARE = 0.15
+"""Share of the TTFT objective that a step with offline work takes at most: no engine of others interrupts a step, and an
 online request that arrives waits for its end."""
 
 
@@ -91,12 +91,12 @@ def decide(
         online=_shape(online),
     )
     limits = policy.limits(view)
-    if not online and cost_model is not None:
-        limits = limits._replace(limit_s=min(limits.limit_s, IDLE_SHARE * ttft_s))
+    if cost_model is not None:
+        limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, WAIT_SHARE * ttft_s))
     budget = StepBudget(limits._replace(max_tokens=min(limits.max_tokens, max_tokens)), cost_model)
     _fill(budget, online)
     offline = [one for one in sequences if not one.is_online]
-    if not online and limits.limit_s == math.inf:
+    if not online and limits.offline_limit_s == math.inf:
         return StepDecision(max(1, budget.tokens_left), (), math.inf)
     budget.begin_offline()
     if before and any(not one.is_running for one in before):

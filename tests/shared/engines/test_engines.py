@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.costs.model import CostModel
 from shared.engines.admission import num_to_send, offline_rows
 from shared.engines.capabilities import Capability, asked, refusal
-from shared.engines.harvest import IDLE_SHARE, SequenceView, Victim, decide, victims
+from shared.engines.harvest import WAIT_SHARE, SequenceView, Victim, decide, victims
 from shared.engines.resuming import Diverged, Resumption, repeats_for
 from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, Pooled, SamplingParams, pack_tokens
 from shared.policies.slo_budget import SloTokenBudget
@@ -110,13 +110,15 @@ def test_offline_work_fills_what_the_pace_of_online_decodes_leaves():
     assert decide(offline, policy, COST, 1.2, 256) == (256, (), math.inf)
 
 
-def test_a_step_without_online_work_is_short_enough_for_one_that_arrives():
+def test_a_step_with_offline_work_is_short_enough_for_an_online_request_that_arrives():
     decodes = [view(f"o{i}", is_online=False, ttft_s=math.inf, tpot_s=math.inf) for i in range(20)]
     prompt = view("p", is_online=False, is_running=False, num_new=500, num_output=0, context=0)
     policy = SloTokenBudget(512)
     decision = decide([*decodes, prompt], policy, COST, 1.2, 512, 1.0)
     assert 20 < decision.max_tokens < 512 and not decision.held
-    assert 0.01 + 0.001 * decision.max_tokens == pytest.approx(decision.limit_s) == pytest.approx(IDLE_SHARE)
+    assert 0.01 + 0.001 * decision.max_tokens == pytest.approx(decision.limit_s) == pytest.approx(WAIT_SHARE)
+    ahead = view("on", tpot_s=1.0)
+    assert decide([ahead, *decodes, prompt], policy, COST, 1.2, 512, 1.0).limit_s == pytest.approx(WAIT_SHARE)
     # Not even a token is short enough.
     assert decide([*decodes, prompt], policy, COST, 1.2, 512, 1e-6)[:2] == (1, ())
     assert decide([*decodes, prompt], policy, None, 1.2, 512, 1.0).max_tokens == 512
