@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client import Counter
 
 from services.worker.engines.interface import EngineFailed, ForeignEngine
-from services.worker.engines.moves import EngineMoves
+from services.worker.engines.moves import EngineMoves, MoveEvents
 from services.worker.instance.migrations import InstanceMigrations, OpenTransport
 from services.worker.instance.output_log import OutputLog, cut
 from services.worker.instance.peers import Peers
@@ -136,6 +136,7 @@ class EngineInstance:
         self._peers = Peers(bus, lambda _id, _info: None, lambda: False)
         self._open_transport = open_transport
         self._intake = Intake(self._id)
+        self._move_events = MoveEvents(self._events, bus.now)
         self._moves: EngineMoves | None = None
         self._migrations: InstanceMigrations | None = None
         """None: requests of this engine do not move."""
@@ -247,7 +248,7 @@ class EngineInstance:
             outputs=self._outputs,
             reports=self._reports,
             metrics=self._metrics,
-            events=self,
+            events=self._move_events,
             intake=self._intake,
             telemetry=self._telemetry,
             open_transport=self._open_transport,
@@ -261,21 +262,12 @@ class EngineInstance:
         for held in adopted:
             self._tell(held, EventKind.MOVED)
         for effect in taken:
-            self.add(effect.request, EventKind.LEFT_BATCH, "", "")
+            self._move_events.add(effect.request, EventKind.LEFT_BATCH)
         if taken and self._migrations is not None:
             self._migrations.on_effects(taken, None)
         for request_id in cancelled:
             self._on_cancel(Cancel(request_id))
         self._changed.set()
-
-    def add(self, request: GenerationRequest, kind: EventKind, cause: str, place: str) -> None:
-        """See `MovingEvents.add`."""
-        event = RequestEvent(request.request_id, request.epoch, kind, self._bus.now(), cause, place)
-        self._events.add(request.gateway_id, event)
-
-    def of_span(self, request_id: str) -> list[RequestEvent]:
-        """No events of requests are kept for spans."""
-        return []
 
     # ------------------------------------------------------------------------------------------------ handlers
 

@@ -14,6 +14,9 @@ from shared.engine.handover import Detached
 from shared.engines.book import Book, Held
 from shared.engines.messages import Command, EngineFacts, Exported, Imported, Moved, TakenOut
 from shared.engines.moving import Moving
+from shared.messages.requests import GenerationRequest
+from shared.messages.timeline import EventKind, RequestEvent
+from shared.runtime.request_events import EventPost
 
 if TYPE_CHECKING:
     from services.worker.kv.kv_store import KvBlocks
@@ -135,6 +138,21 @@ class EngineMoves:
         cancelled, moving.outgoing.cancelled = moving.outgoing.cancelled, []
         if taken or adopted or cancelled:
             self._on_effects(taken, adopted, cancelled)
+
+
+class MoveEvents:
+    """What the timelines of requests that move are told (`MovingEvents`); no events are kept for spans."""
+
+    def __init__(self, post: EventPost, clock: Callable[[], float]) -> None:
+        self._post = post
+        self._clock = clock
+
+    def add(self, request: GenerationRequest, kind: EventKind, cause: str = "", place: str = "") -> None:
+        event = RequestEvent(request.request_id, request.epoch, kind, self._clock(), cause, place)
+        self._post.add(request.gateway_id, event)
+
+    def of_span(self, request_id: str) -> list[RequestEvent]:
+        return []
 
 
 def mapped(facts: EngineFacts) -> Any:
