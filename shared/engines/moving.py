@@ -59,9 +59,11 @@ class Stay(Enum):
 class Move:
     """A request on its way out of here."""
 
-    __slots__ = ("first_block", "is_cancelled", "num_computed", "rest", "returns", "stay")
+    __slots__ = ("first_block", "held", "is_cancelled", "num_computed", "rest", "returns", "stay")
 
-    def __init__(self) -> None:
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        """One that came back, or was placed anew, under the same id is another."""
         self.stay = Stay.PINNED
         self.first_block = 0
         """Of `rest` in the sequence."""
@@ -199,6 +201,14 @@ class Departures:
         found.sort(key=lambda pair: pair[0])
         return [candidate for _, candidate in found]
 
+    def _move(self, request_id: str) -> Move | None:
+        """Of a request as it is held now."""
+        move = self._moves.get(request_id)
+        if move is not None and self._book.get(request_id) is not move.held:
+            self._forget(request_id)
+            return None
+        return move
+
     def can_move(self, held: Held) -> bool:
         """Whether it could ever: its output has to go on from its tokens in any engine like this one."""
         travelling = msgspec.structs.replace(held.request, prior=b"0000")
@@ -211,7 +221,7 @@ class Departures:
     def _may_move(self, held: Held, now: float, *, is_drain: bool) -> bool:
         cooldown_s = self._cooldown_s * (1 if is_drain else 2**held.num_moves)
         return (
-            held.request_id not in self._moves
+            self._move(held.request_id) is None
             and now - held.moved_s >= cooldown_s
             and held.num_left > 1
             and self.can_move(held)
@@ -236,7 +246,7 @@ class Departures:
 
     def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
         """Has the full blocks from `first_block` on copied into slots. None: it does not run, or there are too few slots."""
-        held, move = self._book.get(request_id), self._moves.get(request_id)
+        held, move = self._book.get(request_id), self._move(request_id)
         if held is None or held.first_token_s is None or (first_block and move is None):
             return None
         if move is not None and move.stay is not Stay.PINNED:
@@ -245,7 +255,7 @@ class Departures:
         slots = self._slots.take(num_new)
         if slots is None:
             return None
-        move = self._moves.setdefault(request_id, Move())
+        move = self._moves.setdefault(request_id, Move(held))
         self._slots.release(move.rest)
         self._slots.retain(slots)
         move.first_block, move.rest = first_block, list(slots)
@@ -267,7 +277,7 @@ class Departures:
         held = self._book.get(request_id)
         if held is None:
             return False
-        move = self._moves.setdefault(request_id, Move())
+        move = self._move(request_id) or self._moves.setdefault(request_id, Move(held))
         if move.stay is not Stay.PINNED:
             return False
         move.stay = Stay.LEAVING
@@ -288,7 +298,7 @@ class Departures:
         if order is None:
             return
         request_id, slots = order
-        held, move = self._book.get(request_id), self._moves.get(request_id)
+        held, move = self._book.get(request_id), self._move(request_id)
         is_here = held is not None and move is not None and move.stay is Stay.LEAVING and held.key == key
         kept = max(0, num_filled) if is_here else 0
         self._slots.filled(slots, is_done=True)
@@ -312,14 +322,14 @@ class Departures:
     def take_effects(self) -> list[Detached]:
         """Since the last call."""
         taken, self._taken = self._taken, []
-        return [one for one in taken if one.request_id in self._moves]
+        return [one for one in taken if self._move(one.request_id) is not None]
 
     # ------------------------------------------------------------------------------------ when it is out of it
 
     def pin_rest(self, request_id: str, first_block: int) -> PinnedBlocks | None:
         """After `Detached`: all blocks from `first_block` on with computed tokens, none of one that waits. None: it has
         ended, or its KV is lost."""
-        held, move = self._book.get(request_id), self._moves.get(request_id)
+        held, move = self._book.get(request_id), self._move(request_id)
         if held is None or move is None or move.stay is not Stay.OUT:
             return None
         if not held.is_running:
@@ -333,15 +343,15 @@ class Departures:
 
     def freeze(self, request_id: str) -> bool:
         """After `Detached`: neither cancel nor deadline end it any more. False: it has ended."""
-        move = self._moves.get(request_id)
-        if move is None or move.stay is not Stay.OUT or self._book.get(request_id) is None:
+        move = self._move(request_id)
+        if move is None or move.stay is not Stay.OUT:
             return False
         move.stay = Stay.FROZEN
         return True
 
     def is_frozen(self, request_id: str, *, cancels: bool = False) -> bool:
         """Whether nothing may end it here. `cancels`: it is to be cancelled as soon as it is known whose it is."""
-        move = self._moves.get(request_id)
+        move = self._move(request_id)
         if move is None or move.stay is not Stay.FROZEN:
             return False
         move.is_cancelled |= cancels
@@ -349,7 +359,7 @@ class Departures:
 
     def reattach(self, request_id: str, now: float, epoch: int | None = None) -> None:
         """It goes on here, in `epoch` if given."""
-        held, move = self._book.get(request_id), self._moves.get(request_id)
+        held, move = self._book.get(request_id), self._move(request_id)
         if held is None or move is None:
             return
         epoch = held.request.epoch if epoch is None else epoch
@@ -366,21 +376,18 @@ class Departures:
 
     def release(self, request_id: str, now: float) -> bool:
         """It is another's. Returns whether it was to be cancelled."""
-        if request_id not in self._moves:
+        if self._move(request_id) is None:
             return False
         move = self._forget(request_id)
-        held = self._book.get(request_id)
-        if held is not None:
-            self._book.drop(held)
+        self._book.drop(move.held)
         return move.is_cancelled
 
     def end_migration(self, request_id: str, now: float) -> None:
         """It stays where it was never detached."""
-        move = self._moves.get(request_id)
+        move = self._move(request_id)
         if move is not None and move.stay is Stay.PINNED:
             self._forget(request_id)
-            if (held := self._book.get(request_id)) is not None:
-                held.moved_s = now
+            move.held.moved_s = now
 
     def ended(self, request_id: str) -> None:
         """The request has ended here."""

@@ -170,6 +170,24 @@ def test_one_that_comes_begins_with_its_kv_and_its_slots_are_free_when_that_was_
     assert moving.slots.num_free == NUM_SLOTS
 
 
+def test_one_that_came_back_is_not_dropped_with_what_it_was(moving: Moving, book: Book) -> None:
+    """Its source learns only then that the destination had taken it over."""
+    out(moving, running(moving, book))
+    (taken,) = moving.outgoing.take_effects()
+    assert moving.outgoing.freeze("r")
+    moving.reservations.reserve(pre_allocate(), 4.0)
+    request = msgspec.structs.replace(taken.request, epoch=2)
+    assert moving.incoming.adopt(Commit("m", "other", request, taken.progress, 3), 5.0) is None
+    held = book.get("r")
+    assert held is not None
+    moving.incoming.imported(held.key)
+    assert not moving.outgoing.is_frozen("r") and not moving.outgoing.release("r", 6.0)
+    moving.outgoing.reattach("r", 6.0, 4)
+    assert book.get("r") is held and held.request.epoch == 2
+    assert moving.slots.num_free == NUM_SLOTS
+    assert moving.migration_candidates(7.0, False), "it may move again"
+
+
 def test_a_reservation_that_is_not_taken_is_freed(moving: Moving) -> None:
     moving.reservations.reserve(pre_allocate(), 0.0)
     moving.reservations.release("m")
