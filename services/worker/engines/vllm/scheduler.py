@@ -10,11 +10,7 @@ Loaded in the engine's process by its name (`scheduler_cls`); no file of vLLM is
 
 from __future__ import annotations
 
-import ctypes
 import math
-import multiprocessing
-import os
-import signal
 import time
 from typing import Any
 
@@ -22,6 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.worker.engines.vllm import staging
+from services.worker.engines.vllm.parents import die_with_parent
 from shared.costs.live import LiveCosts
 from shared.costs.model import StepShape, shape_of
 from shared.engines.harvest import SequenceView, Victim, decide, victims
@@ -30,16 +27,6 @@ from shared.policies.slo_budget import SloTokenBudget
 
 STATS = "tideway"
 """Key under which a step's shape travels with vLLM's statistics."""
-
-
-def die_with_parent() -> None:
-    """In the engine's process: the kernel kills it when the adapter dies, however that happens."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent.pid:
-        os._exit(1)
 
 
 die_with_parent()

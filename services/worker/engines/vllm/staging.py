@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+from services.worker.engines.vllm.parents import die_with_parent
+
+die_with_parent()
+
 
 class StagingWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`), which has `model_runner`."""
