@@ -23,7 +23,7 @@ from shared.messages.requests import RequestClass
 from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, describe, resolve
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE, RANKS, Hardware
-from shared.placement.memory import why_not
+from shared.placement.memory import Memory
 from shared.placement.problem import (
     DEFAULT_SLO_SCALE,
     Group,
@@ -577,7 +577,7 @@ def explicit_plan(scenario: Scenario, problem: Problem) -> Plan:
     nodes = {node.node_id: node for node in problem.nodes}
     models = {model.name: model for model in problem.models}
     taken: set[tuple[str, int]] = set()
-    groups = []
+    groups, memory = [], Memory(problem)
     for index, spec in enumerate(scenario.groups):
         at = f"groups[{index}]"
         _known(spec.node, nodes, f"{at}.node")
@@ -589,7 +589,7 @@ def explicit_plan(scenario: Scenario, problem: Problem) -> Plan:
         if twice := sorted(taken & {(spec.node, device) for device in devices}):
             raise ScenarioError(f"{at}.devices: {twice[0][1]} of {spec.node} is in another group too")
         taken |= {(spec.node, device) for device in devices}
-        if reason := why_not([models[name] for name in spec.models], node, len(devices)):
+        if reason := memory.why_not(spec.models, node, len(devices)):
             raise ScenarioError(f"{at}: {reason}")
         groups.append(Group(spec.node, devices, tuple(sorted(set(spec.models)))))
     return Plan(tuple(sorted(groups)))

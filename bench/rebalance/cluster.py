@@ -19,7 +19,7 @@ from shared.engine.load import GIVE_UP_S
 from shared.engine.memory.slab import blocks_per_merged, choose_merged_bytes
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
-from shared.placement.memory import LEAST_MERGED_BYTES
+from shared.placement.planner import LEAST_MERGED_BYTES
 from shared.runtime.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import fleet
 from shared.simulation.batches import Batches

@@ -18,8 +18,8 @@ from bench.sharing.systems import A800
 from shared.costs.model import StepShape
 from shared.engine.memory.slab import blocks_per_merged
 from shared.placement.facts import SHAPES, model_facts, node_facts
-from shared.placement.memory import pool
-from shared.placement.problem import ModelFacts
+from shared.placement.memory import Memory
+from shared.placement.problem import ModelFacts, Problem, traffic
 from shared.simulation.multiplexed import SplitKv
 
 SPLIT_BLOCK = SplitKv().block_size
@@ -62,7 +62,8 @@ def compare() -> list[Shared]:
 
 
 def _shared(own: ModelFacts, other: ModelFacts, names: tuple[str, str]) -> Shared:
-    geometry = pool([own, other], node_facts("node", A800, 1), 1)
+    node = node_facts("node", A800, 1)
+    geometry = Memory(Problem(nodes=(node,), models=(own, other), traffic=traffic([], 1.0))).pool(("a", "b"), node, 1)
     pool_bytes = geometry.merged_bytes * geometry.num_merged
     cost = own.costs[A800.name, 1]
     held_tokens = PROMPT_TOKENS + OUTPUT_TOKENS // 2

@@ -24,6 +24,21 @@ class ConfiguredModel:
     asleep: str = ""
     """A `WhyAsleep` of a model on demand that is put away; empty: it is to be placed."""
 
+    @property
+    def weights(self) -> tuple[str, str, str, int | None]:
+        """What names that share a copy of the weights have in common: as the executor's identity of a model."""
+        spec, shape = self.spec, self.shape
+        length = spec.max_model_len if shape is None or shape.depends_on_length else None
+        return spec.source, spec.dtype, spec.quantization, length
+
+    def footprint(self, facts: DeviceFacts) -> Footprint | None:
+        """Memory on each device of an instance of that kind; None while the checkpoint is not known, and where so many
+        devices cannot compute it."""
+        parts = facts.num_ranks // facts.num_stages
+        if self.shape is None or (parts > 1 and not self.shape.is_divisible):
+            return None
+        return footprint(self.spec, self.shape, facts)
+
 
 class DeviceFacts(NamedTuple):
     """What of a node's devices decides how much memory a model takes there, as the node reports it."""
@@ -50,6 +65,11 @@ class DeviceFacts(NamedTuple):
         return next(
             facts.block_sizes[0] for facts in self.attention if facts.block_sizes and facts.runs(head_dim, dtype)
         )
+
+
+def device_bytes(node: NodeInfo) -> int:
+    """Memory of each device of a node: it is divided evenly over the instances that the node could run at most."""
+    return node.memory_bytes // max(1, node.num_instances, node.max_instances) // num_ranks(node)
 
 
 def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Footprint:

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from services.placement.fleet import node_of, num_ranks, num_stages
-from services.placement.footprint import ConfiguredModel, DeviceFacts
+from services.placement.footprint import ConfiguredModel, DeviceFacts, device_bytes
 from shared.costs.model import CostModel
-from shared.messages.cluster import InstancePlan, ModelSpec, NodeInfo, StoredCostModel
+from shared.messages.cluster import InstancePlan, NodeInfo, StoredCostModel
 from shared.messages.traffic import ModelTraffic
-from shared.models.checkpoint import CheckpointShape, cost_key, run_dtype
+from shared.models.checkpoint import cost_key, run_dtype
 from shared.placement.facts import model_facts
 from shared.placement.hardware import A100_80G, CPU, HARDWARE, RANKS, Hardware, cost_models
 from shared.placement.places import pools
@@ -54,11 +54,12 @@ def live_problem(
     max_ranks: int,
     evidence: Traffic | None = None,
 ) -> Problem:
-    """`places`: of the plan that runs. `stored`: of COST_MODELS. `gpu`: name of a hardware profile. `evidence`: see
-    `Problem`. Raises `ProblemError`."""
+    """`models`: memory is left for those that are put away. `places`: of the plan that runs. `stored`: of COST_MODELS.
+    `gpu`: name of a hardware profile. `evidence`: see `Problem`. Raises `ProblemError`."""
     if staged := [node.node_id for node in nodes if num_stages(node, num_ranks(node)) > 1]:
         told = "are pipelines (TIDEWAY_PIPELINE_PARALLEL), whose step times a search does not know"
         raise ProblemError(f"instances of {', '.join(staged)} {told}", "pipelines")
+    models, asleep = [one for one in models if not one.asleep], [one for one in models if one.asleep and one.shape]
     if unread := [model.spec.name for model in models if model.shape is None]:
         raise ProblemError(f"the checkpoint of {', '.join(unread)} is not known")
     if foreign := [model.spec.name for model in models if not model.spec.is_native]:
@@ -82,13 +83,10 @@ def live_problem(
     ):
         raise ProblemError(f"{', '.join(beyond)}: its node is away, or one before it there was drained")
     largest = min(max_ranks, max(node.num_devices for node in facts))
-    found = []
-    for model in models:
-        assert model.shape is not None
-        found.append(_model_facts(model.spec, model.shape, nodes, kinds, measured, largest))
     return Problem(
         nodes=tuple(facts),
-        models=tuple(found),
+        models=tuple(_model_facts(model, nodes, kinds, measured, largest) for model in models),
+        asleep=tuple(_model_facts(model, nodes, kinds, measured, largest) for model in asleep),
         traffic=traffic,
         slo_scale=slo_scale,
         slo_scales={model.spec.name: model.spec.slo_scale for model in models if model.spec.slo_scale},
@@ -168,21 +166,22 @@ def _node_facts(node: NodeInfo, hardware: Hardware, draining: Collection[str]) -
         node_id=node.node_id,
         kind=hardware.name,
         num_devices=min([num_devices, *out]),
-        memory_bytes=node.memory_bytes // max(1, node.num_instances, node.max_instances) // size,
+        memory_bytes=device_bytes(node),
         link_bytes_s=hardware.link_bytes_s,
         load_bytes_s=hardware.load_bytes_s,
     )
 
 
 def _model_facts(
-    spec: ModelSpec,
-    shape: CheckpointShape,
+    model: ConfiguredModel,
     nodes: Iterable[NodeInfo],
     kinds: Mapping[str, Hardware],
     measured: Sequence[StoredCostModel],
     largest: int,
 ) -> ModelFacts:
-    hardware = {}
+    spec, shape = model.spec, model.shape
+    assert shape is not None
+    hardware, footprints = {}, {}
     ranks = [p for p in RANKS if p <= largest]
     costs: dict[tuple[str, int], CostModel] = {}
     for node in nodes:
@@ -191,6 +190,10 @@ def _model_facts(
         block_size = facts.block_size(shape.head_dim, dtype)
         kind = msgspec.structs.replace(kind, block_size=block_size, step_tokens=facts.step_tokens)
         hardware[kind.name] = kind
+        for p in ranks:
+            size = model.footprint(facts._replace(num_ranks=p, num_stages=num_stages(node, p)))
+            if size is not None:
+                footprints[kind.name, p] = size
         known = _measured(cost_key(shape, dtype, block_size), node.device_name, measured)
         reckoned = cost_models(kind, spec.name, shape, dtype=dtype, ranks=ranks)
         factors = [_decode_s(known[p]) / _decode_s(reckoned[p]) for p in sorted(known) if p in reckoned]
@@ -198,12 +201,12 @@ def _model_facts(
         costs |= {(kind.name, p): known.get(p, cost.scaled(factor)) for p, cost in reckoned.items()}
     try:
         made = model_facts(
-            spec.name, shape, hardware.values(), weights=f"{spec.source} {spec.dtype} {spec.quantization}", dtype=spec.dtype,
+            spec.name, shape, hardware.values(), weights=" ".join(map(str, model.weights)), dtype=spec.dtype,
             max_model_len=spec.max_model_len or 0, ranks=ranks, replicas=spec.replicas,
         )  # fmt: skip
     except ValueError as error:
         raise ProblemError(str(error)) from None
-    return msgspec.structs.replace(made, costs=costs)
+    return msgspec.structs.replace(made, costs=costs, on_demand=spec.on_demand, footprints=footprints)
 
 
 def _measured(prefix: str, device: str, measured: Sequence[StoredCostModel]) -> dict[int, CostModel]:

@@ -24,7 +24,7 @@ from services.placement.live_problem import ProblemError, live_problem
 from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
-from services.placement.planning import DoesNotFit, chosen, fits
+from services.placement.planning import chosen, fits
 from services.placement.requests import check_plan, refuse
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, UnreadableEntry
 from shared.messages.admin import ChangePlan, PlanProposal, ReplacementState
@@ -44,6 +44,7 @@ from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.demand import kv_bytes
 from shared.placement.plan import Group, Plan, Prediction, group_of, plan_of, told_left_behind
+from shared.placement.planner import DoesNotFit
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict, judge, losers
 from shared.placement.stretches import evidence_s
@@ -325,7 +326,7 @@ class Replacing:
         seen = self._monitor.prediction(max(SLOT_S, window_s))
         stored = [entry.value for entry in (await self._costs.entries()).values()]
         problem = await asyncio.to_thread(
-            live_problem, inputs.resident, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
+            live_problem, inputs.models, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
             execution_s, gpu=settings.hardware, slo_scale=settings.slo_scale,
             max_models_per_group=settings.max_models_per_group, max_ranks=settings.max_ranks, evidence=evidence,
         )  # fmt: skip

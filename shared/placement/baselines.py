@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shared.costs.model import CostModel, StepShape
-from shared.placement.memory import pool, why_not
+from shared.placement.memory import Memory, Pool
 from shared.placement.plan import plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem
 from shared.policies.multiplexing import Units
@@ -47,12 +47,12 @@ def dedicated(problem: Problem, evaluate: Evaluate) -> Plan:
     """As many devices for each model (SeaLLM's vLLM baseline), as instances of the size with the best attainment, then the
     least normalised latency. Devices beyond an even share are not used. Raises `NoPlacement`."""
     devices = [(node, index) for node in problem.nodes for index in range(node.num_devices)]
-    share = len(devices) // len(problem.models)
+    share, memory = len(devices) // len(problem.models), Memory(problem)
     chosen: list[Group] = []
     options: dict[str, list[tuple[tuple[float, float], list[Group]]]] = {model.name: [] for model in problem.models}
     for size in _sizes(problem):
         groups = {
-            model.name: _own_groups(model, devices[number * share : (number + 1) * share], size)
+            model.name: _own_groups(model, devices[number * share : (number + 1) * share], size, memory)
             for number, model in enumerate(problem.models)
         }
         predictions = evaluate(problem, plan_of(itertools.chain(*groups.values()))).models
@@ -67,13 +67,13 @@ def dedicated(problem: Problem, evaluate: Evaluate) -> Plan:
     return plan_of(chosen)
 
 
-def _own_groups(model: ModelFacts, devices: Sequence[tuple[NodeFacts, int]], size: int) -> list[Group]:
+def _own_groups(model: ModelFacts, devices: Sequence[tuple[NodeFacts, int]], size: int, memory: Memory) -> list[Group]:
     groups = []
     for _, part in itertools.groupby(devices, key=lambda device: device[0].node_id):
         run = list(part)
         node = run[0][0]
         for indices in _cut(node, run[0][1], len(run), size):
-            if not why_not([model], node, len(indices)):
+            if not memory.why_not([model.name], node, len(indices)):
                 groups.append(Group(node.node_id, indices, (model.name,)))
     return groups
 
@@ -106,9 +106,10 @@ def alpaserve(problem: Problem, evaluate: Evaluate) -> Plan:
 
 def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]]]:
     """All groups of a size; where a model needs larger ones, so many of those as hold each such model once."""
+    memory = Memory(problem)
     slots = [(node, indices) for node in problem.nodes for indices in _cut(node, 0, node.num_devices, size)]
     for model in problem.models:
-        if any(not why_not([model], node, len(indices)) for node, indices in slots):
+        if any(not memory.why_not([model.name], node, len(indices)) for node, indices in slots):
             continue
         merged = next(
             (
@@ -117,7 +118,7 @@ def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]
                 if larger > size
                 for node in problem.nodes
                 for start in range(0, node.num_devices - larger + 1, larger)
-                if not why_not([model], node, larger)
+                if not memory.why_not([model.name], node, larger)
             ),
             None,
         )
@@ -136,6 +137,7 @@ def _greedy(
     counts = np.bincount(problem.traffic.model, minlength=len(problem.traffic.models))
     requests = dict(zip(problem.traffic.models, counts.tolist(), strict=True))
     held: list[list[str]] = [[] for _ in slots]
+    memory = Memory(problem)
     while True:
         groups = [
             Group(node.node_id, indices, tuple(sorted(names)))
@@ -160,8 +162,7 @@ def _greedy(
             fitting = [
                 number
                 for number, (node, indices) in enumerate(slots)
-                if name not in held[number]
-                and not why_not([models[name], *(models[other] for other in held[number])], node, len(indices))
+                if name not in held[number] and not memory.why_not([name, *held[number]], node, len(indices))
             ]
             if fitting:
                 held[min(fitting, key=lambda number: (use[number], len(slots[number][1])))].append(name)
@@ -199,7 +200,7 @@ def muxserve(problem: Problem) -> list[Unit]:
     """MuxServe's placement (Duan et al. 2024, section 3.2): the meshes into which nodes can be cut; the models by rate times
     size, each to the mesh where the estimated throughput gains most; the whole with the highest throughput, of equals the
     one that leaves most to spare. Each model has one mesh. Raises `NoPlacement`."""
-    needs = needs_of(problem)
+    needs, memory = needs_of(problem), Memory(problem)
     ordered = sorted(problem.models, key=lambda model: -needs[model.name].rate_rps * model.weight_bytes)
     known: dict[tuple[int, int, tuple[str, ...]], tuple[float, float, dict[str, Units]] | None] = {}
     by_name = {model.name: model for model in problem.models}
@@ -209,7 +210,9 @@ def muxserve(problem: Problem) -> list[Unit]:
         key = (kinds[node.kind, node.memory_bytes], size, names)
         if key not in known:
             models = [by_name[name] for name in names]
-            known[key] = None if why_not(models, node, size) else _throughput(models, node, size, needs)
+            known[key] = None
+            if not memory.why_not(names, node, size):
+                known[key] = _throughput(models, node, size, needs, memory.pool(names, node, size))
         return known[key]
 
     best: tuple[tuple[float, float], list[Unit]] | None = None
@@ -293,14 +296,13 @@ def _partitions(num: int, most: int = 0) -> list[tuple[int, ...]]:
 
 
 def _throughput(
-    models: Sequence[ModelFacts], node: NodeFacts, size: int, needs: Mapping[str, Needs]
+    models: Sequence[ModelFacts], node: NodeFacts, size: int, needs: Mapping[str, Needs], pool: Pool
 ) -> tuple[float, float, dict[str, Units]] | None:
     """Requests per second that a mesh serves, of those that come, and what it could beyond; None: not enough memory.
 
     Prefills of the models exclude each other, decodes do not: model i serves B_i / (sum of prefills + outputs_i * decode_i)
     with batches B, which grow for the model that is served the least until all are served or the KV pool is full."""
-    geometry = pool(models, node, size)
-    left = float(geometry.merged_bytes * geometry.num_merged)
+    left = float(pool.merged_bytes * pool.num_merged)
     costs = {model.name: model.costs[node.kind, size] for model in models}
     batch = dict.fromkeys(costs, 1)
     bytes_of = {model.name: _kv_bytes(model, needs[model.name]) for model in models}

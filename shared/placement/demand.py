@@ -8,23 +8,13 @@ from collections.abc import Collection
 import numpy as np
 
 from shared.placement.execution import alone_s, step_tokens
-from shared.placement.memory import KEPT_POOL
 from shared.placement.plan import Plan
 from shared.placement.problem import Problem
 
 SLOWDOWN = 2.0
 """Requests of a group that others use too take so many times what they take alone."""
-POOL_HEADROOM = 2.0
-"""A pool that holds so many times what is asked of it is large enough: a model's requests are not spread evenly over its
-groups, and what nobody holds is a cache of prefixes."""
 STARVED_HEADROOM = 1.5
-"""One that holds less is made larger, where it can be and requests are late."""
-
-
-def is_kept(pool_bytes: int, largest_bytes: int, held_bytes: float) -> bool:
-    """Whether a KV pool stays that a restart of its instance could make as large as `largest_bytes`, where requests hold
-    `held_bytes` (inf: not known)."""
-    return pool_bytes >= min(largest_bytes / KEPT_POOL, POOL_HEADROOM * held_bytes)
+"""A pool that holds fewer times what is asked of it is made larger, where it can be and requests are late."""
 
 
 def kv_bytes(problem: Problem, plan: Plan, only: Collection[str] = ()) -> dict[str, int]:

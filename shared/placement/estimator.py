@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shared.placement.execution import alone_s, execution_s, step_tokens
-from shared.placement.memory import pool, why_not
+from shared.placement.memory import Memory
 from shared.placement.plan import unfairness
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem
 from shared.placement.rehearsal import Episode
@@ -241,6 +241,7 @@ class Estimator:
         self._prompt_s = np.zeros(0)
         """Prompt times of the followed requests of one model after the other, on each kind and size of group that was asked
         about."""
+        self._memory = Memory(problem)
         self._groups: dict[tuple[tuple[str, ...], str, int, int], tuple[Array, float, float]] = {}
 
     def _lengths(self, mine: Array, bins: Array, max_followed: int) -> _Lengths:
@@ -424,10 +425,10 @@ class Estimator:
             return known
         numbers = [self._numbers[name] for name in group.models]
         models = [self.problem.models[number] for number in numbers]
-        if reason := why_not(models, node, group.num_ranks):
+        if reason := self._memory.why_not(group.models, node, group.num_ranks):
             raise ValueError(f"{group.instance_id}: {reason}")
         costs = [self._cost(number, node.kind, group.num_ranks) for number in numbers]
-        held = pool(models, node, group.num_ranks)
+        held = self._memory.pool(group.models, node, group.num_ranks)
         longest = max(
             model.costs[node.kind, group.num_ranks].prefill_token_s * step_tokens(node.kind) for model in models
         )

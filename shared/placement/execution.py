@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shared.costs.model import CostModel
-from shared.placement.memory import why_not
+from shared.placement.memory import Memory
 from shared.placement.plan import is_cpu
 from shared.placement.problem import ModelFacts, Problem
 
@@ -41,8 +41,10 @@ def alone_s(cost: CostModel, prompt_tokens: np.ndarray, output_tokens: np.ndarra
 
 def least_group(problem: Problem, model: ModelFacts) -> tuple[str, int] | None:
     """Kind and number of the fewest devices that hold the model alone; None where it fits nowhere."""
-    nodes = {node.kind: node for node in problem.nodes}
-    fitting = [(p, kind) for kind, p in model.costs if kind in nodes and not why_not([model], nodes[kind], p)]
+    nodes, memory = {node.kind: node for node in problem.nodes}, Memory(problem)
+    fitting = [
+        (p, kind) for kind, p in model.costs if kind in nodes and not memory.why_not([model.name], nodes[kind], p)
+    ]
     return None if not fitting else min(fitting)[::-1]
 
 

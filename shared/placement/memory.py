@@ -1,36 +1,15 @@
-"""Whether models fit a group, and the KV pool that they leave. Pure arithmetic, per rank, as the live plan reckons it
-(services/placement/planning.py):
-
-    sum(weights) / p + max(activations) + (least KV pool + one merged block of scratch) / p  <=  memory of a device
-
-Names with the same weights share one copy of them. Each of p ranks has a p-th of weights, of the pool and of each merged
-block (slab.py); activations are each rank's own.
-"""
+"""What groups hold of the models of a problem, by the planner that plans the live cluster (planner.py). Pure."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
+from functools import partial
 from typing import NamedTuple
 
-from shared.engine.memory import slab
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
 from shared.placement.plan import is_cpu
-from shared.placement.problem import ModelFacts, NodeFacts
-
-MAX_CPU_POOL_BYTES = 1 << 30
-"""Most pool bytes of a whole group. On CPU the pool is main memory that others can use better: at tens of tokens per second
-it holds minutes of output."""
-
-POOL_SHARE = {"cpu": 0.75, "cuda": 0.9}
-"""Share of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart.
-Less of a GPU, where the pool is what limits the batch."""
-
-LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""Least bytes of a merged block over a whole group: merged blocks are at least so large, so that a model that is added
-later usually fits into them (other merged blocks need a restart of the instance)."""
-
-KEPT_POOL = 1.25
-"""A group keeps its KV pool, and so its process, until it could have one that much larger and needs it (demand.py)."""
+from shared.placement.planner import InstanceBudget, PlannedModel, PlannedNode, Planner, mib
+from shared.placement.problem import ModelFacts, NodeFacts, Problem
 
 
 class Pool(NamedTuple):
@@ -41,78 +20,77 @@ class Pool(NamedTuple):
     num_merged: int
 
 
-class _Rank(NamedTuple):
-    """What each rank of a group holds, in bytes."""
-
-    weights: int
-    activations: int
-    merged: int
-    least_merged: int
-    """Merged blocks, a number."""
-
-    @property
-    def needed(self) -> int:
-        return self.weights + self.activations + (self.least_merged + 1) * self.merged
-
-
-def why_not(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> str:
-    """Why these cannot share a group of so many devices of the node; empty: they can."""
-    if num_ranks > node.num_devices:
-        return f"num_ranks: {node.node_id} has {node.num_devices} devices, not {num_ranks}"
-    for model in models:
-        if (node.kind, num_ranks) not in model.costs:
-            return f"costs: {model.name!r} is not known to run on {num_ranks} devices of kind {node.kind!r}"
-        if model.num_kv_heads % num_ranks:
-            return f"num_kv_heads: the {model.num_kv_heads} of {model.name!r} cannot be cut over {num_ranks} devices"
-    rank = _rank(models, node, num_ranks)
-    if rank.needed <= node.memory_bytes:
-        return ""
-    where = "one device" if num_ranks == 1 else f"each of {num_ranks} devices"
-    return (
-        f"memory_bytes: {', '.join(sorted(model.name for model in models))} {'needs' if len(models) == 1 else 'need'} "
-        f"{_mib(rank.needed)} on {where} ({_mib(rank.weights)} weights, {_mib(rank.activations)} activations, "
-        f"{_mib(rank.needed - rank.weights - rank.activations)} least KV pool and scratch); there are "
-        f"{_mib(node.memory_bytes)}"
-    )
+def planner_of(problem: Problem, running: Iterable[InstancePlan] | None = None) -> Planner:
+    """`running`: instances whose merged blocks are to stay; None: those of the incumbent."""
+    models = [_planned_model(model) for model in problem.models]
+    models += [_planned_model(model)._replace(is_asleep=True) for model in problem.asleep]
+    if running is None:
+        groups = () if problem.incumbent is None else problem.incumbent.groups
+        running = [
+            InstancePlan(group.instance_id, group.node_id, [], *has, _devices(group.devices[0], group.num_ranks))
+            for group in groups
+            if (has := problem.pools.get(group.instance_id)) is not None
+        ]
+    return Planner(models, map(_planned_node, problem.nodes), running)
 
 
-def pool(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> Pool:
-    """Pool of a group that `why_not` has nothing against."""
-    rank = _rank(models, node, num_ranks)
-    left = node.memory_bytes - rank.weights - rank.activations - rank.merged
-    share = int(left * POOL_SHARE[_device(node)])
-    if is_cpu(node.kind):
-        share = min(share, MAX_CPU_POOL_BYTES // num_ranks)
-    return Pool(rank.merged * num_ranks, max(share // rank.merged, rank.least_merged))
+def _planned_model(model: ModelFacts) -> PlannedModel:
+    spec = ModelSpec(model.name, model.weights, replicas=model.replicas, on_demand=model.on_demand)
+    return PlannedModel(spec, model.weights, model.footprint)
 
 
-def _device(node: NodeFacts) -> str:
-    return "cpu" if is_cpu(node.kind) else "cuda"
+def _planned_node(node: NodeFacts) -> PlannedNode:
+    device = "cpu" if is_cpu(node.kind) else "cuda"
+    return PlannedNode(
+        node.node_id, device, node.num_devices, node.memory_bytes, partial(_kind, node.kind), _devices
+    )  # fmt: skip
 
 
-def _rank(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> _Rank:
-    copies: dict[str, int] = {}
-    for model in models:
-        copies[model.weights] = max(copies.get(model.weights, 0), model.weight_bytes)
-    blocks = tuple(sorted(-(-model.block_bytes // num_ranks) for model in models))
-    merged = _merged_bytes(blocks, -(-LEAST_MERGED_BYTES[_device(node)] // num_ranks))
-    return _Rank(
-        weights=-(-sum(copies.values()) // num_ranks),
-        activations=max((model.activation_bytes for model in models), default=0),
-        merged=merged,
-        least_merged=sum(
-            -(-model.least_blocks // _blocks_per_merged(merged, -(-model.block_bytes // num_ranks))) for model in models
-        ),
-    )
+def _kind(kind: str, num_ranks: int) -> tuple[str, int]:
+    return kind, num_ranks
 
 
-@functools.lru_cache(maxsize=4096)
-def _merged_bytes(blocks: tuple[int, ...], at_least: int) -> int:
-    return slab.choose_merged_bytes(list(dict.fromkeys(blocks)), at_least=at_least)
+def _devices(first: int, num_ranks: int) -> DeviceGroup:
+    return DeviceGroup(("",) * num_ranks)
 
 
-_blocks_per_merged = functools.lru_cache(maxsize=4096)(slab.blocks_per_merged)
+class Memory:
+    """Groups of a problem's nodes as they would be if they were made now."""
 
+    def __init__(self, problem: Problem) -> None:
+        self._planner = planner_of(problem)
+        self._models = {model.name: model for model in problem.models}
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
+    def why_not(self, names: Collection[str], node: NodeFacts, num_ranks: int) -> str:
+        """Why these models cannot share a group of so many devices of the node; empty: they can."""
+        if num_ranks > node.num_devices:
+            return f"num_ranks: {node.node_id} has {node.num_devices} devices, not {num_ranks}"
+        for name in names:
+            if (node.kind, num_ranks) not in self._models[name].costs:
+                return f"costs: {name!r} is not known to run on {num_ranks} devices of kind {node.kind!r}"
+            if (num_heads := self._models[name].num_kv_heads) % num_ranks:
+                return f"num_kv_heads: the {num_heads} of {name!r} cannot be cut over {num_ranks} devices"
+        budget = self._filled(names, node, num_ranks)
+        if budget.free_bytes() >= 0:
+            return ""
+        where = "one device" if num_ranks == 1 else f"each of {num_ranks} devices"
+        needed = budget.used_bytes + budget.merged_bytes
+        return (
+            f"memory_bytes: {', '.join(sorted(names))} {'needs' if len(names) == 1 else 'need'} "
+            f"{mib(needed)} on {where} ({mib(budget.weight_bytes)} weights, {mib(budget.activation_bytes)} activations, "
+            f"{mib(needed - budget.weight_bytes - budget.activation_bytes)} least KV pool and scratch); there are "
+            f"{mib(node.memory_bytes)}"
+        )
+
+    def pool(self, names: Collection[str], node: NodeFacts, num_ranks: int) -> Pool:
+        """Pool of a group that `why_not` has nothing against."""
+        pool_bytes, merged_bytes = self._filled(names, node, num_ranks).best_pool()
+        return Pool(merged_bytes, pool_bytes // merged_bytes)
+
+    def _filled(self, names: Collection[str], node: NodeFacts, num_ranks: int) -> InstanceBudget:
+        budget = self._planner.budget(_planned_node(node), 0, num_ranks)
+        for name in names:
+            size = self._planner.size(name, budget.kind)
+            assert size is not None
+            budget.add(self._planner.models[name], size)
+        return budget

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from shared.costs.model import CostModel
+from shared.placement.footprint import Footprint
 from shared.placement.plan import DEFAULT_SLO_SCALE as DEFAULT_SLO_SCALE
 from shared.placement.plan import Group as Group
 from shared.placement.plan import ModelPrediction as ModelPrediction
@@ -60,6 +61,19 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """By kind of device and p; it can be placed on no other. Keys are complete: what is not here cannot run."""
     replicas: int | None = None
     """On so many groups exactly; None: as many as pay."""
+    on_demand: bool = False
+    """Loaded when requests for it come, and put away when it is idle."""
+    footprints: dict[tuple[str, int], Footprint] = {}
+    """Memory on each device, by kind of device and p, where that is known more exactly than as a p-th."""
+
+    def footprint(self, kind: tuple[str, int]) -> Footprint | None:
+        """Memory on each of p devices; None where it is not known to run."""
+        if kind not in self.costs:
+            return None
+        p = kind[1]
+        return self.footprints.get(kind) or Footprint(
+            -(-self.weight_bytes // p), self.activation_bytes, -(-self.block_bytes // p), self.least_blocks
+        )
 
 
 class Traffic(NamedTuple):
@@ -100,6 +114,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeFacts, ...]
     models: tuple[ModelFacts, ...]
     traffic: Traffic
+    asleep: tuple[ModelFacts, ...] = ()
+    """Models on demand that are put away: memory is left for them."""
     slo_scale: float = DEFAULT_SLO_SCALE
     slo_scales: dict[str, float] = {}
     """SLO scales of models that have their own."""

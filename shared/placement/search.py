@@ -37,7 +37,7 @@ import numpy as np
 
 from shared.placement.enumeration import all_plans
 from shared.placement.estimator import NUM_BINS, Estimator, Outcome
-from shared.placement.memory import why_not
+from shared.placement.memory import Memory
 from shared.placement.plan import ATTAINMENT_GRAIN, FLOOR_SHARE, MOST_FLOOR_COST, Trial, plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
 from shared.placement.rehearsal import change_s
@@ -229,6 +229,7 @@ class Searcher:
         self.nodes: dict[str, NodeFacts] = {node.node_id: node for node in problem.nodes}
         self.models: dict[str, ModelFacts] = {model.name: model for model in problem.models}
         self._numbers = {model.name: number for number, model in enumerate(problem.models)}
+        self._memory = Memory(problem)
         self._fits: dict[tuple[tuple[str, ...], str, int, int], bool] = {}
         self.most_ranks = max((node.num_devices for node in problem.nodes), default=0)
         sizes: list[int] = [1 << power for power in range(self.most_ranks.bit_length())]
@@ -253,7 +254,7 @@ class Searcher:
             return False
         key = (names, node.kind, node.memory_bytes, num_ranks)
         if (known := self._fits.get(key)) is None:
-            known = not why_not([self.models[name] for name in names], node, num_ranks)
+            known = not self._memory.why_not(names, node, num_ranks)
             self._fits[key] = known
         return known
 
@@ -711,7 +712,7 @@ class Searcher:
                 node, num_ranks = max(
                     sizes, key=lambda size: (min(size[1], size[0].num_devices), size[0].memory_bytes, -size[1])
                 )
-                found[name] = why_not([model], node, num_ranks)
+                found[name] = self._memory.why_not([name], node, num_ranks)
             elif counts[name] < self.needed[name]:
                 who = "no group" if not counts[name] else f"{counts[name]} of {self.needed[name]} groups; no other"
                 limit = self.problem.max_models_per_group
@@ -723,8 +724,8 @@ class Searcher:
 
     def _has_memory(self, group: Group, name: str) -> bool:
         """For one more model."""
-        models = [self.models[other] for other in (*group.models, name)]
-        return name not in group.models and not why_not(models, self.nodes[group.node_id], group.num_ranks)
+        names = (*group.models, name)
+        return name not in group.models and not self._memory.why_not(names, self.nodes[group.node_id], group.num_ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice

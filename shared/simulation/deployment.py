@@ -21,7 +21,8 @@ from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
 from shared.placement.execution import execution_s, step_tokens
-from shared.placement.memory import pool
+from shared.placement.footprint import Footprint
+from shared.placement.memory import Memory
 from shared.placement.plan import is_cpu
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Traffic
 from shared.runtime.settings import InstanceSettings, SchedulerSettings
@@ -86,7 +87,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def device(self, problem: Problem, group: Group) -> Device:
         """What a group's instance runs on."""
         node = node_of(problem, group)
-        merged_bytes, num_merged = pool(models_of(problem, group), node, group.num_ranks)
+        merged_bytes, num_merged = Memory(problem).pool(group.models, node, group.num_ranks)
         on_cpu = is_cpu(node.kind)
         configuration = Configuration(
             num_merged=num_merged, num_rows=self.max_running, ordering=self.order_policy,
@@ -134,22 +135,29 @@ def models_of(problem: Problem, group: Group) -> list[ModelFacts]:
     return [model for model in problem.models if model.name in group.models]
 
 
-def group_models(problem: Problem, group: Group) -> list[Model]:
-    """Its models as its instance has them."""
-    node, facts, p = node_of(problem, group), models_of(problem, group), group.num_ranks
-    merged_bytes = pool(facts, node, p).merged_bytes
+def group_models(problem: Problem, group: Group, merged_bytes: int = 0) -> list[Model]:
+    """Its models as its instance has them, in the order of the group's. `merged_bytes`: of the instance; 0: as it would be
+    made now."""
+    node, p, by_name = node_of(problem, group), group.num_ranks, {model.name: model for model in problem.models}
+    merged_bytes = merged_bytes or Memory(problem).pool(group.models, node, p).merged_bytes
     return [
         Model(
             shape=ModelShape(
                 name=model.name, block_size=model.block_size, max_model_len=model.max_model_len,
-                blocks_per_merged=blocks_per_merged(merged_bytes // p, -(-model.block_bytes // p)),
+                blocks_per_merged=blocks_per_merged(merged_bytes // p, _size(model, node, p).block_bytes),
                 num_layers=model.num_layers,
             ),
             cost_model=model.costs[node.kind, p],
             load_s=model.weight_bytes / (node.load_bytes_s * p),
         )
-        for model in facts
+        for model in map(by_name.__getitem__, group.models)
     ]  # fmt: skip
+
+
+def _size(model: ModelFacts, node: NodeFacts, num_ranks: int) -> Footprint:
+    size = model.footprint((node.kind, num_ranks))
+    assert size is not None, "a plan has models on groups that can run them"
+    return size
 
 
 def deploy(fleet: Fleet, problem: Problem, plan: Plan, serving: Serving = LIVE, *, start_s: float = 0.0) -> None:

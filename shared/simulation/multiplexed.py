@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 
 from shared.placement.baselines import NoPlacement, Unit, needs_of
-from shared.placement.memory import pool
+from shared.placement.memory import Memory
 from shared.placement.problem import Problem
 from shared.simulation.deployment import (
     Outcome,
@@ -54,7 +54,7 @@ def deploy(
     for unit in units:
         node, size = node_of(problem, unit.group), unit.group.num_ranks
         held = models_of(problem, unit.group)
-        geometry = pool(held, node, size)
+        geometry = Memory(problem).pool(unit.group.models, node, size)
         models = [
             SpatialModel(
                 name=model.name, cost_model=model.costs[node.kind, size], units=unit.units[model.name],

@@ -23,8 +23,8 @@ from shared.messages.requests import RequestClass
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
 from shared.placement.lengths import drawn_like
-from shared.placement.places import blocks, fits, places, pools, with_new_models
-from shared.placement.plan import group_of
+from shared.placement.places import fits, places, pools, with_new_models
+from shared.placement.plan import group_of, plan_of
 from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
 from shared.placement.stretches import between
@@ -117,8 +117,8 @@ class FleetReplacement:
     def _add_places(self) -> None:
         # A change that is under way has its own way to the end.
         if self._change is None:
-            self.plan = with_new_models(self._problem, self.plan, self._running)
-            self._running = places(self._problem, self.plan, self._running)
+            self._running = with_new_models(self._problem, self._running)
+            self.plan = plan_of(map(group_of, self._running))
             self._bring_about()
 
     # ------------------------------------------------------------------------------------------------ searching
@@ -225,16 +225,7 @@ class FleetReplacement:
 
     def _place_models(self, place: InstancePlan) -> list[Model]:
         """In the order of the place's models."""
-        found = {model.shape.name: model for model in group_models(self._problem, group_of(place))}
-        return [
-            msgspec.structs.replace(
-                found[spec.name],
-                shape=msgspec.structs.replace(
-                    found[spec.name].shape, blocks_per_merged=blocks(place, self._models[spec.name])
-                ),
-            )
-            for spec in place.models
-        ]
+        return group_models(self._problem, group_of(place), place.merged_bytes)
 
     # ---------------------------------------------------------------------------------------------- what was seen
 

@@ -28,8 +28,8 @@ from shared.costs.model import StepShape
 from shared.messages.requests import RequestClass
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
-from shared.placement.memory import LEAST_MERGED_BYTES
 from shared.placement.plan import Group
+from shared.placement.planner import LEAST_MERGED_BYTES
 from shared.placement.problem import Problem, Traffic
 from shared.simulation.deployment import LIVE
 from shared.simulation.events import Events

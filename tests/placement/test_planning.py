@@ -15,7 +15,6 @@ from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from services.placement.live_problem import ProblemError, live_problem
 from services.placement.planning import (
-    DoesNotFit,
     chosen,
     displaced,
     fits,
@@ -26,10 +25,15 @@ from shared.costs.model import CostModel
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
 from shared.models.checkpoint import ITEMSIZES, CheckpointShape, cost_key
-from shared.placement.demand import POOL_HEADROOM
 from shared.placement.hardware import A100_80G, L4, cost_model
-from shared.placement.memory import KEPT_POOL, LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES
 from shared.placement.plan import Group
+from shared.placement.planner import (
+    KEPT_POOL,
+    LEAST_MERGED_BYTES,
+    MAX_CPU_POOL_BYTES,
+    POOL_HEADROOM,
+    DoesNotFit,
+)
 from shared.placement.problem import Problem, traffic
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 from shared.placement.baselines import NoPlacement, alpaserve, dedicated, muxserve
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
-from shared.placement.memory import why_not
+from shared.placement.memory import Memory
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem, traffic
 from shared.policies.multiplexing import UNITS
 
@@ -61,13 +61,13 @@ def by_devices(problem: Problem, plan: Plan) -> Prediction:
 
 def check(problem: Problem, groups: Sequence[Group]) -> None:
     """Each model somewhere, no device twice, all within memory."""
-    models = {model.name: model for model in problem.models}
+    models, memory = {model.name: model for model in problem.models}, Memory(problem)
     nodes = {node.node_id: node for node in problem.nodes}
     devices = [(group.node_id, index) for group in groups for index in group.devices]
     assert len(set(devices)) == len(devices)
     assert {name for group in groups for name in group.models} == set(models)
     for group in groups:
-        assert not why_not([models[name] for name in group.models], nodes[group.node_id], group.num_ranks)
+        assert not memory.why_not(group.models, nodes[group.node_id], group.num_ranks)
 
 
 @pytest.mark.parametrize(("num_nodes", "num_devices"), [(4, 8), (3, 8), (6, 8)])

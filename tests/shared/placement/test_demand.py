@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.placement.demand import POOL_HEADROOM, SLOWDOWN, kv_bytes
+from shared.placement.demand import SLOWDOWN, kv_bytes
 from shared.placement.places import incumbent_places, places, starved
 from shared.placement.plan import ModelPrediction
+from shared.placement.planner import POOL_HEADROOM
 from shared.placement.problem import Group, Plan, Prediction, Problem, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shared.costs.model import CostModel
 from shared.engine.memory import slab
-from shared.placement.memory import pool, why_not
-from shared.placement.problem import ModelFacts, NodeFacts
+from shared.placement.memory import Memory, Pool
+from shared.placement.problem import ModelFacts, NodeFacts, Problem, traffic
 
 COST = CostModel(fixed_s=0.01, prefill_token_s=1e-5, prefill_attention_s=0, decode_s=1e-5, decode_context_s=0)
 GIB = 1 << 30
@@ -26,6 +26,18 @@ def model(name: str = "m", weight_gib: float = 14, *, kv_heads: int = 8, weights
 
 def node(memory_gib: float = 80, num_devices: int = 4, kind: str = "gpu") -> NodeFacts:
     return NodeFacts(node_id="n", kind=kind, num_devices=num_devices, memory_bytes=int(memory_gib * GIB))
+
+
+def memory(models: list[ModelFacts], where: NodeFacts) -> Memory:
+    return Memory(Problem(nodes=(where,), models=tuple(models), traffic=traffic([], 1.0)))
+
+
+def why_not(models: list[ModelFacts], where: NodeFacts, num_ranks: int) -> str:
+    return memory(models, where).why_not([one.name for one in models], where, num_ranks)
+
+
+def pool(models: list[ModelFacts], where: NodeFacts, num_ranks: int) -> Pool:
+    return memory(models, where).pool([one.name for one in models], where, num_ranks)
 
 
 def test_what_does_not_fit_is_explained_with_the_field():

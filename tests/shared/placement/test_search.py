@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.placement.enumeration import all_plans
-from shared.placement.memory import why_not
+from shared.placement.memory import Memory
 from shared.placement.plan import (
     ATTAINMENT_GRAIN,
     FLOOR_SHARE,
@@ -26,7 +26,7 @@ from tests.shared.placement.small import model, node, problem
 
 def check(found: Plan, asked: Problem) -> None:
     """It is a plan for the problem."""
-    nodes, models = {each.node_id: each for each in asked.nodes}, {each.name: each for each in asked.models}
+    nodes, memory = {each.node_id: each for each in asked.nodes}, Memory(asked)
     devices = [(group.node_id, device) for group in found.groups for device in group.devices]
     assert len(devices) == len(set(devices))
     assert list(found.groups) == sorted(found.groups)
@@ -34,7 +34,7 @@ def check(found: Plan, asked: Problem) -> None:
         assert group.models
         assert list(group.models) == sorted(set(group.models))
         assert group.devices == tuple(range(group.devices[0], group.devices[0] + group.num_ranks))
-        assert not why_not([models[name] for name in group.models], nodes[group.node_id], group.num_ranks)
+        assert not memory.why_not(group.models, nodes[group.node_id], group.num_ranks)
         if asked.max_models_per_group:
             assert len(group.models) <= asked.max_models_per_group
 

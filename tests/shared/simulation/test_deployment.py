@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared.placement.execution import alone_s, execution_s, least_group
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import A800_80G, CPU, cost_model
-from shared.placement.memory import pool
+from shared.placement.memory import Memory
 from shared.placement.problem import Group, Plan, Problem, traffic
 from shared.simulation.deployment import LIVE, BatchLines, Serving, predict, simulate
 from shared.simulation.fleet import Fleet
@@ -98,7 +98,9 @@ def test_an_instance_has_the_pool_that_placement_reckons() -> None:
     simulate(given_, SHARED, on_deployed=fleets.append)
     (fleet,) = fleets
     device = fleet.instances["node-0"].device
-    assert (device.merged_bytes, device.configuration.num_merged) == pool(given_.models, given_.nodes[0], 2)
+    assert (device.merged_bytes, device.configuration.num_merged) == Memory(given_).pool(
+        SHARED.groups[0].models, given_.nodes[0], 2
+    )
     assert device.configuration.steps_in_flight == 2
     assert fleet.instances["node-0"].models["opt-6.7b"].cost_model == given_.models[1].costs["A800-80G", 2]
 

@@ -11,6 +11,7 @@ import pytest
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import A800_80G
 from shared.placement.places import fits, places, with_new_models
+from shared.placement.plan import group_of
 from shared.placement.problem import ChangeTimes, Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
 from shared.placement.replacement import ReplacementSettings
 from shared.simulation.deployment import LIVE, deploy
@@ -166,4 +167,4 @@ def test_pools_stay_where_models_fit_beside_them() -> None:
     again = places(given, plan(((0,), (A, B))), small)
     assert again == both, "loaded beside the pool that runs"
     assert fits(given)(both[0], both[0].models) and not fits(given)(alone[0], both[0].models)
-    assert with_new_models(given, plan(((0,), (A, B))), both).groups[-1] == Group("n", (1,), (C,))
+    assert group_of(with_new_models(given, both)[-1]) == Group("n", (1,), (C,))
