@@ -14,14 +14,13 @@ buckets alone. Which instances are drained is part of the plan.
 
 Models of the settings ("seeds") are added unless they were removed: MODELS keeps a mark of each removal. Models that are
 remembered outside of the store, and of which it has neither an entry nor a removal, were lost with it, or with a part of it
-that is damaged; they are added again, too.
+that is damaged; they are added again, too (registry.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -30,19 +29,17 @@ from typing import Any, TypeVar
 import msgspec
 from opentelemetry.trace import Tracer
 
-from services.placement.adapters import check_adapter, is_same, read_adapter, with_adapters
+from services.placement.adapters import check_adapter, is_same
 from services.placement.backends.interface import ScalingBackend
-from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import Fleet, NodePresence, node_of, serving
-from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, wasted
-from services.placement.remembered import Remembered
+from services.placement.registry import Registry
 from services.placement.replacing import Replacing, Search
-from services.placement.requests import check_length, check_quantization, check_spec, refuse
+from services.placement.requests import check_spec, refuse
 from services.placement.residence import Residence
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
@@ -60,9 +57,7 @@ from shared.messages.admin import (
     ScaleModel,
 )
 from shared.messages.catalogue import (
-    ADAPTERS,
     INSTANCES,
-    MODELS,
     PLACEMENT_ADD_ADAPTER,
     PLACEMENT_ADD_MODEL,
     PLACEMENT_CHANGE_PLAN,
@@ -87,7 +82,6 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.models.checkpoint import CheckpointError, CheckpointMissing, quantized
 from shared.runtime.settings import PlacementSettings
 from shared.runtime.tasks import TaskSet, set_within
 
@@ -103,8 +97,6 @@ TICK_S = 1.0
 FIRST_READ_S = 5.0
 """For the checkpoints at the start, so that the first plan has all that are at hand."""
 PUBLISH_ATTEMPTS = 3
-ADD_READ_S = 8.0
-"""For the checkpoint of a new model within the call, less than the caller's patience; a download goes on after it."""
 
 
 class ActivePlacement:
@@ -118,10 +110,8 @@ class ActivePlacement:
         seeds: list[ModelSpec],
         metrics: PlacementMetrics,
         tracer: Tracer,
-        checkpoints: Checkpoints,
+        registry: Registry,
         backend: ScalingBackend,
-        remembered: Remembered[ModelSpec],
-        remembered_adapters: Remembered[AdapterSpec],
         registered: Callable[[], Mapping[str, NodeInfo]],
         is_leader: Callable[[], bool],
         search: Search,
@@ -131,18 +121,14 @@ class ActivePlacement:
         self._seeds = seeds
         self._retry_s = settings.interval_s
         self._metrics = metrics
-        self._checkpoints = checkpoints
+        self._configured = registry
         self._backend = backend
-        self._remembered = remembered
-        self._remembered_adapters = remembered_adapters
         self._registered = registered
         self._is_leader = is_leader
         self._presence = NodePresence()
         self._statistics = TrafficStatistics()
-        self._models: dict[str, ModelSpec] = {}
-        self._adapters: dict[str, AdapterSpec] = {}
+        self._models, self._adapters = registry.models.specs, registry.adapters.specs
         self._adapter_seeds = settings.adapter_specs()
-        self._max_adapter_rank, self._adapter_memory_bytes = settings.max_adapter_rank, settings.adapter_memory_bytes
         self.monitor = PlacementMonitor(bus, metrics, self._models, is_leader, settings.slo_scale, self._adapters)
         self._plans = PlanStore(metrics, tracer)
         self._ready: frozenset[tuple[str, str]] = frozenset()
@@ -164,8 +150,6 @@ class ActivePlacement:
         self._subscriptions: list[Subscription] = []
         self._tasks = TaskSet(told=ServiceError)
         self.is_open = False
-        self._model_bucket: KeyValue[ModelSpec]
-        self._adapter_bucket: KeyValue[AdapterSpec]
         self._statistics_bucket: KeyValue[ModelStatistics]
         self._registry: KeyValue[InstanceInfo]
 
@@ -173,38 +157,20 @@ class ActivePlacement:
 
     async def open(self) -> None:
         """Takes over what is stored, then serves. Raises `BusError`."""
-        self._model_bucket = await self._bus.key_value(MODELS)
         await self._plans.open(self._bus)
         self._statistics_bucket = await self._bus.key_value(STATISTICS)
-        self._adapter_bucket = await self._bus.key_value(ADAPTERS)
-        self._models.update({e.value.name: e.value for e in (await self._model_bucket.entries()).values()})
-        self._adapters.update({e.value.name: e.value for e in (await self._adapter_bucket.entries()).values()})
         totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
-        await self._recall(is_lost=not self._models and not totals)
-        for seed in self._seeds:
-            stored = self._models.get(seed.name)
-            if stored is None and await self._model_bucket.is_deleted(bucket_key(seed.name)):
-                logger.warning("model %r of TIDEWAY_MODELS was removed by the operator and stays removed", seed.name)
-            elif stored is None:
-                await self._model_bucket.put(bucket_key(seed.name), seed)
-                self._models[seed.name] = seed
-            elif stored != seed:
-                logger.warning("model %r differs from TIDEWAY_MODELS and stays: %s; to change it, remove it first",
-                               seed.name, stored)  # fmt: skip
-        is_removed = self._adapter_bucket.is_deleted
-        removed = {seed.name for seed in self._adapter_seeds if await is_removed(bucket_key(seed.name))}
+        await self._configured.open(self._bus, self._seeds, has_totals=bool(totals))
+        removed = {one.name for one in self._adapter_seeds if await self._configured.adapters.is_removed(one.name)}
         for name in (*self._models, *self._adapters):
             self._statistics.add_model(name, totals.get(name))
         await self.monitor.open()
         await self._replacing.open()
         await self._residence.open(self._models, self._plans.current)
-        await self._remembered.keep(self._models)
-        await self._remembered_adapters.keep(self._adapters)
         self._registry = await self._bus.key_value(INSTANCES)
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
-        sources = {spec.source for spec in self._models.values()}
-        self._first_read = self._tasks.start(self._checkpoints.wait(sources, FIRST_READ_S))
+        self._first_read = self._tasks.start(self._configured.have_read(FIRST_READ_S))
         # One by one, so that `close` finds those that were made should a later one fail.
         serve, made = self._bus.serve, self._subscriptions
         made.append(await serve(PLACEMENT_ADD_MODEL, self._on_add_model))
@@ -223,21 +189,6 @@ class ActivePlacement:
         self._tasks.start(keeper.tend_for_ever(self._is_leader))
         self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
-
-    async def _recall(self, *, is_lost: bool) -> None:
-        """Adds again what is remembered and was lost with the store, or a part of it. `is_lost`: the store is empty."""
-        if is_lost and not await self._remembered.load():
-            logger.warning(
-                "NATS has an empty store and no models are remembered: any that were added are to be added again"
-            )
-        for spec in await self._remembered.lost(self._model_bucket, self._models):
-            logger.warning("NATS has lost model %r: it is added again as it was last", spec.name)
-            await self._model_bucket.put(bucket_key(spec.name), spec)
-            self._models[spec.name] = spec
-        for adapter in await self._remembered_adapters.lost(self._adapter_bucket, self._adapters):
-            logger.warning("NATS has lost adapter %r: it is added again as it was last", adapter.name)
-            await self._adapter_bucket.put(bucket_key(adapter.name), adapter)
-            self._adapters[adapter.name] = adapter
 
     async def flush(self) -> None:
         """Stores what was counted; before leadership is given up."""
@@ -288,8 +239,7 @@ class ActivePlacement:
     def _retry_checkpoints(self) -> None:
         if self._bus.now() >= self._retry_at:
             self._retry_at = self._bus.now() + self._retry_s
-            for spec in self._models.values():
-                self._checkpoints.begin(spec.source)
+            self._configured.begin_reading()
 
     def _cluster(self) -> Cluster:
         planned = self._plans.node_ids() | {
@@ -305,25 +255,14 @@ class ActivePlacement:
         adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> Inputs:
         cluster = self._cluster()
-        adapters = self._adapters if adapters is None else adapters
-        configured = [self._configured(spec, adapters) for spec in models.values()]
+        known = list((self._adapters if adapters is None else adapters).values())
+        configured = [
+            self._configured.configured(spec, known, self._residence.why_asleep(spec)) for spec in models.values()
+        ]
         return Inputs(
             configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready,
             self._residence.in_host_memory(),
         )  # fmt: skip
-
-    def _configured(self, spec: ModelSpec, adapters: Mapping[str, AdapterSpec]) -> ConfiguredModel:
-        return replace(self._as_read(spec, adapters), asleep=self._residence.why_asleep(spec))
-
-    def _as_read(self, spec: ModelSpec, adapters: Mapping[str, AdapterSpec]) -> ConfiguredModel:
-        shape, problem = self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source)
-        if shape is not None:
-            try:
-                shape = quantized(shape, spec.quantization)
-                shape = with_adapters(shape, spec, adapters.values(), self._adapter_memory_bytes)
-            except CheckpointError as error:
-                return ConfiguredModel(spec, None, str(error))
-        return ConfiguredModel(spec, shape, problem)
 
     async def _replan(self, fleet: Fleet | None = None) -> None:
         """Publishes the plan for the models as they are, if it differs. `fleet`: in place of the stored one. Call it with
@@ -390,7 +329,7 @@ class ActivePlacement:
         if query.spec.name in self._adapters:
             raise refuse(f"{query.spec.name!r} is an adapter's name", "name", ErrorCode.CONFLICT)
         if query.spec.name not in self._models:
-            await self._read_checkpoint(query.spec)
+            await self._configured.read_checkpoint(query.spec)
         await self._have_read()
         return await asyncio.shield(self._tasks.start(self._add(query.spec)))
 
@@ -417,9 +356,7 @@ class ActivePlacement:
                     raise refuse(f"model {spec.name!r} exists with a different definition", "name", ErrorCode.CONFLICT)
                 return self._plans.current
             await self._check_fits(spec)
-            await self._model_bucket.put(bucket_key(spec.name), spec)
-            self._models[spec.name] = spec
-            await self._remembered.keep(self._models)
+            await self._configured.models.put(spec)
             self._statistics.add_model(spec.name)
             self._residence.configure(self._models)
             logger.info("model %r was added: %s", spec.name, spec)
@@ -435,13 +372,11 @@ class ActivePlacement:
                 raise refuse(message, "name", ErrorCode.CONFLICT)
             # Its totals stay: they tell that it was here, should the settings still name it.
             await self._store_statistics()
-            await self._model_bucket.delete(bucket_key(name))
-            del self._models[name]
-            await self._remembered.keep(self._models)
+            await self._configured.models.remove(name)
             self._statistics.remove_model(name)
             self._metrics.forget(name)
             self._residence.configure(self._models)
-            self._checkpoints.forget_all_but({spec.source for spec in self._models.values()})
+            self._configured.forget_files()
             logger.info("model %r was removed", name)
             return await self._carry_out()
 
@@ -449,7 +384,7 @@ class ActivePlacement:
         spec = msgspec.structs.replace(query.spec, version="")
         check_adapter(spec)
         if spec.name not in self._adapters or query.replaces:
-            spec = await self._read_adapter(spec)
+            spec = await self._configured.read_adapter(spec, self.monitor.now())
         async with self._change():
             known = self._adapters.get(spec.name)
             if known is not None and not query.replaces:
@@ -461,14 +396,12 @@ class ActivePlacement:
             if spec.name in self._models:
                 raise refuse(f"{spec.name!r} is a model's name", "name", ErrorCode.CONFLICT)
             # Either may have been removed since the files were read, or were not.
-            self._base_of(spec)
+            self._configured.base_of(spec)
             if not spec.version:
                 message = f"adapter {spec.name!r} was removed just now; add it again"
                 raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "name", retry_after_s=1.0)
             await self._check_adapter_fits(spec)
-            await self._adapter_bucket.put(bucket_key(spec.name), spec)
-            self._adapters[spec.name] = spec
-            await self._remembered_adapters.keep(self._adapters)
+            await self._configured.adapters.put(spec)
             if known is None:
                 self._statistics.add_model(spec.name)
             logger.info("adapter %r of %r was added: %s", spec.name, spec.base, spec)
@@ -481,43 +414,12 @@ class ActivePlacement:
             if name not in self._adapters:
                 raise refuse(f"there is no adapter {name!r}", "name", ErrorCode.UNKNOWN_MODEL)
             await self._store_statistics()
-            await self._adapter_bucket.delete(bucket_key(name))
-            del self._adapters[name]
-            await self._remembered_adapters.keep(self._adapters)
+            await self._configured.adapters.remove(name)
             self._statistics.remove_model(name)
             self._metrics.forget(name)
             logger.info("adapter %r was removed", name)
             await self._carry_out()
             return Done()
-
-    def _base_of(self, spec: AdapterSpec) -> ModelSpec:
-        """Raises `ServiceError`."""
-        base = self._models.get(spec.base)
-        if base is None:
-            known = ", ".join(map(repr, self._models)) or "none yet"
-            raise refuse(f"there is no model {spec.base!r}; models: {known}", "base", ErrorCode.UNKNOWN_MODEL)
-        return base
-
-    async def _read_adapter(self, spec: AdapterSpec) -> AdapterSpec:
-        """With what its files say. Raises `ServiceError`."""
-        base = self._base_of(spec)
-        shape = self._checkpoints.shape(base.source)
-        if shape is None:
-            message = f"the checkpoint of {spec.base!r} is not known yet; add the adapter again when it is"
-            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "base", retry_after_s=10.0)
-        try:
-            async with asyncio.timeout(ADD_READ_S):
-                files = await asyncio.to_thread(read_adapter, spec.source, base, shape, self._max_adapter_rank)
-        except CheckpointMissing as error:
-            raise refuse(str(error), "source", ErrorCode.NOT_FOUND) from None
-        except CheckpointError as error:
-            raise refuse(str(error), "source") from None
-        except TimeoutError:
-            message = f"the adapter {spec.source!r} is being fetched; add it again when it is there"
-            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "source", retry_after_s=10.0) from None
-        return msgspec.structs.replace(
-            spec, version=uuid.uuid4().hex, rank=files.rank, num_values=files.num_values, added_s=self.monitor.now()
-        )
 
     async def _check_adapter_fits(self, spec: AdapterSpec) -> None:
         """Beside all that is placed, whose KV pools cannot change under running instances."""
@@ -562,9 +464,7 @@ class ActivePlacement:
                 if self._registered() and not spec.on_demand:
                     await self._check_leaves_room({**self._models, spec.name: spec}, "replicas")
                 self._ready = serving(entry.value for entry in (await self._registry.entries()).values())
-                await self._model_bucket.put(bucket_key(spec.name), spec)
-                self._models[spec.name] = spec
-                await self._remembered.keep(self._models)
+                await self._configured.models.put(spec)
                 logger.info("model %r is to be on %s instances", spec.name, spec.replicas or "all")
             return await self._carry_out()
 
@@ -573,19 +473,6 @@ class ActivePlacement:
         async with self._change():
             await self._replan(fleet)
             return self._plans.current
-
-    async def _read_checkpoint(self, spec: ModelSpec) -> None:
-        is_used = any(known.source == spec.source for known in self._models.values())
-        self._checkpoints.begin(spec.source, again=not is_used)
-        await self._checkpoints.wait([spec.source], ADD_READ_S)
-        if problem := self._checkpoints.problem(spec.source):
-            raise refuse(problem, "source")
-        shape = self._checkpoints.shape(spec.source)
-        if shape is None:
-            message = f"the checkpoint {spec.source!r} is being fetched; add the model again when it is there"
-            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "source", retry_after_s=10.0)
-        check_length(spec, shape)
-        check_quantization(spec, shape)
 
     async def _check_fits(self, spec: ModelSpec) -> None:
         if not self._registered():

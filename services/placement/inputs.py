@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel
-from services.placement.planning import plan
+from services.placement.planning import plan, planner_of
 from shared.messages.cluster import NodeInfo, PlacementPlan, WhyAsleep
+from shared.placement.rollout import Cluster
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Inputs:
     def resident(self) -> list[ConfiguredModel]:
         """Without the models that are put away."""
         return [model for model in self.models if not model.asleep]
+
+    def cluster(self) -> Cluster:
+        """As changes of the plan are decided by."""
+        plan = self.incumbent or PlacementPlan(0, [])
+        return Cluster(plan, planner_of(self.models, self.nodes, plan.instances), self.held_nodes)
 
     def plan_now(self) -> PlacementPlan:
         """Blocking, milliseconds to a second."""

@@ -23,20 +23,11 @@ from shared.placement.facts import model_facts
 from shared.placement.hardware import A100_80G, CPU, HARDWARE, RANKS, Hardware, cost_models
 from shared.placement.places import pools
 from shared.placement.plan import group_of, plan_of
-from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Prediction, Problem, Traffic
+from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Prediction, Problem, ProblemError, Traffic
 
 _NOTHING = ModelPrediction(
     num_requests=0, attainment=1.0, normalised_latency=0.0, mean_latency_s=0.0, p99_latency_s=0.0
 )
-
-
-class ProblemError(Exception):
-    """There is nothing to search with, or what was found is not carried out; the message says why."""
-
-    def __init__(self, message: str, cause: str = "") -> None:
-        """`cause`: that is counted among those of verdicts; empty: none is."""
-        super().__init__(message)
-        self.cause = cause
 
 
 def live_problem(

@@ -11,7 +11,7 @@ just now.
 
 An instance that is draining takes nothing: what was there goes where there is room, if it is not there already.
 
-A plan whose assignment was *chosen* (by a search or an operator, `chosen`) keeps it: models stay on their groups and go on
+A plan whose assignment was *chosen* (by a search or an operator) keeps it: models stay on their groups and go on
 no others. What is new, or was lost with a node, is put on the smallest group that holds it, of free devices where there are
 any.
 
@@ -21,7 +21,7 @@ of `replicas` is on one instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -29,8 +29,7 @@ import msgspec
 from services.placement.fleet import Fleet, instance_ids, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel, DeviceFacts, device_bytes, footprint
 from shared.engine.memory import slab
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, NodeInfo, PlacementPlan
-from shared.placement.plan import Group
+from shared.messages.cluster import DeviceGroup, InstancePlan, NodeInfo, PlacementPlan
 from shared.placement.planner import (
     MAX_CPU_POOL_BYTES,
     Assignment,
@@ -124,27 +123,6 @@ def plan(
     if incumbent is not None and msgspec.structs.replace(new, version=incumbent.version) == incumbent:
         return incumbent
     return new
-
-
-def chosen(
-    models: Sequence[ConfiguredModel],
-    nodes: Sequence[NodeInfo],
-    incumbent: PlacementPlan,
-    groups: Iterable[Group],
-    *,
-    max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
-    kv_bytes: Mapping[str, int] | None = None,
-) -> list[InstancePlan]:
-    """Instances of exactly these groups (`Planner.chosen`). Raises `DoesNotFit`."""
-    planner = planner_of(models, nodes, incumbent.instances)
-    return planner.chosen(groups, max_cpu_pool_bytes=max_cpu_pool_bytes, held_bytes=kv_bytes)
-
-
-def fits(
-    models: Sequence[ConfiguredModel], nodes: Sequence[NodeInfo]
-) -> Callable[[InstancePlan, Sequence[ModelSpec]], bool]:
-    """Whether an instance can hold such models with the KV pool that it has."""
-    return planner_of(models, nodes).fits
 
 
 def wasted(

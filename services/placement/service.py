@@ -12,6 +12,7 @@ from services.placement.backends.interface import ScalingBackend
 from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
 from services.placement.metrics import NatsMetrics, PlacementMetrics
+from services.placement.registry import Registry
 from services.placement.remembered import Remembered
 from services.placement.replacing import Search, replacement_settings
 from services.placement.requests import check_spec
@@ -120,10 +121,8 @@ class PlacementService:
             seeds=self._seeds,
             metrics=self._metrics,
             tracer=self._telemetry.tracer,
-            checkpoints=self._checkpoints,
+            registry=Registry(self._settings, self._checkpoints, self._remembered, self._remembered_adapters),
             backend=self._backend,
-            remembered=self._remembered,
-            remembered_adapters=self._remembered_adapters,
             registered=self._registered,
             is_leader=lambda: self._lease.is_held,
             search=self._search,

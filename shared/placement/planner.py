@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,7 +65,7 @@ class PlannedModel(NamedTuple):
     spec: ModelSpec
     weights: Hashable
     """Names with equal ones share a copy of them."""
-    footprint: Callable[[Hashable], Footprint | None]
+    footprint: Callable[[Any], Footprint | None]
     """Memory on each device of an instance of a kind (`PlannedNode.kind`); None: it cannot run there, or is not known."""
     is_known: bool = True
     """Whether its footprints are known."""

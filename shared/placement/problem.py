@@ -23,6 +23,15 @@ from shared.placement.plan import Proposal as Proposal
 from shared.placement.plan import Rejected as Rejected
 
 
+class ProblemError(Exception):
+    """There is nothing to search with, or what was found is not carried out; the message says why."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        """`cause`: that is counted among those of verdicts; empty: none is."""
+        super().__init__(message)
+        self.cause = cause
+
+
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of one kind that are near enough to each other for tensor parallelism."""
 

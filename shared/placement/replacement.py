@@ -2,9 +2,8 @@
 (seconds of any clock) is an argument. The placement service and virtual time host the same core:
 
     replacement = Replacement(settings, now_s)
-    if now_s >= replacement.look_s:
-        replacement.watch(now_s, measured)            # of the last `settings.least_s`
-    if reason := replacement.due(now_s):
+    replacement.notice(models, nodes)
+    if reason := replacement.look(now_s, measured_in):
         replacement.begin(now_s, measured)            # of the time since `replacement.since_s`
         ...                                           # a search under the traffic of `replacement.window(now_s)`
         verdict = replacement.judge(proposal, problem, measured_in_the_window)
@@ -20,7 +19,7 @@ interval, so nothing is compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -326,6 +325,7 @@ class Replacement:
         self._asked = ""
         """Why a search is due at once."""
         self._looked_s = now_s
+        self._seen: tuple[frozenset[str], frozenset[str]] | None = None
 
     @property
     def interval_s(self) -> float:
@@ -354,6 +354,26 @@ class Replacement:
         if self.state.predicted is not None and (told := loss(self.state.predicted, measured, self.settings)):
             self.state = msgspec.structs.replace(self.state, interval_s=self.settings.least_s)
             self.ask(told)
+
+    def look(self, now_s: float, measured_in: Callable[[float], Prediction]) -> str:
+        """Why a search is due; empty: none is. Call it each second while none is under way. `measured_in`: what was measured
+        in the last time of a length."""
+        if now_s >= self.look_s:
+            self.watch(now_s, measured_in(self.settings.least_s))
+        return self.due(now_s)
+
+    def notice(self, models: Collection[str], nodes: Collection[str]) -> None:
+        """The models that are always loaded, and the nodes: a search is due at once where there are others than before."""
+        seen = frozenset(models), frozenset(nodes)
+        if self._seen is not None:
+            for names, what in (
+                (seen[0] - self._seen[0], "model {} was added"),
+                (self._seen[1] - seen[1], "node {} is gone"),
+                (seen[1] - self._seen[1], "node {} came"),
+            ):
+                if names:
+                    self.ask(what.format(", ".join(sorted(names))))
+        self._seen = seen
 
     def ask(self, reason: str) -> None:
         """A search is due at once: a model was added, a node is gone, or somebody asks for it. The first reason stays."""

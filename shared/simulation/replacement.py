@@ -18,15 +18,17 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from shared.messages.cluster import InstancePlan, PlanChange
+from shared.messages.cluster import InstancePlan, PlacementPlan, PlanChange
 from shared.messages.requests import RequestClass
-from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
+from shared.placement.carry_out import CarryOutSettings, Held, View
 from shared.placement.execution import execution_s
 from shared.placement.lengths import drawn_like
-from shared.placement.places import fits, places, pools, with_new_models
+from shared.placement.memory import planner_of
+from shared.placement.places import places, pools, with_new_models
 from shared.placement.plan import group_of, plan_of
 from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
+from shared.placement.rollout import Cluster, assess, begin, change_of, go_on
 from shared.placement.stretches import between
 from shared.simulation import metrics
 from shared.simulation.deployment import LIVE, Serving, group_models
@@ -80,56 +82,62 @@ class FleetReplacement:
         self.searches: list[Search] = []
         self.changes: list[PlanChange] = []
         """Changes that are over."""
-        self.plan = plan
-        """Plan that serves, or did before the change that is under way."""
         self._fleet, self._problem, self._search, self._serving = fleet, problem, search, serving
         self._carry_out, self._search_s, self._fetch_bytes_s = carry_out or CarryOutSettings(), search_s, fetch_bytes_s
         self._past = past or traffic([], 0.0, [])
         self._models = {model.name: model for model in problem.models}
         self._nodes = {node.node_id: node for node in problem.nodes}
         self._alone_s = dict(problem.execution_s)
-        self._running = places(problem, plan)
-        self._change: PlanChange | None = None
-        self._target = plan
+        self._plan = PlacementPlan(1, places(problem, plan), is_chosen=True)
         self._predicted: dict[bool, Prediction | None] = {}
         """Predictions for the target of the change (True) and for the plan before it (False)."""
-        self._num_ranks = {place.instance_id: place.group.num_ranks for place in self._running}
+        self._num_ranks = {place.instance_id: place.group.num_ranks for place in self._plan.instances}
         """Ranks of the instances that were started."""
         self._fetched: set[tuple[str, str]] = set()
         self._is_searching = False
         self._arrivals = np.empty(0)
         """Arrivals of all requests that the gateway knows."""
-        self._fits = fits(problem)
+        self._notice()
         fleet.events.after(CHECK_S, self._check)
 
     @property
     def interval_s(self) -> float:
         return self.core.interval_s
 
+    @property
+    def plan(self) -> Plan:
+        """Plan that serves, or did before the change that is under way."""
+        change = change_of(self._plan)
+        return plan_of(map(group_of, self._plan.instances if change is None else change.before))
+
     def add_model(self, model: ModelFacts) -> None:
         """It is placed at once, on the smallest group that holds it; then a search is due."""
         self._models[model.name] = model
         self._problem = msgspec.structs.replace(self._problem, models=tuple(self._models.values()))
-        self._fits = fits(self._problem)
-        self.core.ask(f"model {model.name!r} was added")
+        self._notice()
         self._add_places()
 
+    def _notice(self) -> None:
+        self.core.notice(self._models, self._nodes)
+
+    def _cluster(self) -> Cluster:
+        return Cluster(self._plan, planner_of(self._problem, self._plan.instances))
+
+    def _planned(self) -> list[InstancePlan]:
+        return with_new_models(self._problem, self._plan.instances)
+
     def _add_places(self) -> None:
-        # A change that is under way has its own way to the end.
-        if self._change is None:
-            self._running = with_new_models(self._problem, self._running)
-            self.plan = plan_of(map(group_of, self._running))
-            self._bring_about()
+        # A change that is under way comes first.
+        if change_of(self._plan) is None:
+            self._bring_about(msgspec.structs.replace(self._plan, instances=self._planned()))
 
     # ------------------------------------------------------------------------------------------------ searching
 
     def _check(self) -> None:
-        now = self._fleet.events.now
-        if self._change is None and not self._is_searching and now >= self.core.look_s:
-            self.core.watch(now, self.measured(now - self.core.settings.least_s, now))
-        if self._change is not None:
-            self._go_on(self._change)
-        elif not self._is_searching and (why := self.core.due(now)):
+        now, change = self._fleet.events.now, change_of(self._plan)
+        if change is not None:
+            self._go_on()
+        elif not self._is_searching and (why := self.core.look(now, lambda last_s: self.measured(now - last_s, now))):
             window, evidence = self._traffic(*self.core.window(now)), self._traffic(*self.core.evidence(now))
             measured, seen = self.measured(self.core.since_s, now), self._of_window(*self.core.window(now))
             self.core.begin(now, measured)
@@ -147,13 +155,13 @@ class FleetReplacement:
         self._is_searching = False
         problem = msgspec.structs.replace(
             self._problem, traffic=window, evidence=evidence, incumbent=self.plan,
-            pools=pools(self._running),
+            pools=pools(self._plan.instances),
         )  # fmt: skip
         if not self._problem.execution_s:
             self._alone_s |= execution_s(problem)
             problem = msgspec.structs.replace(problem, execution_s=dict(self._alone_s))
         proposal = self._search(problem)
-        verdict = self.core.judge(proposal, problem, seen)
+        verdict, target, _ = assess(self._cluster(), problem, proposal, self.core, seen)
         self.searches.append(
             Search(
                 at_s=at_s, why=why, interval_s=self.core.interval_s, deviation=self.core.state.deviation,
@@ -164,30 +172,25 @@ class FleetReplacement:
         if not verdict.is_worth:
             self.core.settled(now, proposal.incumbent)
             return
-        target = places(problem, proposal.plan, self._running, verdict.starved)
-        self._target, self._predicted = proposal.plan, {True: proposal.prediction, False: proposal.incumbent}
-        self._change = begin(len(self.changes) + 1, verdict.reason, self._running, target, now)
-        for node_id, sources in to_fetch(self._change).items():
+        self._predicted = {True: proposal.prediction, False: proposal.incumbent}
+        ready = {
+            (name, one) for one, held in self._held().items() for name, state in held.models.items() if state == "ready"
+        }
+        self._plan = begin(self._cluster(), verdict.reason, target, now, ready)
+        for node_id, sources in self._plan.fetch.items():
             num_bytes = 0
             for source in sources:
                 num_bytes += max(model.weight_bytes for model in self._models.values() if model.weights == source)
                 self._fleet.events.after(num_bytes / self._fetch_bytes_s, self._fetched.add, (node_id, source))
 
-    def _go_on(self, change: PlanChange) -> None:
-        now = self._fleet.events.now
-        view = View(self._held(), frozenset(self._fetched))
-        self._change, running = advance(change, self._running, view, now, self._fits, self._carry_out)
-        if running != self._running:
-            self._running = running
-            self._bring_about()
-        if self._change.is_over:
-            is_done = self._change.stage == "carried_out"
-            self.changes.append(self._change)
-            self._change = None
-            if is_done:
-                self.plan = self._target
-            self.core.settled(now, self._predicted[is_done])
-            if {model.name for model in self._problem.models} - {n for g in self.plan.groups for n in g.models}:
+    def _go_on(self) -> None:
+        now, view = self._fleet.events.now, View(self._held(), frozenset(self._fetched))
+        self._bring_about(go_on(self._cluster(), self._planned, view, now, self._carry_out))
+        change = self._plan.change
+        if change is not None and change.is_over:
+            self.changes.append(change)
+            self.core.settled(now, self._predicted[change.stage == "carried_out"])
+            if self._models.keys() - self.plan.models:
                 self._add_places()
 
     # ------------------------------------------------------------------------------------------------- the fleet
@@ -200,9 +203,12 @@ class FleetReplacement:
             held[instance_id] = Held(self._num_ranks[instance_id], states, instance.state == "draining")
         return held
 
-    def _bring_about(self) -> None:
-        by_id = {place.instance_id: place for place in self._running}
-        models = {place.instance_id: self._place_models(place) for place in self._running}
+    def _bring_about(self, plan: PlacementPlan) -> None:
+        had, self._plan = self._plan, plan
+        if plan.instances == had.instances:
+            return
+        by_id = {place.instance_id: place for place in plan.instances}
+        models = {place.instance_id: self._place_models(place) for place in plan.instances}
 
         def start_s(instance_id: str) -> float:
             place = by_id[instance_id]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.placement import active
+from services.placement import registry
 from services.placement.adapters import read_adapter, with_adapters
 from services.placement.footprint import DeviceFacts, footprint
 from shared.bus.interface import ServiceError
@@ -126,8 +126,8 @@ async def test_an_adapter_whose_base_goes_while_its_files_are_read_is_refused(
         may_end.wait(60)
         return read_adapter(*args)
 
-    monkeypatch.setattr(active, "read_adapter", read)
-    monkeypatch.setattr(active, "ADD_READ_S", 60.0)
+    monkeypatch.setattr(registry, "read_adapter", read)
+    monkeypatch.setattr(registry, "ADD_READ_S", 60.0)
     async with placement(nats_settings, {"m": str(base)}):
         cluster.start_node("n")
         await cluster.placed("m", "n-0 n-1")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.placement.footprint import ConfiguredModel
 from services.placement.live_problem import live_problem
-from services.placement.planning import chosen, fits, plan
+from services.placement.planning import plan, planner_of
 from shared.messages.cluster import InstancePlan, NodeInfo, PlacementPlan
 from shared.placement import places
 from shared.placement.demand import kv_bytes
@@ -18,7 +18,7 @@ from shared.placement.memory import Memory
 from shared.placement.plan import Group, Plan, group_of
 from shared.placement.planner import DoesNotFit
 from shared.placement.problem import Problem, traffic
-from tests.placement.test_planning import GIB, model, node, on_demand
+from tests.placement.test_planning import GIB, chosen, model, node, on_demand
 
 MOST_RANKS = 4
 
@@ -127,7 +127,10 @@ def test_what_fits_beside_a_pool_live_does_so_in_the_simulation(cluster, data):
         PlacementPlan(0, []),
     )
     specs = [one.spec for one in models if not one.asleep]
-    can_hold, can_hold_simulated = fits(models, nodes), places.fits(problem_of(models, nodes, live.instances))
+    can_hold, can_hold_simulated = (
+        planner_of(models, nodes).fits,
+        places.fits(problem_of(models, nodes, live.instances)),
+    )
     for place in live.instances:
         for spec in specs:
             both = [*place.models, spec]

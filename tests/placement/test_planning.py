@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -13,17 +14,24 @@ from hypothesis import strategies as st
 
 from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
-from services.placement.live_problem import ProblemError, live_problem
+from services.placement.live_problem import live_problem
 from services.placement.planning import (
-    chosen,
     displaced,
-    fits,
     plan,
+    planner_of,
     wasted,
 )
 from shared.costs.model import CostModel
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
-from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
+from shared.messages.cluster import (
+    AttentionFacts,
+    DeviceGroup,
+    InstancePlan,
+    ModelSpec,
+    NodeInfo,
+    PlacementPlan,
+    StoredCostModel,
+)
 from shared.models.checkpoint import ITEMSIZES, CheckpointShape, cost_key
 from shared.placement.hardware import A100_80G, L4, cost_model
 from shared.placement.plan import Group
@@ -34,7 +42,7 @@ from shared.placement.planner import (
     POOL_HEADROOM,
     DoesNotFit,
 )
-from shared.placement.problem import Problem, traffic
+from shared.placement.problem import Problem, ProblemError, traffic
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -70,6 +78,19 @@ def node(node_id: str = "a", memory: int = 8 * GIB, num_instances: int = 2, devi
         device=device,
         attention=(AttentionFacts("torch", (32,)),) if device == "cpu" else (AttentionFacts(),),
     )
+
+
+def chosen(
+    models: list[ConfiguredModel],
+    nodes: list[NodeInfo],
+    before: PlacementPlan,
+    groups: Iterable[Group],
+    *,
+    kv_bytes: Mapping[str, int] | None = None,
+    **options: int,
+) -> list[InstancePlan]:
+    """Instances of exactly these groups."""
+    return planner_of(models, nodes, before.instances).chosen(groups, held_bytes=kv_bytes, **options)
 
 
 CPU = DeviceFacts.of(node())
@@ -579,7 +600,7 @@ def test_what_cannot_be_had_is_said() -> None:
 
 def test_whether_models_fit_beside_the_pool_that_an_instance_has() -> None:
     first = with_groups(GROUPS, CHOSEN_MODELS[:2], FOUR)
-    can_hold = fits([*CHOSEN_MODELS, model("large", 5000)], FOUR)
+    can_hold = planner_of([*CHOSEN_MODELS, model("large", 5000)], FOUR).fits
     specs = {each.spec.name: each.spec for each in [*CHOSEN_MODELS, model("large", 5000)]}
     assert can_hold(first.instances[1], [specs["a"], specs["b"]])
     assert not can_hold(first.instances[1], [specs["b"], specs["large"]])

@@ -33,8 +33,10 @@ from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from shared.placement.carry_out import CarryOutSettings
 from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Proposal, Trial
+from shared.placement.planner import Planner
 from shared.placement.problem import Problem
 from shared.placement.replacement import Replacement
+from shared.placement.rollout import why_no_larger_pools
 from shared.runtime.settings import BusSettings, SettingsError
 from shared.runtime.telemetry import start_telemetry
 from tests.placement.node_agent import ScriptedNode
@@ -168,7 +170,7 @@ async def test_what_is_applied_stays_and_can_be_rolled_back(
         await cluster.remove("b")
         await cluster.add(ModelSpec("b", sources["c"]))
         with monkeypatch.context() as patched:
-            patched.setattr(replacing_module, "fits", lambda *_: lambda *_: False)
+            patched.setattr(Planner, "fits", lambda *_: False)
             with pytest.raises(ServiceError, match="n-0 has no room for a, b at once"):
                 await ask(cluster, "roll_back")
         await ask(cluster, "roll_back")
@@ -708,8 +710,8 @@ def test_larger_pools_are_not_asked_for_where_the_plan_has_them_or_they_were_rol
             failure="no memory",
         )  # fmt: skip
         plan = PlacementPlan(version=2, instances=[has], change=change)
-        return replacing_module.why_no_larger_pools(plan, [larger])
+        return why_no_larger_pools(plan, [larger])
 
     assert why_not("carried_out", has) == why_not("rolled_back", has) == ""
     assert "no memory" in why_not("rolled_back", larger)
-    assert replacing_module.why_no_larger_pools(PlacementPlan(version=1, instances=[has]), [has])
+    assert why_no_larger_pools(PlacementPlan(version=1, instances=[has]), [has])

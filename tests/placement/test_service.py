@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.placement import active as active_module
 from services.placement import fleet
 from services.placement import monitor as monitor_module
+from services.placement import registry as registry_module
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import read_shape
 from services.placement.replacing import Search
@@ -465,7 +465,7 @@ async def test_refusals_name_the_field_and_the_numbers(
 async def test_a_slow_download_is_said_to_be_one_and_goes_on(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(active_module, "ADD_READ_S", 0.2)
+    monkeypatch.setattr(registry_module, "ADD_READ_S", 0.2)
     may_finish, reads = threading.Event(), []
 
     def read(source: str) -> CheckpointShape:
@@ -484,7 +484,7 @@ async def test_a_slow_download_is_said_to_be_one_and_goes_on(
             assert "is being fetched" in message
         assert len(reads) == 1
         may_finish.set()
-        monkeypatch.setattr(active_module, "ADD_READ_S", 8.0)
+        monkeypatch.setattr(registry_module, "ADD_READ_S", 8.0)
         await cluster.add(ModelSpec("b", "org/slow"))
         await cluster.placed("a b", "n-0 n-1")
 
