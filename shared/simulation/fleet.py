@@ -490,12 +490,15 @@ class Fleet:
         if self.instances.get(instance.instance_id) is instance:
             self._tell_entry(instance.instance_id, instance.info())
 
-    def drain(self, instance_id: str) -> None:
-        """Takes no new request; those it has move away, where the fleet moves requests."""
+    def drain(self, instance_id: str, grace_s: float = math.inf) -> None:
+        """Takes no new request; those it has move away, where the fleet moves requests. `grace_s`: where given, it is
+        removed when it is empty, so much later at most."""
         instance = self.instances[instance_id]
         self.set_state(instance, "draining")
         instance.wake()
         self.watch_drain(instance)
+        if grace_s < math.inf:
+            self._remove_when_empty(instance, self.events.now + grace_s)
 
     def watch_drain(self, instance: Instance) -> None:
         if instance.is_gone or instance.state != "draining":
@@ -510,36 +513,6 @@ class Fleet:
         instance = self.instances.pop(instance_id)
         instance.stop()
         self._tell_entry(instance_id, None)
-
-    def carry_out(
-        self,
-        plan: Mapping[str, Sequence[Model]],
-        device: Device | Callable[[str], Device],
-        *,
-        start_s: float | Callable[[str], float] = 0.0,
-        grace_s: float = 30.0,
-    ) -> None:
-        """Brings the fleet to a placement (instance -> its models) while it serves: instances that are in no plan drain and
-        are removed when they are empty, `grace_s` later at most; models come and go; new instances start in `start_s`.
-        `device`, `start_s`: of all, or of each new one."""
-        for instance_id, instance in list(self.instances.items()):
-            wanted = {model.shape.name: model for model in plan.get(instance_id, ())}
-            if instance.is_gone or instance.state == "draining":
-                continue
-            if instance_id not in plan:
-                self.drain(instance_id)
-                self._remove_when_empty(instance, self.events.now + grace_s)
-                continue
-            for name, state in list(instance.model_states.items()):
-                if state == "ready" and name not in wanted:
-                    instance.begin_unload(name, grace_s)
-            for name, model in wanted.items():
-                if name not in instance.model_states:
-                    instance.begin_load(model)
-        for instance_id in [name for name in plan if name not in self.instances]:
-            new_device = device(instance_id) if callable(device) else device
-            new_start_s = start_s(instance_id) if callable(start_s) else start_s
-            self.add_instance(instance_id, new_device, plan[instance_id], start_s=new_start_s)
 
     def _remove_when_empty(self, instance: Instance, deadline_s: float) -> None:
         if instance.is_gone or instance.state != "draining":

@@ -33,11 +33,10 @@ from shared.placement.stretches import between
 from shared.simulation import metrics
 from shared.simulation.deployment import LIVE, Serving, group_models
 from shared.simulation.fleet import Device, Fleet, Model
+from shared.simulation.nodes import FleetNodes
 
 CHECK_S = 1.0
 """Between two looks at whether something is due."""
-GRACE_S = 30.0
-"""For requests to leave what is drained or unloaded."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +90,8 @@ class FleetReplacement:
         self._plan = PlacementPlan(1, places(problem, plan), is_chosen=True)
         self._predicted: dict[bool, Prediction | None] = {}
         """Predictions for the target of the change (True) and for the plan before it (False)."""
-        self._num_ranks = {place.instance_id: place.group.num_ranks for place in self._plan.instances}
-        """Ranks of the instances that were started."""
+        self._agents = FleetNodes(fleet, self._nodes, self._device, self._place_models, self._start_s)
+        self._agents.bring_about(self._plan)
         self._fetched: set[tuple[str, str]] = set()
         self._is_searching = False
         self._arrivals = np.empty(0)
@@ -135,6 +134,7 @@ class FleetReplacement:
 
     def _check(self) -> None:
         now, change = self._fleet.events.now, change_of(self._plan)
+        self._agents.step()
         if change is not None:
             self._go_on()
         elif not self._is_searching and (why := self.core.look(now, lambda last_s: self.measured(now - last_s, now))):
@@ -200,23 +200,18 @@ class FleetReplacement:
         for instance_id, instance in self._fleet.instances.items():
             is_starting = instance.state == "starting"
             states = {name: "loading" if is_starting else state for name, state in instance.model_states.items()}
-            held[instance_id] = Held(self._num_ranks[instance_id], states, instance.state == "draining")
+            held[instance_id] = Held(self._agents.num_ranks[instance_id], states, instance.state == "draining")
         return held
 
     def _bring_about(self, plan: PlacementPlan) -> None:
         had, self._plan = self._plan, plan
-        if plan.instances == had.instances:
-            return
-        by_id = {place.instance_id: place for place in plan.instances}
-        models = {place.instance_id: self._place_models(place) for place in plan.instances}
+        if plan.instances != had.instances:
+            self._agents.bring_about(plan)
 
-        def start_s(instance_id: str) -> float:
-            place = by_id[instance_id]
-            self._num_ranks[instance_id] = place.group.num_ranks
-            load_s = {spec.source: model.load_s for spec, model in zip(place.models, models[instance_id], strict=True)}
-            return self._problem.times.restart_s + sum(load_s.values())
-
-        self._fleet.carry_out(models, lambda name: self._device(by_id[name]), start_s=start_s, grace_s=GRACE_S)
+    def _start_s(self, place: InstancePlan) -> float:
+        models = self._place_models(place)
+        load_s = {spec.source: models[spec.name].load_s for spec in place.models}
+        return self._problem.times.restart_s + sum(load_s.values())
 
     def _device(self, place: InstancePlan) -> Device:
         device, num_merged = (
@@ -229,9 +224,9 @@ class FleetReplacement:
         )  # fmt: skip
         return msgspec.structs.replace(device, configuration=configuration, merged_bytes=place.merged_bytes)
 
-    def _place_models(self, place: InstancePlan) -> list[Model]:
-        """In the order of the place's models."""
-        return group_models(self._problem, group_of(place), place.merged_bytes)
+    def _place_models(self, place: InstancePlan) -> dict[str, Model]:
+        models = group_models(self._problem, group_of(place), place.merged_bytes)
+        return {model.shape.name: model for model in models}
 
     # ---------------------------------------------------------------------------------------------- what was seen
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.worker.node.state import Ask, Kill, NodeState, Start, Terminate
 from shared.bus.interface import Bus, KeyValue
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import INSTANCES, NODES, PLANS
 from shared.messages.cluster import DeviceGroup, InstanceInfo, InstancePlan, LoadedModel, NodeInfo, PlacementPlan
+from shared.placement.node import Ask, Kill, NodeState, Start, Terminate
 
 GIB = 1 << 30
 TURN_S = 0.05

@@ -36,7 +36,6 @@ from services.worker.node.environment import instance_environment
 from services.worker.node.fetching import Fetching
 from services.worker.node.machine import Machine
 from services.worker.node.processes import InstanceProcess, Processes
-from services.worker.node.state import Action, Ask, Kill, NodeState, Query, Start, Terminate, num_planned
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription, Watch
 from shared.messages.admin import Done, Drain, LoadModel, ScaleNode, UnloadModel
 from shared.messages.catalogue import (
@@ -59,6 +58,7 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode
+from shared.placement.node import Action, Ask, Kill, NodeState, Query, Start, Terminate, num_planned
 from shared.runtime.settings import SettingsError, WorkerSettings, default_id
 from shared.runtime.tasks import TaskSet, set_within
 from shared.runtime.telemetry import Telemetry, context_of

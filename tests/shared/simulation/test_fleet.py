@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from shared.costs.model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
+from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan
 from shared.messages.requests import RequestClass
 from shared.runtime.settings import SchedulerSettings
 from shared.simulation.batches import Batches
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 from shared.simulation.migration import FleetMigrations
+from shared.simulation.nodes import FleetNodes
 from shared.simulation.scaling import Scaling
 from shared.streams import MAX_FRUITLESS_LOSSES
 
@@ -41,8 +43,19 @@ def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, migrations
     scheduling = SchedulerSettings(migration="auto" if migrations else "off")
     fleet = Fleet(scheduling, seed=seed, migrations=FleetMigrations if migrations else None)
     for number in range(num_instances):
-        fleet.add_instance(f"i{number}", DEVICE, [model(name) for name in models])
+        fleet.add_instance(f"i-{number}", DEVICE, [model(name) for name in models])
     return fleet
+
+
+def plan_of(models: dict[str, str]) -> PlacementPlan:
+    """By instance id: the letters of its models."""
+    return PlacementPlan(
+        1,
+        [
+            InstancePlan(instance_id, "i", [ModelSpec(name, name) for name in names], 64 << 20, 1 << 20)
+            for instance_id, names in models.items()
+        ],
+    )
 
 
 def jobs_of(num: int, *, gap_s: float = 0.05, models: str = "a", prompt: int = 60, output: int = 30) -> list[Job]:
@@ -79,7 +92,7 @@ def test_models_that_share_all_instances_gather_on_some() -> None:
     def mean_latency_s(dispatch_policy: str) -> float:
         fleet = Fleet(SchedulerSettings(migration="off", dispatch_policy=dispatch_policy))
         for number in range(3):
-            fleet.add_instance(f"i{number}", DEVICE, [model(name) for name in "abc"])
+            fleet.add_instance(f"i-{number}", DEVICE, [model(name) for name in "abc"])
         records = fleet.run(jobs_of(300, gap_s=0.02, models="abc")).records
         assert all(record.num_tokens == 30 for record in records)
         return sum(record.latency_s for record in records) / len(records)
@@ -90,13 +103,13 @@ def test_models_that_share_all_instances_gather_on_some() -> None:
 def test_instances_that_end_otherwise_while_they_drain_are_not_removed_twice() -> None:
     fleet = fleet_of(3)
     Scaling(fleet, lambda name: fleet.add_instance(name, DEVICE, [model("a")]))
-    fleet.drain("i1")
-    fleet.remove("i1")
-    fleet.events.at(0.3, fleet.drain, "i2")
-    fleet.events.at(0.3, fleet.fail, "i2")
+    fleet.drain("i-1")
+    fleet.remove("i-1")
+    fleet.events.at(0.3, fleet.drain, "i-2")
+    fleet.events.at(0.3, fleet.fail, "i-2")
     fleet.run(jobs_of(20))
     check_empty(fleet)
-    assert list(fleet.instances) == ["i0"]
+    assert list(fleet.instances) == ["i-0"]
     num_done = fleet.events.num_done
     fleet.events.run(lambda: False, fleet.events.now + 1.0)
     assert fleet.events.num_done - num_done < 50  # nobody looks for ever whether a dead one is empty
@@ -105,12 +118,12 @@ def test_instances_that_end_otherwise_while_they_drain_are_not_removed_twice() -
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_requests_of_an_instance_that_dies_go_on_elsewhere(is_noticed: bool) -> None:
     fleet = fleet_of(2)
-    fleet.events.at(0.5, lambda: fleet.fail("i0", is_noticed=is_noticed))
+    fleet.events.at(0.5, lambda: fleet.fail("i-0", is_noticed=is_noticed))
     records = fleet.run(jobs_of(40)).records
     again = [record for record in records if record.num_placements > 1]
     assert again and all(record.num_placements == 2 for record in again)
     assert (max(record.longest_gap_s for record in again) > 2.0) is not is_noticed
-    assert set(fleet.instances) == ({"i1"} if fleet.events.now > 3.5 else {"i0", "i1"})
+    assert set(fleet.instances) == ({"i-1"} if fleet.events.now > 3.5 else {"i-0", "i-1"})
     check_empty(fleet)
 
 
@@ -142,7 +155,7 @@ def test_a_new_scheduler_finds_what_runs_and_takes_what_waited() -> None:
 
 def test_a_model_is_loaded_in_its_time_and_unloaded_when_its_requests_are_over() -> None:
     fleet = fleet_of(1)
-    first = fleet.instances["i0"]
+    first = fleet.instances["i-0"]
     fleet.events.at(0.5, lambda: first.begin_load(model("b", load_s=2.0)))
     fleet.events.at(4.0, lambda: first.begin_unload("a", 5.0))
     late = [Job(0.6, 40, 10, model="b"), Job(3.9, 40, 10, model="a")]
@@ -154,11 +167,11 @@ def test_a_model_is_loaded_in_its_time_and_unloaded_when_its_requests_are_over()
 
 def test_what_an_unloaded_model_leaves_is_placed_where_it_is_still_served() -> None:
     fleet = fleet_of(2)
-    fleet.events.at(0.4, lambda: fleet.instances["i0"].begin_unload("a", 0.1))
+    fleet.events.at(0.4, lambda: fleet.instances["i-0"].begin_unload("a", 0.1))
     records = fleet.run(jobs_of(40, gap_s=0.01, output=80)).records
     assert any(record.num_placements == 2 for record in records)
     check_empty(fleet)
-    assert fleet.instances["i0"].model_states == {}
+    assert fleet.instances["i-0"].model_states == {}
 
 
 def test_a_request_that_nobody_serves_ends_at_its_deadline() -> None:
@@ -172,15 +185,36 @@ def test_a_request_that_nobody_serves_ends_at_its_deadline() -> None:
 @pytest.mark.parametrize("migrations", [True, False])
 def test_a_placement_is_carried_out_while_it_serves(migrations: bool) -> None:
     fleet = fleet_of(2, "ab", migrations=migrations)
-    plan = {"i1": [model("a")], "i2": [model("b"), model("c")]}
-    fleet.events.at(1.0, lambda: fleet.carry_out(plan, DEVICE, start_s=0.5))
+    agents = FleetNodes(
+        fleet, ["i"], lambda place: DEVICE, lambda place: {spec.name: model(spec.name) for spec in place.models},
+        lambda place: 0.5,
+    )  # fmt: skip
+    agents.bring_about(plan_of({"i-0": "ab", "i-1": "ab"}))
+    fleet.events.at(1.0, lambda: agents.bring_about(plan_of({"i-1": "a", "i-2": "bc"})))
+    for tick in range(1, 20):
+        fleet.events.at(0.99 + tick, agents.step)
     records = fleet.run([*jobs_of(60, models="ab"), Job(1.1, 40, 10, model="c")]).records
     assert records[-1].first_s > 1.5
     assert all(record.num_placements == 1 for record in records), "all had the time to end, or to move"
     assert any(record.num_migrations for record in records) is migrations
     check_empty(fleet)
     states = {name: instance.model_states for name, instance in fleet.instances.items()}
-    assert states == {"i1": {"a": "ready"}, "i2": {"b": "ready", "c": "ready"}}
+    assert states == {"i-1": {"a": "ready"}, "i-2": {"b": "ready", "c": "ready"}}
+
+
+def test_a_node_agent_starts_an_instance_again_that_died() -> None:
+    fleet = fleet_of(2)
+    agents = FleetNodes(
+        fleet, ["i"], lambda place: DEVICE, lambda place: {"a": model("a")}, lambda place: 0.5
+    )  # fmt: skip
+    agents.bring_about(plan_of({"i-0": "a", "i-1": "a"}))
+    for tick in range(1, 20):
+        fleet.events.at(float(tick), agents.step)
+    fleet.events.at(0.3, fleet.fail, "i-1")
+    records = fleet.run(jobs_of(200)).records
+    assert all(record.num_tokens == 30 for record in records)
+    assert fleet.instances["i-1"].num_steps, "it serves again"
+    check_empty(fleet)
 
 
 def test_a_conversation_finds_its_prompt_and_answers_in_the_cache() -> None:
@@ -199,7 +233,7 @@ def test_two_steps_in_flight_and_stopped_offline_steps_are_those_of_the_live_ins
         DEVICE, configuration=msgspec.structs.replace(DEVICE.configuration, steps_in_flight=2, ttft_s=0.05)
     )
     fleet = Fleet(SchedulerSettings(migration="off"))
-    instance = fleet.add_instance("i0", device, [model("a")])
+    instance = fleet.add_instance("i-0", device, [model("a")])
     stopped = list[bool]()
     instance.on_step = lambda step: stopped.append(step.is_suspended)
     offline = [Job(0.0, 400, 20, model="a", request_class=RequestClass.OFFLINE) for _ in range(4)]
@@ -233,7 +267,7 @@ def test_the_scenario_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_who_dies_while_a_new_scheduler_asks_keeps_no_stream() -> None:
     fleet = fleet_of(3, "ab")
-    fleet.events.at(0.5, fleet.fail, "i1")
+    fleet.events.at(0.5, fleet.fail, "i-1")
     fleet.events.at(2.6, fleet.replace_scheduler, 0.2)
     fleet.run(jobs_of(40, models="ab", output=30))
     check_empty(fleet)

@@ -10,8 +10,6 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.node import state as node_state
-from services.worker.node.state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s, num_planned
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
     DeviceGroup,
@@ -21,6 +19,8 @@ from shared.messages.cluster import (
     ModelSpec,
     PlacementPlan,
 )
+from shared.placement import node as node_state
+from shared.placement.node import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s, num_planned
 
 MIB = 1 << 20
 GRACE_S = 30.0
