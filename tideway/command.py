@@ -41,6 +41,7 @@ from tideway.plan_file import read_groups, write_plan
 from tideway.preflight import (
     check_engines,
     check_otlp,
+    check_roles,
     check_tensor_parallel,
     parse_adapters,
     parse_models,
@@ -171,6 +172,13 @@ def up(
             help="Pipeline stages per instance, each with part of the layers and its own devices.",
         ),
     ] = 1,
+    role: Annotated[
+        str,
+        typer.Option(
+            envvar="TIDEWAY_INSTANCE_ROLES",
+            help="Roles of the instances in their order, comma-separated: prefill, decode, both, auto.",
+        ),
+    ] = "",
     deterministic: Annotated[
         bool,
         typer.Option(
@@ -210,6 +218,7 @@ def up(
     if 0 < max_instances < instances:
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     check_tensor_parallel(tensor_parallel)
+    check_roles(role)
     check_otlp(otlp)
     specs = parse_models(model or [], quantization, tool_format or [])
     specs = with_engines(specs, engine or [], engine_args or [], engine_url or [])
@@ -224,6 +233,7 @@ def up(
         max_instances=max_instances,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        roles=role,
         deterministic=deterministic,
         num_schedulers=schedulers,
         num_gateways=gateways,
@@ -327,6 +337,23 @@ def drain(
         print(client.place)
         wait_s = timeout if wait else None
         operations.drain(client, instance, is_undone=undo, is_forced=force, wait_s=wait_s, say=print)
+
+
+@app.command()
+def role(
+    instance: Annotated[
+        str,
+        typer.Argument(help="Instance, as `tideway top` names it.", autocompletion=completion.instances),
+    ],
+    role: Annotated[str, typer.Argument(help="prefill, decode, both, or auto: what the scheduler chooses.")],
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Choose what an instance is sent: `prefill` computes long prompts that others decode. Holds until the instance ends."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        client.set_role(instance, role)
+        print(f"The role of {instance} is {role}.")
 
 
 @app.command()

@@ -182,6 +182,11 @@ class AdminClient:
         action = "undrain" if is_undone else "drain?force=true" if is_forced else "drain"
         return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", PlacementPlan)
 
+    def set_role(self, instance_id: str, role: str) -> None:
+        if not re.fullmatch(INSTANCE_ID, instance_id):
+            raise OperatorError(f"There is no instance {instance_id!r}.")  # and no path for it
+        self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/role", dict, {"role": role})
+
     def add_model(self, body: dict[str, Any]) -> PlacementPlan:
         """`body`: as of POST /admin/models."""
         return self._call("POST", "/admin/models", PlacementPlan, body)

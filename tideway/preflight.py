@@ -237,6 +237,12 @@ def check_tensor_parallel(num_ranks: int) -> None:
         )
 
 
+def check_roles(roles: str) -> None:
+    known = ("prefill", "decode", "both", "auto")
+    if roles and (strange := [role for role in roles.split(",") if role not in known]):
+        raise OperatorError(f"--role {roles}: {strange[0]!r} is none of {', '.join(known)}.")
+
+
 def check_otlp(url: str) -> None:
     """Whether somebody listens there, nobody waits to find out: what cannot be sent is dropped."""
     parts = urlsplit(url)

@@ -28,6 +28,7 @@ LEAST_WANTED = (
     "steps\nleft",
     "KV pool",
     "moving\nout/in",
+    "role",
     "run+\nwait",
 )
 """Columns that give way to long names of instances."""
@@ -102,6 +103,7 @@ def _instances(instances: InstanceStates, bar: str) -> Table:
     table.add_column("instance")
     table.add_column("state")
     table.add_column("engine")
+    table.add_column("role")
     table.add_column("KV pool")
     for name in ("run+\nwait", "off-\nline", "high", "steps\nleft", "moving\nout/in", "moved\nout/in", "models\nready"):
         table.add_column(name, justify="right")
@@ -113,7 +115,8 @@ def _instances(instances: InstanceStates, bar: str) -> Table:
         models = f"{num_ready}/{sum(model.state != 'host' for model in instance.models)}"
         name, num_devices = escape(instance.instance_id), len(instance.devices)
         name += f" x{num_devices}" if num_devices > 1 else ""
-        table.add_row(name, Text(state, style), escape(instance.engine), *_load(instance, bar), models)
+        role = instance.role + ("*" if instance.is_role_fixed else "")
+        table.add_row(name, Text(state, style), escape(instance.engine), role, *_load(instance, bar), models)
     return table
 
 

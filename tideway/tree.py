@@ -51,6 +51,8 @@ class UpOptions:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     """Stages of each instance, each of `tensor_parallel` devices."""
+    roles: str = ""
+    """As of TIDEWAY_INSTANCE_ROLES."""
     deterministic: bool = False
     num_schedulers: int = 1
     num_gateways: int = 1
@@ -174,6 +176,7 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
                 "TIDEWAY_MAX_NODE_INSTANCES": str(options.max_instances),
                 "TIDEWAY_TENSOR_PARALLEL": str(options.tensor_parallel),
                 "TIDEWAY_PIPELINE_PARALLEL": str(options.pipeline_parallel),
+                **({"TIDEWAY_INSTANCE_ROLES": options.roles} if options.roles else {}),
                 **({"TIDEWAY_DETERMINISTIC": "true"} if options.deterministic else {}),
                 "TIDEWAY_NODE_ID": node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),

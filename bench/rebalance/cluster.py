@@ -178,7 +178,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     has_priorities: bool = True
     """Else all requests are normal ones."""
     order: str = "doubling_budget"
-    scheduler: dict[str, float] = {}
+    scheduler: dict[str, float | str] = {}
     """Settings of the scheduler that differ from its defaults."""
 
     def settings(self) -> SchedulerSettings:

@@ -64,6 +64,7 @@ from services.gateway.openai.schemas import (
     ScaleModelRequest,
     ScaleRequest,
     ScoreRequest,
+    SetRoleRequest,
     SetRouteRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -162,6 +163,7 @@ _UPLOAD = {
 }
 _TOKENIZE = (other_routes.tokenize, TokenizeRequest, TokenizeReply)
 _DETOKENIZE = (other_routes.detokenize, DetokenizeRequest, DetokenizeReply)
+_PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
@@ -272,13 +274,14 @@ ROUTES = (
         (400, 404, 409, *ADMIN_ERRORS),
         query=(("force", _FLAG),),
     ),
+    Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
     Route(
         "POST",
-        "/admin/instances/{instance_id}/undrain",
-        admin_routes.undrain_instance,
-        None,
-        PlacementPlan,
-        (400, 404, *ADMIN_ERRORS),
+        "/admin/instances/{instance_id}/role",
+        admin_routes.set_role,
+        SetRoleRequest,
+        SetRoleRequest,
+        (400, 404, 413, 415, *ADMIN_ERRORS),
     ),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),

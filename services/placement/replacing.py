@@ -434,7 +434,7 @@ class Replacing:
         return is_stored
 
     def _traced(self, change: PlanChange, new: PlacementPlan) -> tuple[PlanChange, PlacementPlan]:
-        attributes = {"tideway.replacement": change.number, "tideway.reason": change.reason}
+        attributes: dict[str, str | int] = {"tideway.replacement": change.number, "tideway.reason": change.reason}
         self._span = self._tracer.start_span("placement.replacement", attributes=attributes)
         with trace.use_span(self._span):
             change = msgspec.structs.replace(change, trace=current_traceparent())

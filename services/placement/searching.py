@@ -11,8 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context
 
-from services.placement.live_problem import ProblemError
-from shared.placement.problem import Problem, Proposal
+from shared.placement.problem import Problem, ProblemError, Proposal
 
 SEARCH_S = 900.0
 """After which it is given up."""

@@ -26,6 +26,7 @@ from shared.messages.catalogue import (
     INSTANCE_EXITED,
     INSTANCE_HELD,
     INSTANCE_REBALANCE,
+    INSTANCE_ROLE,
     INSTANCE_SUBMIT,
     LOAD_REPORTS,
     PLACEMENT_REQUESTS,
@@ -45,6 +46,7 @@ from shared.messages.cluster import (
     LeaseHolder,
     LoadReport,
     ModelSpec,
+    SetRole,
     StatisticsReport,
 )
 from shared.messages.requests import (
@@ -79,6 +81,7 @@ from shared.scheduling.actions import (
     ScalingAction,
     SendEntry,
     SendRebalance,
+    TellRole,
     Waits,
 )
 from shared.scheduling.calls import (
@@ -330,6 +333,8 @@ class ActiveScheduler:
                 self._observer.on_paired(action)
             case MigrationEnded():
                 self._observer.on_move(action)
+            case TellRole():
+                self._tasks.start(self._tell_role(action))
             case SendEntry(gateway_id, entry):
                 frame = TokenFrame(self._info.scheduler_id, [entry])
                 self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), frame)
@@ -383,6 +388,15 @@ class ActiveScheduler:
     ) -> None:
         event = RequestEvent(request_id, epoch, kind, self._bus.now(), cause, place, numbers)
         self._events.add(gateway_id, event)
+
+    async def _tell_role(self, action: TellRole) -> None:
+        logger.info("the role of %s is %s from now on", action.instance_id, action.role)
+        endpoint = INSTANCE_ROLE.at(instance_id=action.instance_id)
+        try:
+            await self._bus.request(endpoint, SetRole(action.role), timeout_s=CALL_TIMEOUT_S)
+        except BusError as error:
+            # It does what it is sent; only those that look on do not see it.
+            logger.info("%s does not take its role: %s", action.instance_id, error)
 
     async def _ask_held(self, ask: AskHeld) -> None:
         held = None

@@ -132,6 +132,7 @@ class Observer:
                 "tideway.instance_id": dispatch.instance_id,
                 "tideway.epoch": dispatch.request.epoch,
                 "tideway.dispatched_for": dispatch.why,
+                **({"tideway.decoder": dispatch.request.decoder} if dispatch.request.decoder else {}),
             },
         )
 

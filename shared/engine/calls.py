@@ -223,6 +223,9 @@ class Release(Call[bool], frozen=True):
 
 
 class EndMigration(Call[None], frozen=True):
+    """The move is off, or does not begin: one that was to be handed over decodes here."""
+
+    brings_work = True
     request_id: str
 
     def on(self, engine: Engine, now: float) -> None:

@@ -34,7 +34,7 @@ from shared.engine.charging import Charging
 from shared.engine.checks import check_engine
 from shared.engine.copying import Copying
 from shared.engine.drafting import Drafting
-from shared.engine.handover import Detached, MigrationCandidate
+from shared.engine.handover import Detached, MigrationCandidate, PromptChunk
 from shared.engine.incoming import Incoming
 from shared.engine.load import InstanceLoad, instance_load
 from shared.engine.memory.allocator import Allocator
@@ -57,7 +57,7 @@ from shared.recording import Recorder
 
 R = TypeVar("R")
 
-Effect = Output | Ended | Detached
+Effect = Output | Ended | Detached | PromptChunk
 
 
 class Engine:
@@ -297,7 +297,7 @@ class Engine:
             0.0 if now is None else self.steps.online_wait_s(now),
             lambda model: inf if now is None else self.planner.offline_spare_s(model, now),
             now,
-            self._objectives[0],
+            *self._objectives,
             given_away,
         )
 

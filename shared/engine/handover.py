@@ -57,6 +57,15 @@ class Detached(msgspec.Struct, frozen=True):
     """When this instance was given it."""
 
 
+class PromptChunk(msgspec.Struct, frozen=True):
+    """Effect: a step has computed a part of a prompt whose request is to be handed over. With the last part the request
+    waits, and makes no token, until it is detached or its migration ends (`EndMigration`)."""
+
+    request_id: str
+    decoder: str
+    """As of `GenerationRequest`."""
+
+
 class Reservation(msgspec.Struct, frozen=True):
     """Blocks for one stage of a sequence that comes; those of `held` need not be sent."""
 

@@ -73,6 +73,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Before the prompt of one more online request is begun."""
     ttft_s: float = 0.0
     """Objective of a first token."""
+    tpot_s: float = 0.0
+    """Objective of each later one."""
     late_starts_s: float = 0.0
     """Seconds until the first waiting prompt that cannot meet its objective here is begun; 0: there is none."""
     late_move: NextMove | None = None
@@ -169,13 +171,14 @@ def instance_load(
     spare_s: Callable[[str], float],
     now: float | None,
     ttft_s: float = 0.0,
+    tpot_s: float = 0.0,
     given_away: Container[str] = (),
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
     pool that is used beside requests of high priority; 0: from the cost models. `max_step_tokens`: limit of the step planned
     last. `steps_s`: until the steps in flight end that an online request would wait for. `spare_s`: for how long an offline
-    step of a model may run beside online work (`Planner.offline_spare_s`). `ttft_s`: objective where neither request nor
-    model names one; 0: none. `given_away`: models of which all requests are to leave."""
+    step of a model may run beside online work (`Planner.offline_spare_s`). `ttft_s`, `tpot_s`: objectives where neither
+    request nor model names one; 0: none. `given_away`: models of which all requests are to leave."""
     totals, pool = _Totals(memory.queues), memory.pool
     models = []
     for queue in memory.queues.values():
@@ -221,6 +224,7 @@ def instance_load(
         running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
         ttft_s=ttft_s,
+        tpot_s=tpot_s,
         late_starts_s=0.0 if late is None else late.starts_s,
         late_move=None if late is None else _move(memory, late.sequence),
     )

@@ -52,6 +52,8 @@ class ModelQueue:
         """Running ones that a suspended step holds: not planned, nobody's victims."""
         self.leaving: dict[int, Sequence] = {}
         """On their way to another instance: not planned, nobody's victims."""
+        self.handing_over: dict[int, Sequence] = {}
+        """Those to be handed over when their prompts are computed, in whatever state: no step here decodes them."""
         self.last_planned_step = -1
         self.offline_turn_s = 0.0
         """When the last step with offline work of the model was to begin, or the first of what it holds came."""

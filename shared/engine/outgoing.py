@@ -83,6 +83,25 @@ class Outgoing:
             if self._may_migrate(late.sequence, now, is_drain=False)
         ]
 
+    def handoff_candidate(self, request_id: str) -> MigrationCandidate | None:
+        """A request whose prompt is being computed, or was, and that is to be handed over. It may leave however lately it
+        came. None: it does not run, leaves already, or what is to be known of it does not travel."""
+        sequence = self._requests.held(request_id)
+        if sequence is None or sequence.number not in self._memory.queues[sequence.model].handing_over:
+            return None
+        is_free = sequence.handover == Handover.NONE and may_migrate(sequence.request.epoch)
+        if sequence.state != State.RUNNING or not is_free or sequence.is_spoilt or self._is_scoring(sequence):
+            return None
+        return self._candidate(sequence)
+
+    def last_chunks(self, request_id: str) -> int | None:
+        """Steps in flight that compute the rest of a request's prompt; None: a part of it is in no step yet. A last token
+        alone is no part: it is computed as those of the output are."""
+        sequence = self._requests.held(request_id)
+        if sequence is None:
+            return 0
+        return sequence.in_flight if sequence.is_in_decode else None
+
     def _may_migrate(self, sequence: Sequence, now: float, *, is_drain: bool) -> bool:
         """A request of unknown length goes on for about as long as it has: with a cooldown that doubles it moves no more
         often than that pays for, whatever the load does. Who drains asks for less."""
@@ -201,6 +220,7 @@ class Outgoing:
 
     def _detached(self, sequence: Sequence, now: float) -> Detached:
         request, sampling = sequence.request, sequence.request.sampling
+        queue = self._memory.queues[sequence.model]
         # Where the model takes fewer tokens here than there, it ends as it would have here.
         max_tokens = sequence.max_total - sequence.num_prompt
         if max_tokens != sampling.max_tokens:
@@ -208,6 +228,7 @@ class Outgoing:
         travelling = msgspec.structs.replace(
             request,
             sampling=sampling,
+            decoder="",
             prior=sequence.packed_output,
             timeout_s=sequence.deadline_s - now,
             waited_s=now - sequence.arrived_s,
@@ -228,7 +249,8 @@ class Outgoing:
             num_restored_blocks=sequence.num_restored_blocks,
             num_suspensions=sequence.num_suspensions,
             order_state=self._memory.ordering.export_state(sequence),
-            num_migrations=sequence.num_migrations + 1,
+            # A handoff is no move that others would have to pay for.
+            num_migrations=sequence.num_migrations + (sequence.number not in queue.handing_over),
             last_ran_age_s=now - sequence.last_ran_s,
             peak_computed=sequence.peak_computed,
             last_token_age_s=-1.0 if sequence.last_token_s is None else now - sequence.last_token_s,
@@ -283,6 +305,7 @@ class Outgoing:
             sequence.request = msgspec.structs.replace(sequence.request, epoch=epoch)
         sequence.handover = Handover.NONE
         sequence.moved_s = now
+        self._stay(sequence)
         self._awaited = [other for other in self._awaited if other is not sequence]
         self._taken = [(other, taken) for other, taken in self._taken if other is not sequence]
         self._memory.come_back(sequence, now)
@@ -308,3 +331,8 @@ class Outgoing:
             self._reattach(sequence, now)
         sequence.handover = Handover.NONE
         sequence.moved_s = now
+        self._stay(sequence)
+
+    def _stay(self, sequence: Sequence) -> None:
+        """It decodes here, whoever was to do that."""
+        self._memory.queues[sequence.model].handing_over.pop(sequence.number, None)

@@ -28,6 +28,7 @@ from shared.engine.sequence import PriorityClass, Sequence, State
 from shared.messages.timeline import EventKind
 from shared.policies.ordering import ModelView
 from shared.policies.patience import Patience
+from shared.policies.roles import most_chunk
 from shared.policies.silence import PLANNED_SHARE, SERVING_STEPS, URGENT_S, is_overfull, room_s
 from shared.policies.slo_budget import MAX_SLACK, PACE
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
@@ -655,6 +656,8 @@ class Planner:
                 for sequence in running
                 if not sequence.is_in_decode or not self._favours.may_be_left_out(sequence, favoured, step_s, now)
             ]
+        if waiting := queue.handing_over:
+            running = [one for one in running if not (one.number in waiting and one.is_in_decode)]
         prefills: list[Sequence] = []
         add_sequence, add_start = batch.sequences.append, batch.starts.append
         budget = batch.budget
@@ -716,9 +719,10 @@ class Planner:
         """Online prompts go on even where the decodes alone break their objective: one chunk a step."""
         return MIN_ONLINE_CHUNK if priority_class != PriorityClass.OFFLINE and not batch.has_chunk else 0
 
-    @staticmethod
-    def _add_prefill(sequence: Sequence, batch: Batch, at_least: int) -> None:
+    def _add_prefill(self, sequence: Sequence, batch: Batch, at_least: int) -> None:
         wanted = sequence.total - sequence.num_computed
+        if sequence.number in self._queues[sequence.model].handing_over:
+            wanted = min(wanted, most_chunk(wanted))
         fitting = batch.budget.fits_prefill(wanted, sequence.num_computed)
         count = min(wanted, batch.budget.tokens_left, max(fitting, at_least))
         if count > 0:

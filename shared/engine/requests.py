@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
 import msgspec
 
+from shared.engine.handover import PromptChunk
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.engine.sequence import Handover, PriorityClass, Sequence, State, priority_class_of
@@ -136,6 +137,7 @@ class RequestTable:
         self.outputs: dict[str, list[TokenEntry]] = {}
         """Outputs for each gateway since they were last taken."""
         self._ended: list[Ended] = []
+        self._chunks: list[PromptChunk] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._num_submitted = 0
         self.charge_leaving: Callable[[Sequence, float], None] | None = None
@@ -159,6 +161,8 @@ class RequestTable:
             self.drop(held, now)
         sequence = self.new_sequence(request, queue, now)
         self.hold(sequence, now)
+        if request.decoder:
+            queue.handing_over[sequence.number] = sequence
         num_before = sum(len(of_class) for of_class in queue.waiting)
         has_ttft, has_tpot = has_objectives(request)
         objectives = (
@@ -333,11 +337,22 @@ class RequestTable:
         sequence.promised_s = 0.0
         tenants.leave(sequence.tenant)
 
-    def take_effects(self) -> list[Output | Ended]:
+    def tell_chunks(self, sequences: Iterable[Sequence], handing_over: Container[int]) -> None:
+        """A step has computed these. `handing_over`: numbers of the sequences that are to be handed over."""
+        self._chunks.extend(
+            PromptChunk(sequence.request.request_id, sequence.request.decoder)
+            for sequence in sequences
+            if sequence.number in handing_over and sequence.state == State.RUNNING
+        )
+
+    def take_effects(self) -> list[Output | Ended | PromptChunk]:
         """What happened since the last call, outputs first."""
-        effects: list[Output | Ended] = [Output(gateway, entries) for gateway, entries in self.outputs.items()]
+        effects: list[Output | Ended | PromptChunk] = [
+            Output(gateway, entries) for gateway, entries in self.outputs.items()
+        ]
         effects.extend(self._ended)
-        self.outputs, self._ended = {}, []
+        effects.extend(self._chunks)
+        self.outputs, self._ended, self._chunks = {}, [], []
         return effects
 
     # --------------------------------------------------------------------------------------------------- time

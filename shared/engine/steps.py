@@ -268,6 +268,8 @@ class Steps:
                 outputs[request.gateway_id] = [entry]
             else:
                 entries.append(entry)
+        if queue.handing_over:
+            self._requests.tell_chunks(step.sequences, queue.handing_over)
 
     def _end_silence(self, sequence: Sequence, now: float) -> None:
         """With its last known token, the first of here or since it was preempted."""

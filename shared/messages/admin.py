@@ -324,6 +324,10 @@ class InstanceState(msgspec.Struct, kw_only=True):
     engine_version: str = ""
     lacks: list[str] = []
     """What the engine cannot do (docs/engines.md)."""
+    role: str = "both"
+    """What it is sent: both | prefill | decode"""
+    is_role_fixed: bool = False
+    """An operator chose the role."""
 
 
 class InstanceStates(msgspec.Struct):

@@ -37,6 +37,7 @@ from shared.messages.cluster import (
     ModelStatistics,
     NodeInfo,
     PlacementPlan,
+    SetRole,
     StatisticsReport,
     StoredCostModel,
 )
@@ -126,6 +127,9 @@ INSTANCE_REPLAY = Endpoint(f"{_INSTANCE}.replay", ReplayQuery, ReplayReply, sent
 INSTANCE_HELD = Endpoint(f"{_INSTANCE}.held", ListHeldRequests, HeldRequests, sent_by=SCHEDULER, served_by=WORKER)
 INSTANCE_POOL = Endpoint(f"{_INSTANCE}.pool", ShowPool, PoolView, sent_by=GATEWAY, served_by=WORKER)
 """While somebody looks at the console."""
+
+# scheduler, or an operator's gateway -> instance
+INSTANCE_ROLE = Endpoint(f"{_INSTANCE}.role", SetRole, Done, sent_by=SCHEDULER | GATEWAY, served_by=WORKER)
 
 # migration: scheduler -> source instance; source -> destination instance
 INSTANCE_REBALANCE = Topic(f"{_INSTANCE}.rebalance", Rebalance, sent_by=SCHEDULER, heard_by=WORKER)

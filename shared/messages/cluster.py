@@ -155,6 +155,25 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Names of its LoRA adapters that are loaded."""
 
 
+class Role(StrEnum):
+    """What the scheduler prefers to send to an instance. Any instance does everything that it is asked."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """It computes long prompts, and hands their requests over to others."""
+    DECODE = "decode"
+    """It decodes, and computes short prompts."""
+
+
+class SetRole(msgspec.Struct, frozen=True, array_like=True):
+    """To an instance: what role it has from now on."""
+
+    role: Role | None
+    """None: no operator's any more."""
+    is_operators: bool = False
+    """It is an operator's choice, which no scheduler changes."""
+
+
 class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An instance in the registry (bucket with TTL): written each second while it lives."""
 
@@ -181,6 +200,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     engine_version: str = ""
     lacks: tuple[str, ...] = ()
     """What it cannot do: members of `shared.engines.capabilities.Capability`."""
+    role: Role = Role.BOTH
+    is_role_fixed: bool = False
+    """The operator chose the role; else the scheduler may change it."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
@@ -351,6 +373,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     instance, or a model, that gives all of its requests away, as many of these as are told."""
     late_move: NextMove | None = None
     """The late prompt; None: there is none."""
+    tpot_s: Seconds = 0.0
+    """Objective of each later token, likewise as of `ttft_s`."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -25,6 +25,8 @@ class MigrationReason(StrEnum):
     PROMPTS = "prompts"
     """Takes a prompt that would be too late to where it is begun sooner."""
     DRAIN = "drain"
+    HANDOFF = "handoff"
+    """Its prompt is computed here, and it decodes elsewhere."""
 
 
 class AbortReason(StrEnum):

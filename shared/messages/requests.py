@@ -223,6 +223,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """Share of its tenant against each other one."""
     prefix_salt: Annotated[str, Meta(max_length=MAX_TENANT_NAME)] = ""
     """Only requests of the same salt use each other's cached prefixes."""
+    decoder: PeerId = ""
+    """Instance that it is handed over to when its prompt is computed; empty: it stays where it is."""
 
     @property
     def public_model(self) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from shared.engine.driver import StepStats
-from shared.engine.handover import Detached
-from shared.engine.requests import Ended, Output
+from shared.engine.engine import Effect
+from shared.engine.handover import Detached, PromptChunk
+from shared.engine.requests import Ended
 from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import (
     AbortMigration,
@@ -193,11 +194,22 @@ class OnEnded(Call[None], frozen=True):
         core.on_ended(self.request_id, now)
 
 
-def calls_of(effects: Iterable[Output | Ended | Detached]) -> Iterator[Call[None]]:
+class OnPromptChunk(Call[None], frozen=True):
+    """Effect of the engine."""
+
+    chunk: PromptChunk
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.on_prompt_chunk(self.chunk, now)
+
+
+def calls_of(effects: Iterable[Effect]) -> Iterator[Call[None]]:
     """For effects of the engine, in order; outputs do not matter here."""
     for effect in effects:
         if isinstance(effect, Detached):
             yield OnDetached(effect)
+        elif isinstance(effect, PromptChunk):
+            yield OnPromptChunk(effect)
         elif isinstance(effect, Ended):
             yield OnEnded(effect.request.request_id)
 

@@ -117,6 +117,13 @@ class OutOver(Command, frozen=True):
     pause_s: float | None = None
 
 
+class NotHandedOver(Command, frozen=True):
+    """A request decodes here that was to be handed over: there was nothing to begin with."""
+
+    request_id: str
+    reason: AbortReason
+
+
 class WindUp(Command, frozen=True):
     """The migration out of here wants nothing more. What is under way may still end within `grace_s`, and is then ended:
     `on_rest` when nobody reads its blocks any more."""
@@ -199,6 +206,8 @@ class Paused(Command, frozen=True):
     """A request that came has made its first step here."""
 
     pause_s: float
+    handoff_s: float | None = None
+    """Since the end of its prompt elsewhere, of one that was handed over."""
 
 
 class Fault(Command, frozen=True):

@@ -16,18 +16,29 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shared.engine.calls import EndMigration
 from shared.engine.driver import StepStats
-from shared.engine.handover import Detached, MigrationCandidate
+from shared.engine.handover import Detached, MigrationCandidate, PromptChunk
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import AbortMigration, AbortReason, Committed, MigrationReason, Rebalance, Reserved
 from shared.messages.requests import Cancel, ErrorInfo, GenerationRequest, MigratedRequest
 from shared.migration.calls import Call
-from shared.migration.commands import Command, Fault, Tell
+from shared.migration.commands import Command, Fault, NotHandedOver, Tell
 from shared.migration.incoming import IncomingMigrations
 from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
 from shared.migration.outgoing import OutgoingMigration, Site
-from shared.migration.questions import Around, Candidates, Held, IsDraining, LateCandidates, NewId, Peer, Peers
+from shared.migration.questions import (
+    Around,
+    Candidates,
+    HandoffCandidate,
+    Held,
+    IsDraining,
+    LateCandidates,
+    NewId,
+    Peer,
+    Peers,
+)
 from shared.migration.source import Event, may_migrate
 from shared.recording import Recorder
 
@@ -41,6 +52,8 @@ FORWARD_S = 60.0
 """Cancels and replays for a request that has moved are passed on for so long."""
 DISOWN_S = 600.0
 """A destination that was taken for dead is told so if it comes back within this time."""
+PEER_WAIT_S = 0.5
+"""A request that is to be handed over waits for so long until the registry has its decoder."""
 OWN_LEASE_S = 1.0
 """Lease for a model's requests that leave because it is unloaded; renewed at half of it."""
 DEFAULT_STEP_S = 0.05
@@ -128,6 +141,9 @@ class MigrationCore:
         """By request id."""
         self._outgoing: dict[str, OutgoingMigration] = {}
         """By migration id, until they are at rest."""
+        self._awaited: dict[str, tuple[float, PromptChunk]] = {}
+        """By request id: those that are to be handed over to an instance that the registry does not have yet, and until
+        when that is waited for."""
         self._moved: dict[str, tuple[float, MigratedRequest]] = {}
         self._disowned: dict[str, tuple[float, InstanceInfo]] = {}
         """By migration id: destinations that were lost after Commit had been sent to them."""
@@ -168,7 +184,7 @@ class MigrationCore:
     def needs_peers(self, now: float) -> bool:
         """Whether the host has to tell of changes in the registry."""
         has_disowned = any(until_s > now for until_s, _ in self._disowned.values())
-        return self.lease is not None or bool(self._departures) or has_disowned
+        return self.lease is not None or bool(self._departures or self._awaited) or has_disowned
 
     @property
     def leaving_models(self) -> frozenset[str]:
@@ -251,7 +267,8 @@ class MigrationCore:
 
     def _begin_one(self, order: _Order, now: float) -> bool:
         """Begins a migration, if one may begin and some request can leave."""
-        if len(self._departures) >= min(order.max_concurrent, max_at_once(order.reason, self._max_migrations)):
+        num_out = sum(departure.reason is not MigrationReason.HANDOFF for departure in self._departures.values())
+        if num_out >= min(order.max_concurrent, max_at_once(order.reason, self._max_migrations)):
             return False
         named = (self._around.ask(Peer(name)) for name in order.destinations if name != self._site.instance_id)
         destinations = [info for info in named if info is not None]
@@ -408,10 +425,52 @@ class MigrationCore:
         if (migration := self._outgoing.get(migration_id)) is not None:
             self._drive(migration, now, partial(migration.feed, event, reason=reason))
 
+    # ---------------------------------------------------------------------------------------------- handoffs
+
+    def on_prompt_chunk(self, chunk: PromptChunk, now: float) -> None:
+        """A part of the prompt of a request was computed that is to be handed over: it is pushed at once."""
+        if (departure := self._departures.get(chunk.request_id)) is None:
+            self._hand_over(chunk, now)
+        elif departure.migration is not None:
+            self._drive(departure.migration, now, departure.migration.on_chunk)
+
+    def _hand_over(self, chunk: PromptChunk, now: float) -> None:
+        """Begins, or says that the request stays. It makes no token here until one or the other."""
+        request_id = chunk.request_id
+        can_go = not self._is_stopping and self._site.address is not None and chunk.decoder != self._site.instance_id
+        destination = self._around.ask(Peer(chunk.decoder)) if can_go else None
+        if destination is None and can_go:
+            until_s, _ = self._awaited.setdefault(request_id, (now + PEER_WAIT_S, chunk))
+            if until_s > now:
+                return
+        self._awaited.pop(request_id, None)
+        departure = None if destination is None else self._handoff(request_id, destination, now)
+        if departure is not None:
+            self._departures[request_id] = departure
+            self._try_next(departure, now)
+        if request_id not in self._departures:
+            self._around.apply(EndMigration(request_id))
+            reason = AbortReason.REFUSED if destination is not None else AbortReason.UNREACHABLE
+            self._commands.append(NotHandedOver("", request_id, AbortReason.STOPPED if self._is_stopping else reason))
+
+    def _handoff(self, request_id: str, destination: InstanceInfo, now: float) -> _Departure | None:
+        """None: it cannot leave, or not to there."""
+        candidate, here = self._around.ask(HandoffCandidate(request_id)), self._around.ask(Held(request_id))
+        if candidate is None or here is None or 4 * candidate.request.num_tokens > MAX_COMMIT_BYTES:
+            return None
+        if not self._fits(candidate, destination, now):
+            return None
+        return _Departure(candidate, here.request, [destination], MigrationReason.HANDOFF)
+
+    def _look_for_decoders(self, now: float) -> None:
+        for _, chunk in list(self._awaited.values()):
+            self._hand_over(chunk, now)
+
     # --------------------------------------------------------------------------- from the engine and the registry
 
     def on_ended(self, request_id: str, now: float) -> None:
         """The request has ended here."""
+        self._awaited.pop(request_id, None)
         if (ending := self.outgoing_of(request_id)) is not None:
             self.feed(ending.migration_id, Event.GONE, AbortReason.ENDED, now)
 
@@ -438,6 +497,8 @@ class MigrationCore:
                 self.feed(migration.migration_id, Event.DESTINATION_LOST, None, now)
         if info is None:
             return
+        if self._awaited:
+            self._look_for_decoders(now)
         for migration_id, (_, destination) in list(self._disowned.items()):
             if destination.instance_id != instance_id:
                 continue
@@ -455,12 +516,15 @@ class MigrationCore:
         found.append(self.incoming.next_wakeup())
         if self.lease is not None or self._own:
             found.append(self._look_s)
+        found += [until_s for until_s, _ in self._awaited.values()]
         return min((at for at in found if at is not None), default=None)
 
     def on_time(self, now: float) -> None:
         for migration in list(self._outgoing.values()):
             self._drive(migration, now, migration.on_time)
         self.incoming.on_time(now)
+        if self._awaited:
+            self._look_for_decoders(now)
         if (self.lease is not None or self._own) and now >= self._look_s:
             self._look(now)
 
@@ -468,6 +532,7 @@ class MigrationCore:
         """Nothing more begins, and what can be aborted is."""
         self._is_stopping = True
         self.lease, self._own = None, {}
+        self._look_for_decoders(now)
         for migration in list(self._outgoing.values()):
             if migration.machine.may_be_withdrawn:
                 self.feed(migration.migration_id, Event.WITHDRAWN, None, now)

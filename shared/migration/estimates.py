@@ -87,6 +87,17 @@ def is_worth(cost_s: float, tokens_left: int, step_s: float, num_moves: int = 0)
     return cost_s * (1 + num_moves) <= tokens_left * step_s
 
 
+def next_of_handoff(num_filled: int, num_chunks: int | None) -> Next:
+    """What to do about blocks of a prompt that are not copied yet. `num_filled`: of them, those whose contents are final;
+    `num_chunks`: steps in flight that compute the rest of it, None: there will be more. Each chunk is copied while the next
+    one is computed. Beside the last one room for it is asked for, and the request leaves its batch with its first token."""
+    if num_chunks == 0:
+        return Next.LAST
+    if num_filled:
+        return Next.STAGE
+    return Next.LAST if num_chunks == 1 else Next.WAIT
+
+
 def next_stage(
     num_filled: int,
     left_s: float,

@@ -24,6 +24,7 @@ from shared.messages.migration import (
     AbortReason,
     Commit,
     Committed,
+    MigrationReason,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -102,6 +103,7 @@ class _Migration:
         self.owns: bool | None = None
         """What Owns is answered."""
         self.source_id = ""
+        self.is_handoff = False
         self.is_counted = False
 
 
@@ -109,6 +111,14 @@ class _Disowned(NamedTuple):
     epoch: int
     """In which it was taken over here."""
     source_id: str
+
+
+class _FirstStep(NamedTuple):
+    """The first step here of a request, which has not ended."""
+
+    adopted_s: float
+    prompt_ended_s: float | None
+    """Elsewhere, of one that was handed over."""
 
 
 class IncomingMigrations:
@@ -120,10 +130,12 @@ class IncomingMigrations:
         """Requests that run here but are not this instance's any more: a source that lost sight of it after Commit goes on
         itself. Forgotten without a word: an end would be taken for the request's own by whoever has not heard of the higher
         epoch yet."""
-        self._first_steps: dict[str, list[float]] = {}
-        """By model, when requests were adopted whose first step here has not ended."""
+        self._first_steps: dict[str, list[_FirstStep]] = {}
+        """By model, of requests that were adopted."""
         self._sweep_s: float | None = None
         self.num_in_progress = 0
+        self._num_handoffs = 0
+        """Among these."""
         self.is_stopping = False
 
     @property
@@ -141,6 +153,7 @@ class IncomingMigrations:
                 self._site.say(commands.AnswerRoom(query.migration_id, query.stage, refused))
                 return
             migration = self._new(query.migration_id, query.request_id, now)
+            migration.is_handoff = query.reason is MigrationReason.HANDOFF
         actions = migration.machine.on_pre_allocate(query.stage, query.num_blocks, now)
         if Action.RESERVE in actions:
             self._count(migration, query)
@@ -178,7 +191,9 @@ class IncomingMigrations:
     def _refusal(self, query: PreAllocate) -> ErrorInfo | None:
         if (refused := self._not_taken(query.model, query.adapter)) is not None:
             return refused
-        if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
+        is_handoff = query.reason is MigrationReason.HANDOFF
+        num_in = self._num_handoffs if is_handoff else self.num_in_progress - self._num_handoffs
+        if num_in >= max_at_once(query.reason, self._max_migrations):
             message = f"{num_in} migrations come in already"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_S)
         if self._site.address is None:
@@ -263,9 +278,10 @@ class IncomingMigrations:
         """A step of the model that began then has ended."""
         if (adopted := self._first_steps.get(model)) is None:
             return
-        for adopted_s in [at for at in adopted if at <= began_s]:
-            self._site.say(commands.Paused("", now - adopted_s))
-            adopted.remove(adopted_s)
+        for first in [one for one in adopted if one.adopted_s <= began_s]:
+            handoff_s = None if first.prompt_ended_s is None else now - first.prompt_ended_s
+            self._site.say(commands.Paused("", now - first.adopted_s, handoff_s))
+            adopted.remove(first)
         if not adopted:
             del self._first_steps[model]
 
@@ -342,10 +358,12 @@ class IncomingMigrations:
         if migration.machine.is_holding and not migration.is_counted:
             migration.is_counted = True
             self.num_in_progress += 1
+            self._num_handoffs += migration.is_handoff
             self._site.say(commands.BeginIn(migration.migration_id, query))
         elif migration.is_counted and not migration.machine.is_holding:
             migration.is_counted = False
             self.num_in_progress -= 1
+            self._num_handoffs -= migration.is_handoff
             for stage in list(migration.asked):
                 self._answer_room(migration, stage, None)
             is_migrated = migration.machine.state is State.OWNED
@@ -403,7 +421,9 @@ class IncomingMigrations:
             return
         self._site.say(commands.Adopted(migration.migration_id, commit, len(request.prior) // 4))
         if commit.progress.num_computed:
-            self._first_steps.setdefault(request.model, []).append(now)
+            age_s = commit.progress.last_token_age_s
+            ended_s = now - age_s if migration.is_handoff and age_s >= 0 else None
+            self._first_steps.setdefault(request.model, []).append(_FirstStep(now, ended_s))
         self._on(migration, Event.ADOPTED, now)
 
     def _give_up_disowned(self) -> None:

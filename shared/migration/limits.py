@@ -12,8 +12,14 @@ DRAIN_CONCURRENCY = 4
 more than how smoothly others are served there meanwhile."""
 
 
+HANDOFF_CONCURRENCY = 256
+"""Handoffs out of an instance, or into it: as many as run there. They are no part of the migrations that settings bound."""
+
+
 def max_at_once(reason: MigrationReason, max_migrations: int) -> int:
-    """Out of an instance, or into it, that is set to `max_migrations`."""
+    """Out of an instance, or into it, that is set to `max_migrations`; handoffs count apart."""
+    if reason == MigrationReason.HANDOFF:
+        return HANDOFF_CONCURRENCY
     return max(DRAIN_CONCURRENCY, max_migrations) if reason == MigrationReason.DRAIN else max_migrations
 
 

@@ -31,9 +31,18 @@ from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationReq
 from shared.migration import commands
 from shared.migration.commands import Command, Stage
 from shared.migration.destination import IDLE_S
-from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, copy_deadline_s, copy_s, is_worth, next_stage
+from shared.migration.estimates import (
+    MARGIN_BLOCKS,
+    Busy,
+    Next,
+    copy_deadline_s,
+    copy_s,
+    is_worth,
+    next_of_handoff,
+    next_stage,
+)
 from shared.migration.limits import pool_of
-from shared.migration.questions import Around, BandwidthBytesS, BlockBytes, BusyS, HeldEpoch
+from shared.migration.questions import Around, BandwidthBytesS, BlockBytes, BusyS, HeldEpoch, LastChunks
 from shared.migration.source import (
     ASK_PAUSE_S,
     ASK_S,
@@ -54,6 +63,9 @@ MAX_TRIES = 5
 """To get room at a destination that says that it will have some soon."""
 MAX_RETRY_S = 0.1
 """What counts as soon."""
+
+HANDOFF_LOOK_S = 0.5
+"""A prompt that is to be handed over is looked at so often while no chunk of it ends."""
 
 _SOON = (ErrorCode.OVERLOADED, ErrorCode.LOADING)
 
@@ -122,6 +134,7 @@ class OutgoingMigration:
         self._reason = reason
         self._is_leaving = reason is MigrationReason.DRAIN
         """An instance whose requests all go, so none of them has to be spared the work of copies."""
+        self._is_handoff = reason is MigrationReason.HANDOFF
         self._events: deque[tuple[Event, AbortReason | None]] = deque()
         self._is_feeding = False
         self._stages: list[Stage] = []
@@ -192,6 +205,12 @@ class OutgoingMigration:
             due(now)
         if not self.machine.is_over and self.machine.deadline_s() <= now:
             self.feed(Event.TIMEOUT, now)
+
+    def on_chunk(self, now: float) -> None:
+        """A chunk of the prompt has ended that is to be handed over."""
+        if self.machine.state is State.WAITING:
+            self._timer = None
+            self.feed(Event.DUE, now)
 
     def on_owned(self, owns: bool | None, now: float) -> None:
         """The answer to Owns; None: it does not say."""
@@ -295,6 +314,9 @@ class OutgoingMigration:
         if not self._num_copied and not self._is_worth(1):
             self.feed(Event.FAILED, now, AbortReason.NOT_WORTH)
             return
+        if self._is_handoff:
+            self._decide_handoff(pinned, now)
+            return
         is_in_prefill = self._is_in_prefill(first_block + num_filled)
         # What the step in flight computes of its prompt is filled only when that has ended.
         busy_s = (self._source_busy_s(now) if is_in_prefill else 0.0) or self._busy.left_s(now)
@@ -319,6 +341,23 @@ class OutgoingMigration:
             num_blocks = num_filled + MARGIN_BLOCKS
             self._announce(num_blocks, pinned.hashes, begins_s=LEAVE_S, is_last=True, arrives_s=arrives_s)
             self.feed(Event.LAST, now)
+
+    def _decide_handoff(self, pinned: PinnedBlocks, now: float) -> None:
+        num_filled = len(pinned.blocks)
+        match next_of_handoff(num_filled, self._site.around.ask(LastChunks(self.request_id))):
+            case Next.STAGE:
+                self._announce(num_filled, pinned.hashes)
+                self.feed(Event.STAGE, now)
+            case Next.WAIT:
+                self._timer = now + HANDOFF_LOOK_S, partial(self.feed, Event.DUE)
+                self.feed(Event.WAIT, now)
+            case _:
+                num_tokens = self._candidate.request.num_tokens
+                num_left = max(num_filled, -(-num_tokens // self._block_size) - pinned.first_block)
+                arrives_s = self._source_busy_s(now)
+                num_blocks = num_left + MARGIN_BLOCKS
+                self._announce(num_blocks, pinned.hashes, begins_s=LEAVE_S, is_last=True, arrives_s=arrives_s)
+                self.feed(Event.LAST, now)
 
     def _source_busy_s(self, now: float) -> float:
         return self._site.around.ask(BusyS(now))
@@ -355,7 +394,7 @@ class OutgoingMigration:
         arrives_s: float = 0.0,
     ) -> None:
         first_block = sum(stage.num_blocks for stage in self._stages)
-        is_urgent = is_last or self._is_leaving
+        is_urgent = is_last or self._is_leaving or self._is_handoff
         number = len(self._stages)
         self._stages.append(
             Stage(
@@ -562,7 +601,8 @@ class OutgoingMigration:
 
     def _copy_s(self, num_blocks: int, is_urgent: bool = False) -> float:
         """To copy so many; beside the decode where it is not urgent."""
-        return self._bytes_s(num_blocks * (self._block_bytes(False) or 0), is_urgent or self._is_leaving)
+        is_urgent = is_urgent or self._is_leaving or self._is_handoff
+        return self._bytes_s(num_blocks * (self._block_bytes(False) or 0), is_urgent)
 
     def _copy_deadline_s(self, stage: Stage | None) -> float:
         """How long the copy of a stage may take."""

@@ -112,6 +112,24 @@ class LateCandidates(Question[list[MigrationCandidate]], frozen=True):
         return around.engine.ask(lambda engine: engine.late_candidates(self.now))
 
 
+class HandoffCandidate(Question[MigrationCandidate | None], frozen=True):
+    """See `Outgoing.handoff_candidate`."""
+
+    request_id: str
+
+    def of(self, around: Surroundings) -> MigrationCandidate | None:
+        return around.engine.ask(lambda engine: engine.outgoing.handoff_candidate(self.request_id))
+
+
+class LastChunks(Question[int | None], frozen=True):
+    """See `Outgoing.last_chunks`."""
+
+    request_id: str
+
+    def of(self, around: Surroundings) -> int | None:
+        return around.engine.ask(lambda engine: engine.outgoing.last_chunks(self.request_id))
+
+
 class Held(Question[HeldRequestHere | None], frozen=True):
     request_id: str
 

@@ -13,7 +13,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
@@ -194,6 +194,9 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     """doubling_budget | seallm | fcfs | round_robin | mlfq, a plug-in's name, or module:attribute"""
     migration: str = "auto"
     """auto: requests move between instances | off"""
+    roles: Literal["off", "fixed", "adaptive"] = "fixed"
+    """off: every instance computes prompts and decodes | fixed: instances with a role of the operator's do what it says |
+    adaptive: the roles of the others follow the load"""
     rebalance_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1
     rebalance_low: float = 96.0
     """An instance of lower migration freeness (decode steps until its KV pool is full) gives requests away."""
@@ -332,6 +335,16 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     share of the cores, and each instance has so many of them."""
     pipeline_parallel: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Stages of each instance, each with a run of the layers and `tensor_parallel` devices."""
+    instance_roles: Annotated[
+        str, msgspec.Meta(pattern=r"^((auto|both|prefill|decode)(,(auto|both|prefill|decode))*)?$")
+    ] = ""
+    """Roles of the node's instances in their order, comma-separated: prefill | decode | both, or auto, which is the
+    scheduler's matter; auto for those that are not named."""
+
+    def role_of(self, index: int) -> Literal["auto", "both", "prefill", "decode"]:
+        """Role of the instance of that number."""
+        roles = self.instance_roles.split(",")
+        return cast(Literal["auto", "both", "prefill", "decode"], (roles[index : index + 1] or ["auto"])[0] or "auto")
 
 
 class InstanceSettings(BusSettings, frozen=True, kw_only=True):
@@ -397,6 +410,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     id; empty: nowhere."""
     record_max_bytes: int = RECORD_MAX_BYTES
     """Largest size of a recording, which ends there."""
+    role: Literal["auto", "both", "prefill", "decode"] = "auto"
+    """What the scheduler is to send here (shared/policies/roles.py); auto: that is the scheduler's matter."""
     migration: str = "auto"
     """auto: KV moves to other instances over UCX, where that can be used | off"""
     migration_rate_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.messages.cluster import Role
 from shared.messages.migration import Rebalance
 from shared.messages.requests import GenerationRequest, RequestsLost, TokenEntry
 
@@ -99,6 +100,13 @@ class SendRebalance(msgspec.Struct, frozen=True, tag=True):
     rebalance: Rebalance
 
 
+class TellRole(msgspec.Struct, frozen=True, tag=True):
+    """Tell an instance what role it has from now on, for whoever looks on and for the next leader."""
+
+    instance_id: str
+    role: Role
+
+
 class Paired(msgspec.Struct, frozen=True, tag=True):
     """For the log and metrics: an instance gives requests away from now on."""
 
@@ -144,6 +152,7 @@ Action = (
     | Waits
     | SendRebalance
     | Paired
+    | TellRole
     | MigrationEnded
     | ScalingAction
 )

@@ -409,6 +409,19 @@ class Seen:
     def token_s(self) -> float:
         return self._standing.token_s(self._by.model, self._by.is_high)
 
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of the decode steps of its model there; 0: not known."""
+        for name, num, (one_s, request_s) in self.state.load.residents:
+            if name == self._by.model:
+                return one_s + num * request_s
+        return 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Objective of a first token there; 0: none is told."""
+        return self._standing.report.ttft_s
+
 
 class CandidatesFor:
     """Those for one request (`Candidates`)."""
@@ -445,6 +458,11 @@ class CandidatesFor:
         self._ways: dict[ServedModel, _Way] = {}
         self._seen: dict[str, Seen | None] = {}
         self._owners: list[Seen] | None = None
+        self._is_allowed: Callable[[str], bool] | None = None
+
+    def narrow(self, is_allowed: Callable[[str], bool] | None) -> None:
+        """From now on only instances of these ids are candidates; None: all."""
+        self._is_allowed, self._owners = is_allowed, None
 
     @property
     def num_serving(self) -> int:
@@ -498,6 +516,8 @@ class CandidatesFor:
 
     def _fitting(self, instance_id: str) -> Seen | None:
         """If the request can grow to its end there."""
+        if self._is_allowed is not None and not self._is_allowed(instance_id):
+            return None
         if instance_id in self._seen:
             return self._seen[instance_id]
         state = self._cluster.get(instance_id)

@@ -276,7 +276,8 @@ def _late_move(report: LoadReport) -> NextMove | None:
 def _terms_of(info: InstanceInfo) -> tuple[object, ...]:
     """All that an entry says of what the instance takes, and nothing of its load."""
     served = [(m.name, m.state, m.max_model_len, m.block_size, m.blocks_per_merged) for m in info.models]
-    return info.incarnation, info.state, info.kv_address, info.num_merged, info.lacks, served
+    role = info.role if info.is_role_fixed else None
+    return info.incarnation, info.state, info.kv_address, info.num_merged, info.lacks, role, served
 
 
 class ClusterView:

@@ -19,6 +19,7 @@ The parts own their state, and meet here:
     membership    instances that come and go (membership.py)
     migrations    requests that went from one instance to another (migrations.py)
     rescheduler   who gives requests to whom (rescheduling.py)
+    roles         which instances compute prompts for others (roles.py)
     scaler        how many instances there are (scaling.py)
     monitor       execution times of models (monitor.py)
 """
@@ -47,6 +48,7 @@ from shared.scheduling.queue import GlobalQueue
 from shared.scheduling.recovery import Delivery, Inquiries
 from shared.scheduling.requests import RequestState, TrackedRequest
 from shared.scheduling.rescheduling import Rescheduler
+from shared.scheduling.roles import Roles
 from shared.scheduling.scaling import Scaler
 
 R = TypeVar("R")
@@ -71,14 +73,16 @@ class SchedulerCore:
         self.cluster = ClusterView(settings.lost_after_s)
         self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
         parameters = DispatchParameters(settings.max_defragmenting_share)
+        self.roles = Roles("off" if settings.migration == "off" else settings.roles, self.cluster)
         self.dispatcher = Dispatcher(
             self.cluster,
             self.queue,
             dispatch_policy(settings.dispatch_policy, parameters),
             max_waiting_per_model=settings.max_waiting_per_model,
             growth_steps=settings.dispatch_growth_steps,
+            roles=self.roles,
         )
-        self.rescheduler = Rescheduler(settings, self.cluster, self.dispatcher.held_of)
+        self.rescheduler = Rescheduler(settings, self.cluster, self.roles, self.dispatcher.held_of)
         self.scaler = Scaler(settings)
         self.life = life = RequestLifecycle(self.dispatcher, self.cluster, self.say)
         self.migrations = MigrationBook(self)
@@ -112,7 +116,7 @@ class SchedulerCore:
             self.life.dispatch(tracked, instance_id, now)
         if not self.dispatcher.has_more:
             self.life.tell_who_waits(now)
-        actions = self._actions + self.rescheduler.due(now)
+        actions = self._actions + self.rescheduler.due(now) + self.roles.due(self.dispatcher.long_work(now), now)
         self._actions.clear()
         if self._record is not None:
             self._record(actions, now)
@@ -130,7 +134,8 @@ class SchedulerCore:
 
     def next_wakeup(self) -> float | None:
         """When `OnTime` must be applied next, if nothing else happens before."""
-        times = (self.life.timers.next(), self.cluster.next_silence(), self.rescheduler.next_wakeup())
+        parts = (self.cluster.next_silence(), self.rescheduler.next_wakeup(), self.roles.next_wakeup())
+        times = (self.life.timers.next(), *parts)
         return min((at for at in times if at is not None), default=None)
 
     # ------------------------------------------------------------------------------ what concerns several parts

@@ -19,18 +19,20 @@ last one may overdraw it, so that a long request is not passed by for ever.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from shared.messages.cluster import LoadReport, NextMove
 from shared.policies.dispatch import GRAIN_S, DispatchPolicy
 from shared.policies.ordering import ModelView
+from shared.policies.roles import is_apart, is_handed_over, is_short
 from shared.scheduling.candidates import CandidateIndex, CandidatesFor, Ranking, Seen
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.in_flight import InFlight, InFlightLedger
 from shared.scheduling.prefixes import NOT_HELD, Held, PrefixIndex
 from shared.scheduling.queue import GlobalQueue, Head, Lane, Outflow, lane_of
 from shared.scheduling.requests import TrackedRequest
+from shared.scheduling.roles import Roles
 
 LOOKAHEAD = 16
 """How many requests of a lane are tried where the first ones fit on no instance that is free: with pools of different
@@ -59,8 +61,12 @@ class Dispatcher:
         *,
         max_waiting_per_model: int,
         growth_steps: float,
+        roles: Roles,
     ) -> None:
         """`growth_steps`: decode steps for which all that runs on an instance is to have room to grow."""
+        self._roles = roles
+        self._long_s = Outflow(WORK_WINDOW_S)
+        """Predicted seconds of long prompts of online requests that were dispatched."""
         self.queue = queue
         self.ledger = InFlightLedger()
         self.ranking = Ranking(cluster, self.ledger, policy, max_waiting_per_model)
@@ -163,6 +169,10 @@ class Dispatcher:
             work[model] = per_s + lengths.get(Lane(model, True), 0) * mean_s / BACKLOG_S
         return work
 
+    def long_work(self, now: float) -> float:
+        """Predicted seconds of long prompts (`roles.is_short`) that are dispatched each second lately, of all models."""
+        return self._long_s.per_second(now)
+
     def picks(self, now: float, limit: int | None = None) -> Iterator[tuple[TrackedRequest, str]]:
         """Decides on every dispatch that is possible now, or the first `limit` (`has_more`), best place in the queue first
         over all woken lanes. A request leaves the queue and enters the ledger before it is yielded. One whose time is over
@@ -237,12 +247,41 @@ class Dispatcher:
         if not tracked.is_online:
             tracked.chosen_for = ("has the most room for offline tokens", best[0].state.freeness(False).freeness)
             return best[0]
-        chosen = cast(Seen | None, self._policy.choose(tracked, candidates))
+        tracked.decoder = ""
+        if self._roles.is_split:
+            chosen = self._choice_by_phase(tracked, candidates)
+        else:
+            chosen = cast(Seen | None, self._policy.choose(tracked, candidates))
         if chosen is None:
             self._held_back[lane_of(tracked)] = (tracked.num_tokens, tracked.num_tokens_at_most)
+        elif tracked.decoder:
+            tracked.chosen_for = (f"computes its prompt, which {tracked.decoder} decodes", chosen.view.freeness)
         else:
             tracked.chosen_for = (self._why(tracked, chosen, best[0]), chosen.state.freeness(tracked.is_high).freeness)
         return chosen
+
+    def _choice_by_phase(self, tracked: TrackedRequest, candidates: CandidatesFor) -> Seen | None:
+        """The instance that computes its prompt, where some do so for others; names the one that decodes it then, if that
+        is another."""
+        roles = self._roles
+        here = self._choice_among(roles.is_decoder, tracked, candidates)
+        there = self._choice_among(roles.is_prefill, tracked, candidates)
+        if here is None or there is None or not is_apart(here, there, here.step_s, here.ttft_s):
+            return here or there
+        candidates.narrow(roles.is_decoder)
+        decoder = candidates.first(1)[0]
+        tokens_left = tracked.num_tokens_at_most - tracked.num_tokens
+        if there.state.is_reachable and decoder.state.can_take and is_handed_over(decoder, tokens_left):
+            tracked.decoder = decoder.instance_id
+            self.ledger.promise(tracked.request_id, decoder.instance_id, decoder.demand_merged)
+            self.ranking.worsen(decoder.instance_id, decoder.state)
+        return there
+
+    def _choice_among(
+        self, is_allowed: Callable[[str], bool], tracked: TrackedRequest, candidates: CandidatesFor
+    ) -> Seen | None:
+        candidates.narrow(is_allowed)
+        return cast(Seen | None, self._policy.choose(tracked, candidates)) if candidates.first(1) else None
 
     def _why(self, tracked: TrackedRequest, chosen: Seen, first: Seen) -> str:
         """In words for whoever asks why it went there."""
@@ -292,6 +331,8 @@ class Dispatcher:
         )
         self.ledger.add(tracked.request_id, instance_id, entry)
         self.queue.tenants.place(tracked, entry.prompt_s)
+        if tracked.is_online and not is_short(entry.prompt_s, chosen.step_s):
+            self._long_s.count(now, entry.prompt_s)
         if tracked.is_online:
             for outflows, amount in (self._prompts_s, entry.prompt_s), (self._num_dispatched, 1.0):
                 outflows.setdefault(tracked.model, Outflow(WORK_WINDOW_S)).count(now, amount)

@@ -1,4 +1,4 @@
-"""What was dispatched and is in no load report yet.
+"""What was dispatched and is in no load report yet, and what will be handed over to an instance when its prompt is computed.
 
 Without the ledger (Llumnix's dispatch-time local account) a burst between two reports lands on one instance.
 """
@@ -29,6 +29,10 @@ class InFlightLedger:
         self._instance_of: dict[str, str] = {}
         self._online: dict[str, dict[str, InFlight]] = {}
         self._offline: dict[str, dict[str, InFlight]] = {}
+        self._promised: dict[str, tuple[str, float]] = {}
+        """By request: the instance that is to decode it, and the merged blocks that it takes there."""
+        self._coming: dict[str, dict[str, float]] = {}
+        """The same by instance."""
         self._offline_tokens: Counter[tuple[str, str]] = Counter()
         """By instance and model."""
 
@@ -61,14 +65,30 @@ class InFlightLedger:
                 del self._offline_tokens[instance_id, entry.model]
         return instance_id
 
+    def promise(self, request_id: str, instance_id: str, demand_merged: float) -> None:
+        """The instance is to decode a request that is being computed elsewhere."""
+        assert request_id not in self._promised, f"{request_id} is promised to another already"
+        self._promised[request_id] = instance_id, demand_merged
+        self._coming.setdefault(instance_id, {})[request_id] = demand_merged
+
+    def end_promise(self, request_id: str) -> str | None:
+        """It is there, or will not come. The instance that was to decode it, or None if none was."""
+        instance_id, _ = self._promised.pop(request_id, (None, 0.0))
+        if instance_id is not None:
+            del self._coming[instance_id][request_id]
+            if not self._coming[instance_id]:
+                del self._coming[instance_id]
+        return instance_id
+
     def where(self, request_id: str) -> str | None:
         return self._instance_of.get(request_id)
 
     def num_requests(self, instance_id: str) -> int:
-        return len(self._online.get(instance_id, ())) + len(self._offline.get(instance_id, ()))
+        return self.num_online(instance_id) + len(self._offline.get(instance_id, ()))
 
     def num_online(self, instance_id: str) -> int:
-        return len(self._online.get(instance_id, ()))
+        """Online requests in flight to it, and those that will be handed over to it."""
+        return len(self._online.get(instance_id, ())) + len(self._coming.get(instance_id, ()))
 
     def num_waiting(self, instance_id: str, model: str) -> int:
         """Online entries of a model: they count as waiting there."""
@@ -76,9 +96,10 @@ class InFlightLedger:
         return len([entry for entry in entries.values() if entry.model == model]) if entries else 0
 
     def demand_merged(self, instance_id: str) -> float:
-        """Merged blocks that the online entries will take (offline work is not load)."""
-        entries = self._online.get(instance_id)
-        return sum([entry.demand_merged for entry in entries.values()]) if entries else 0.0
+        """Merged blocks that the online requests of `num_online` will take (offline work is not load)."""
+        entries, coming = self._online.get(instance_id), self._coming.get(instance_id)
+        in_flight = sum([entry.demand_merged for entry in entries.values()]) if entries else 0.0
+        return in_flight + sum(coming.values()) if coming else in_flight
 
     def prompts_s(self, instance_id: str) -> float:
         """Predicted time of the online entries' prompts."""

@@ -142,7 +142,11 @@ class RequestLifecycle:
         tracked.attempts += 1
         self.requests.move(tracked, RequestState.DISPATCHING, instance_id, now)
         request = msgspec.structs.replace(
-            tracked.request, epoch=tracked.epoch, timeout_s=tracked.deadline_s - now, waited_s=now - tracked.arrived_s
+            tracked.request,
+            epoch=tracked.epoch,
+            timeout_s=tracked.deadline_s - now,
+            waited_s=now - tracked.arrived_s,
+            decoder=tracked.decoder,
         )
         why, freeness = tracked.chosen_for
         num_serving = self._dispatcher.num_serving(tracked.model)
@@ -212,6 +216,7 @@ class RequestLifecycle:
             tracked.older_owners[tracked.instance_id] = tracked.epoch
             tracked.epoch = next_placement(tracked.epoch)
         self._tenants.unplace(tracked)
+        self.end_promise(tracked.request_id)
         self.requests.move(tracked, RequestState.QUEUED, "", now)
         self.enqueue(tracked, now)
 
@@ -279,6 +284,7 @@ class RequestLifecycle:
     def forget(self, tracked: TrackedRequest) -> None:
         """It must have left the queue."""
         self.leave_ledger(tracked.request_id, tracked.instance_id)
+        self.end_promise(tracked.request_id)
         for kind in ("deadline", "unfit", "confirm"):
             self.timers.discard((kind, tracked.request_id))
         self._tenants.leave(tracked)
@@ -290,6 +296,11 @@ class RequestLifecycle:
             self._dispatcher.ledger.remove(request_id)
             self.timers.discard(("ledger", request_id))
             self._dispatcher.ranking.relieve(instance_id)
+
+    def end_promise(self, request_id: str) -> None:
+        """The request is where it is decoded, or no more to be handed over."""
+        if (decoder := self._dispatcher.ledger.end_promise(request_id)) is not None:
+            self._dispatcher.ranking.relieve(decoder)
 
 
 def removed_error(model: str) -> ErrorInfo:

@@ -35,6 +35,7 @@ class Membership:
             self._core.cluster.register(info, now)
         else:
             self._core.cluster.remove(instance_id)
+        self._core.roles.on_registry(instance_id)
         self._core.dispatcher.touch(instance_id, before)
         self._core.rescheduler.on_registry(instance_id, self._core.cluster.get(instance_id), now)
         self._look_through(ways, now)

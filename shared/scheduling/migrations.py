@@ -29,6 +29,7 @@ class MigrationBook:
 
     def migrated_in(self, held: HeldRequest, instance_id: str, now: float) -> None:
         """The instance took a request over."""
+        self._core.life.end_promise(held.request_id)
         tracked = self._core.life.requests.get(held.request_id)
         if tracked is None or is_owner(held.epoch, tracked, instance_id):
             self._core.life.adopt(held, instance_id, now)
@@ -41,6 +42,7 @@ class MigrationBook:
     def ended(self, outcome: MigrationOutcome, source_id: str, now: float) -> None:
         """A migration out of the instance ended. Known requests only: nothing else is said of where it came from."""
         self._core.say(MigrationEnded(source_id, outcome.destination_id, "" if outcome.is_migrated else outcome.reason))
+        self._core.life.end_promise(outcome.request_id)
         tracked = self._core.life.requests.get(outcome.request_id)
         if tracked is None:
             return

@@ -70,6 +70,8 @@ class TrackedRequest:
     """Where it is being dispatched, asked for or assigned."""
     chosen_for: tuple[str, float] = ("", 0.0)
     """Why the dispatcher chose its instance, and how free that was."""
+    decoder: str = ""
+    """The instance that it is handed over to when its prompt is computed; empty: it stays."""
     attempts: int = 0
     num_failures: int = 0
     """Attempts that failed inside an instance (not refusals)."""

@@ -16,6 +16,7 @@ from shared.policies.rebalancing import Destination, Held, InstanceView, Pair, S
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
+from shared.scheduling.roles import Roles
 
 LEASE_INTERVALS = 3
 MIN_LEASE_S = 0.5
@@ -30,9 +31,14 @@ GIVEN_S = 10.0
 
 class Rescheduler:
     def __init__(
-        self, settings: SchedulerSettings, cluster: ClusterView, held_of: Callable[[NextMove, float], Held]
+        self,
+        settings: SchedulerSettings,
+        cluster: ClusterView,
+        roles: Roles,
+        held_of: Callable[[NextMove, float], Held],
     ) -> None:
         """`held_of`: what instances hold of a request in their prefix caches, at a time."""
+        self._roles = roles
         self.is_on = settings.migration != "off"
         policy = REBALANCE_POLICIES.find(settings.rebalance_policy)
         self.policy = policy(settings.rebalance_low, settings.rebalance_high, settings.max_migrations_per_s)
@@ -149,8 +155,12 @@ class Rescheduler:
         return state.rebalancing_view() if state is not None else None
 
     def _destinations_above(self, freeness: float) -> list[Destination]:
-        return [
+        found = [
             Destination(instance_id, report.migration_freeness, state.names)
             for instance_id, state in self._cluster
             if (report := state.report) is not None and report.migration_freeness >= freeness and state.can_take
         ]
+        if not self._roles.is_split:
+            return found
+        # Requests that decode do not go to where prompts are computed, unless no other has room.
+        return [one for one in found if self._roles.is_decoder(one.instance_id)] or found

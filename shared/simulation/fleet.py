@@ -23,6 +23,7 @@ from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
+from shared.engine.handover import Detached
 from shared.engine.load_reports import (
     HEARTBEAT_S,
     MOST_DRIFT_INTERVAL_S,
@@ -34,7 +35,14 @@ from shared.engine.load_reports import (
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
-from shared.messages.cluster import ExecutionStatistics, InstanceExited, InstanceInfo, LoadedModel, MigrationOutcome
+from shared.messages.cluster import (
+    ExecutionStatistics,
+    InstanceExited,
+    InstanceInfo,
+    LoadedModel,
+    MigrationOutcome,
+    Role,
+)
 from shared.messages.migration import Rebalance
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest
 from shared.runtime.settings import SchedulerSettings
@@ -100,6 +108,7 @@ class Instance:
         self.instance_id, self.incarnation, self.device, self.engine = instance_id, incarnation, device, engine
         self.state = "ready"
         """starting | ready | draining, as in the registry."""
+        self.role, self.is_role_fixed = Role.BOTH, False
         self.models: dict[str, Model] = {}
         self.model_states: dict[str, str] = {}
         """loading | ready | unloading, as in the registry."""
@@ -163,7 +172,7 @@ class Instance:
         return InstanceInfo(
             instance_id=self.instance_id, incarnation=self.incarnation, node_id=self.instance_id, state=self.state,
             models=served, num_merged=self.device.configuration.num_merged, merged_bytes=self.device.merged_bytes,
-            device="cuda", kv_address=self.instance_id,
+            device="cuda", kv_address=self.instance_id, role=self.role, is_role_fixed=self.is_role_fixed,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- models
@@ -209,6 +218,8 @@ class Instance:
             return ErrorInfo(ErrorCode.DRAINING, f"instance {self.instance_id} is draining")
         if (state := self.model_states.get(request.model, "not here")) != "ready":
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is {state}")
+        if self.migrations is None:
+            request = msgspec.structs.replace(request, decoder="")
         refused = self.host.apply(Submit(request))
         if refused is None:
             self.reports.admitted.append(request.request_id)
@@ -280,7 +291,7 @@ class Instance:
             elif isinstance(effect, Ended):
                 self.reports.on_ended(effect)
                 self._report_soon()
-            elif effect.progress.num_computed:
+            elif isinstance(effect, Detached) and effect.progress.num_computed:
                 travelling = effect.request
                 num_tokens = (len(travelling.prompt) + len(travelling.prior)) // 4
                 self._gateway.on_detached(travelling.request_id, num_tokens, self.step_s)
@@ -374,6 +385,8 @@ class Scheduler:
             case actions.ScaleUp() | actions.DrainAction() | actions.CancelDrain():
                 assert fleet.scale is not None
                 self.apply(calls.OnScaled(fleet.scale(action)))
+            case actions.TellRole(instance_id, role):
+                after(fleet.control_s, fleet.on_role, instance_id, role)
             case (
                 actions.Paired()
                 | actions.InstanceLost()
@@ -434,6 +447,8 @@ class Fleet:
         self._statistics: dict[str, ExecutionStatistics] = {one.model: one for one in statistics}
         self.scheduler = Scheduler(self, settings, 1, self._statistics)
         self.migrations = None if migrations is None else migrations(self)
+        self.num_role_changes = 0
+        """That the scheduler told."""
         self.emptied_s: dict[str, float] = {}
         """When each instance that was drained held nothing any more."""
         self.scale: Callable[[actions.ScalingAction], list[str]] | None = None
@@ -606,6 +621,11 @@ class Fleet:
     def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None:
         if self.migrations is not None and self.reach(instance_id) is not None:
             self.migrations.on_rebalance(instance_id, rebalance)
+
+    def on_role(self, instance_id: str, role: Role) -> None:
+        if (instance := self.reach(instance_id)) is not None:
+            instance.role = role
+            self.num_role_changes += 1
 
     def on_cancel(self, action: actions.CancelAt) -> None:
         if (instance := self.reach(action.instance_id)) is not None:

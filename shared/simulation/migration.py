@@ -10,7 +10,7 @@ from itertools import count
 from shared.engine import calls as engine_calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
-from shared.engine.handover import Detached
+from shared.engine.handover import Detached, PromptChunk
 from shared.engine.requests import Ended
 from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
@@ -106,6 +106,8 @@ class VirtualMigrations:
         self.num_held_blocks = 0
         """Blocks of requests that moved away which were not sent, since destinations had them."""
         self.is_dead = False
+        self.handoffs_s: list[float] = []
+        """What requests waited that were handed over to here: from the end of their prompts to that of their first step."""
         self.on_over: Callable[[MigrationOutcome, GenerationRequest, Detached | None], None] = lambda *_: None
         self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
         self.on_blocks: Callable[[VirtualMigrations, commands.SendBlocks, list[int]], None] = lambda *_: None
@@ -146,7 +148,7 @@ class VirtualMigrations:
 
     def on_effects(self, effects: list[Effect]) -> None:
         """Takes effects of the engine; acts on them after what else happens at this moment."""
-        if any(isinstance(effect, Detached | Ended) for effect in effects):
+        if any(isinstance(effect, Detached | Ended | PromptChunk) for effect in effects):
             self._events.after(0.0, self.tell, *calls_of(effects))
 
     def on_step(self, stats: StepStats) -> None:
@@ -217,11 +219,14 @@ class VirtualMigrations:
                 self.on_adopted(commit, num_output)
             case commands.Fault(_, error):
                 raise error
+            case commands.Paused(_, _, handoff_s):
+                if handoff_s is not None:
+                    self.handoffs_s.append(handoff_s)
             case (
                 commands.BeginIn()
                 | commands.EndIn()
                 | commands.RefusedIn()
-                | commands.Paused()
+                | commands.NotHandedOver()
                 | commands.BeginTransfer()
             ):
                 pass

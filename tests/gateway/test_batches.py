@@ -332,7 +332,6 @@ async def test_a_clock_that_is_set_forward_ends_a_batch_at_once(
     assert sum(" again in " in each.getMessage() for each in caplog.records) <= 60
 
 
-
 async def test_a_batch_expires(stack: Stack) -> None:
     client, peer = stack.openai(), stack.peer
     run = peer._run

@@ -26,8 +26,8 @@ from services.worker.native.library import (
     packs,
     packs_integers,
 )
-from services.worker.node.state import START_TIMEOUT_S
 from shared.engine.plan import NO_TOKEN
+from shared.placement.node import START_TIMEOUT_S
 
 COMPILED = kernels()
 needs_kernels = pytest.mark.skipif(

@@ -167,6 +167,8 @@ def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> Instan
         engine=info.engine,
         engine_version=info.engine_version,
         lacks=list(info.lacks),
+        role=info.role,
+        is_role_fixed=info.is_role_fixed,
     )
 
 

@@ -27,6 +27,7 @@ from services.gateway.openai.schemas import (
     LoadAdapterRequest,
     ScaleModelRequest,
     ScaleRequest,
+    SetRoleRequest,
     UnloadAdapterRequest,
 )
 from services.gateway.requests.other_routes import json_response
@@ -50,6 +51,7 @@ from shared.messages.admin import (
     ShownPlan,
 )
 from shared.messages.catalogue import (
+    INSTANCE_ROLE,
     NODES,
     PLACEMENT_ADD_ADAPTER,
     PLACEMENT_ADD_MODEL,
@@ -70,6 +72,8 @@ from shared.messages.cluster import (
     AdapterSpec,
     ModelSpec,
     PlacementPlan,
+    Role,
+    SetRole,
 )
 from shared.messages.requests import ErrorCode
 from shared.messages.timeline import (
@@ -91,6 +95,7 @@ from shared.placement.plan import Group
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 10.0
+ROLE_TIMEOUT_S = 3.0
 PLAN_TIMEOUT_S = 2.0
 TRAFFIC_TIMEOUT_S = 2.0
 
@@ -103,6 +108,7 @@ _UNLOAD_ADAPTER = msgspec.json.Decoder(UnloadAdapterRequest)
 _SCALE_MODEL = msgspec.json.Decoder(ScaleModelRequest)
 _CHANGE_PLAN = msgspec.json.Decoder(ChangePlanRequest)
 _SCALE = msgspec.json.Decoder(ScaleRequest)
+_SET_ROLE = msgspec.json.Decoder(SetRoleRequest)
 
 
 def authenticate_operator(context: GatewayContext, request: Request) -> None:
@@ -354,6 +360,20 @@ async def drain_instance(context: GatewayContext, request: Request) -> Response:
 async def undrain_instance(context: GatewayContext, request: Request) -> Response:
     """Puts a drained instance back into the plan, which the answer is; it starts if it had exited."""
     return await _set_draining(context, request, is_undone=True)
+
+
+@audited
+async def set_role(context: GatewayContext, request: Request) -> Response:
+    """Says what the instance is sent from now on, which is also the answer."""
+    authenticate_operator(context, request)
+    message, instance_id = await read_audited(context, request, _SET_ROLE), request.path_params["instance_id"]
+    if instance_id not in context.catalog.alive:
+        what = f"There is no instance {instance_id!r}."
+        raise ApiError(404, what, param="instance_id", code="instance_not_found")
+    query = SetRole(None if message.role == "auto" else Role(message.role), is_operators=True)
+    endpoint = INSTANCE_ROLE.at(instance_id=instance_id)
+    await api_errors(context.bus.request(endpoint, query, timeout_s=ROLE_TIMEOUT_S))
+    return json_response(message)
 
 
 async def _set_draining(context: GatewayContext, request: Request, *, is_undone: bool) -> Response:

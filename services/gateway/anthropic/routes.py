@@ -160,8 +160,8 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 async def _list_models(context: GatewayContext, request: Request) -> Response:
     _key(context, request)
     models = [_model_info(card) for card in model_cards(context)]
-    names = [model.id for model in models] or [None]
-    return json_response(ModelInfos(models, names[0], names[-1]))
+    first, last = (models[0].id, models[-1].id) if models else (None, None)
+    return json_response(ModelInfos(models, first, last))
 
 
 async def get_model(context: GatewayContext, request: Request) -> Response:

@@ -572,6 +572,12 @@ class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How many there are to be, over all nodes."""
 
 
+class SetRoleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["prefill", "decode", "both", "auto"]
+    """What the instance is sent: long prompts, whose requests others decode; all but those; everything. `auto`: what the
+    scheduler chooses (`TIDEWAY_ROLES`). It holds until the instance ends."""
+
+
 class SetRouteRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A public name for models. It may be that of a model, which is then reached by routes alone."""
 

@@ -169,8 +169,8 @@ def _keyed_rules(
             if not text:
                 rules.append(f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/")
         if texts is None or (marks.key_attribute and set(types_of(own, schema)) != {"string"}):
-            named = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            of_value = {**own, **named} if isinstance(own, dict) else {}
+            named: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            of_value = own | named if isinstance(own, dict) else {}
             spellings.append((False, f"%json {_json_of(of_value, function)} {literal(after)}"))
         marked = [
             f"{literal(marks.key_begin + key + marks.after_key(is_text=is_text) + before)} {value}"

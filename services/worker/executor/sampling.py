@@ -199,8 +199,8 @@ class SamplingRows:
             at = np.repeat(biased, [len(ids) for ids, _ in biases])
             token, value = (np.concatenate(column) for column in zip(*biases, strict=True))
             is_known = (token >= 0) & (token < logits.shape[1])
-            at, token, value = (_to(column[is_known], logits) for column in (at, token, value))
-            adjusted.index_put_((at, token), value, accumulate=True)
+            row_index, token_index, addend = (_to(column[is_known], logits) for column in (at, token, value))
+            adjusted.index_put_((row_index, token_index), addend, accumulate=True)
         return adjusted
 
     def _penalise(

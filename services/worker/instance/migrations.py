@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from prometheus_client import Gauge
 
 from services.worker.instance.models import KvUsers
@@ -243,6 +244,15 @@ class InstanceMigrations(KvUsers):
     def num_migrating(self) -> tuple[int, int]:
         """Migrations out of here and into here that are under way."""
         return (0, 0) if self._service is None else self._service.num_migrating
+
+    def prepared(self, request: GenerationRequest) -> GenerationRequest:
+        """The request as the engine is to have it: none that could not be handed over waits for that."""
+        if request.decoder and not self.kv_address:
+            return msgspec.structs.replace(request, decoder="")
+        if request.decoder:
+            # By the end of its first chunk the decoder is known.
+            self._peers.entries()
+        return request
 
     def on_effects(self, effects: Sequence[Effect], stats: StepStats | None) -> None:
         if self._service is not None:

@@ -51,12 +51,13 @@ from shared.messages.catalogue import (
     INSTANCE_LOAD_MODEL,
     INSTANCE_POOL,
     INSTANCE_REPLAY,
+    INSTANCE_ROLE,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
     LOAD_REPORTS,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan
+from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan, Role, SetRole
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
     Accepted,
@@ -167,6 +168,8 @@ class InstanceService:
             self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._migrations, self._adapters
         )
         self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._migrations.peers_known)
+        self._role = Role.BOTH if settings.role == "auto" else Role(settings.role)
+        self._is_role_fixed = settings.role != "auto"
         self._drain_task: asyncio.Task[None] | None = None
         self._is_ending = False
         """No drain is undone any more."""
@@ -193,6 +196,7 @@ class InstanceService:
             await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load_model),
             await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
+            await bus.serve(INSTANCE_ROLE.at(**ids), self._on_role),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._migrations.on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.apply(ClearPrefixCache())),
             await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
@@ -285,7 +289,7 @@ class InstanceService:
             # sent again by someone who does not know yet; its owner has it
             return Accepted(request.request_id)
         self._models.check_serves(request.model)
-        refused = self._loop.apply(Submit(request))
+        refused = self._loop.apply(Submit(self._migrations.prepared(request)))
         if refused is not None:
             raise ServiceError(refused)
         self._outputs.place(request)
@@ -332,6 +336,13 @@ class InstanceService:
 
     def _on_unload_model(self, query: UnloadModel) -> Done:
         self._models.begin_unload(query.name, query.grace_s, keeps_weights=query.keeps_weights)
+        return Done()
+
+    def _on_role(self, query: SetRole) -> Done:
+        # A scheduler that tells another has not heard of the operator's yet.
+        if query.is_operators or not self._is_role_fixed:
+            self._role, self._is_role_fixed = query.role or Role.BOTH, query.is_operators and query.role is not None
+            self.touch()
         return Done()
 
     def _on_drain(self, query: Drain) -> Done:
@@ -473,4 +484,6 @@ class InstanceService:
             kv_address=self._migrations.kv_address,
             dispatch_freeness=load.dispatch_freeness,
             group=self._plan.group,
+            role=self._role,
+            is_role_fixed=self._is_role_fixed,
         )

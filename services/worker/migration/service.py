@@ -425,8 +425,13 @@ class MigrationService:
                 self._tasks.start(self._stop_writing(migration_id, self._in[migration_id]))
             case commands.Adopted(_, commit, num_output):
                 self._handovers.on_adopted(commit, num_output)
-            case commands.Paused(_, seconds):
+            case commands.Paused(_, seconds, handoff_s):
                 self._telemetry.on_pause("destination", seconds)
+                if handoff_s is not None:
+                    self._telemetry.on_handoff(handoff_s)
+            case commands.NotHandedOver(_, request_id, reason):
+                self._telemetry.refused("out", MigrationReason.HANDOFF, reason)
+                log.info("request %s was not handed over: %s", request_id, reason)
             case commands.Fault(_, error):
                 log.error("migration %s failed here", migration_id, exc_info=error)
             case _:

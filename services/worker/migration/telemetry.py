@@ -36,6 +36,11 @@ class MigrationTelemetry:
             ("end",),
             buckets=PAUSE_BUCKETS,
         )
+        self._handoff = histogram(
+            "tideway_handoff_wait_seconds",
+            "What a request waits that is handed over: from the end of its prompt elsewhere to that of its first step here",
+            buckets=PAUSE_BUCKETS,
+        )
         self._bytes = counter("tideway_migration_bytes", "KV bytes moved", ("direction",))
         self._held_blocks = counter(
             "tideway_migration_held_blocks",
@@ -75,6 +80,9 @@ class MigrationTelemetry:
 
     def on_pause(self, end: str, seconds: float) -> None:
         self._pause.labels(end).observe(seconds)
+
+    def on_handoff(self, seconds: float) -> None:
+        self._handoff.observe(seconds)
 
     def on_bytes(self, direction: str, num_bytes: int) -> None:
         self._bytes.labels(direction).inc(num_bytes)

@@ -37,6 +37,7 @@ def instance_environment(
         "plan": msgspec.json.encode(msgspec.structs.replace(plan, group=group)).decode(),
         "device": machine.device,
         "num_threads": machine.num_threads,
+        "role": settings.role_of(k // (size * num_stages)),
     }
     environment = {**base, "PYTHONUNBUFFERED": "1"}
     environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}

@@ -156,6 +156,7 @@ class Allocator:
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out of its queue for good; blocks that a step in flight uses are freed when it returns."""
         self._detach(sequence)
+        self.queues[sequence.model].handing_over.pop(sequence.number, None)
         sequence.state = State.ENDED
         self.host.release(sequence)
         if not sequence.in_flight:

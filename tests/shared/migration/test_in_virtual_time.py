@@ -36,6 +36,8 @@ from tests.shared.engine.fake_executor import FakeExecutor, expected_output, req
 
 SHAPE = ModelShape("a", 4, 3, 400)
 BLOCK_BYTES = 1000
+ORDERS = (MigrationReason.BALANCE, MigrationReason.PROMPTS, MigrationReason.DRAIN)
+"""Reasons for which a scheduler has requests given away."""
 ENDED_S = 1000.0
 """When nothing may be left of anything: what is remembered longest is forgotten after 600 s."""
 
@@ -468,10 +470,12 @@ def walk(seed: int, trouble: str) -> World:
     world.network.fate = fate
     for number in range(16):
         prompt = [random.randrange(5) for _ in range(random.randrange(1, 120))]
-        sent = request(f"r{number}", prompt, random.randrange(1, 200))
-        events.at(random.random() * 10, world.send, random.choice(names), sent)
+        name = random.choice(names)
+        decoder = random.choice(["", "nobody", *names])
+        sent = request(f"r{number}", prompt, random.randrange(1, 200), decoder=decoder)
+        events.at(random.random() * 10, world.send, name, sent)
     for _ in range(60):
-        name, reason = random.choice(names), random.choice(list(MigrationReason))
+        name, reason = random.choice(names), random.choice(ORDERS)
         others = random.sample([other for other in names if other != name], 2)
         events.at(random.random() * 14, lambda n=name, o=others, r=reason: world.nodes[n].rebalance(*o, reason=r))
     for _ in range(3):

@@ -1,0 +1,94 @@
+"""The roles of the instances, as the scheduler prefers them (`shared.policies.roles`): those that operators chose, and,
+where settings say so, those that follow the load."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.messages.cluster import Role
+from shared.policies.roles import RoleView, next_role
+from shared.scheduling.actions import TellRole
+from shared.scheduling.cluster import ClusterView, InstanceState
+
+LOOK_S = 0.5
+"""Between two looks at roles that follow the load; each changes one of them at most."""
+SETTLE_S = 1.0
+"""After a change, until its effect shows in the reports."""
+
+
+class Roles:
+    def __init__(self, mode: Literal["off", "fixed", "adaptive"], cluster: ClusterView) -> None:
+        """`mode`: off: all instances do both | fixed: those of operators | adaptive: the others' roles follow the load."""
+        self.mode = mode
+        self._cluster = cluster
+        self._chosen: dict[str, Role] = {}
+        """Roles of instances that follow the load."""
+        self._look_s = 0.0
+        self.is_split = False
+        """Whether some instance is to compute prompts for others."""
+
+    def of(self, instance_id: str) -> Role:
+        state = self._cluster.get(instance_id)
+        if state is None or self.mode == "off":
+            return Role.BOTH
+        if state.info.is_role_fixed:
+            return state.info.role
+        if self.mode == "fixed":
+            return Role.BOTH
+        # A new leader goes on from what the last one told.
+        return self._chosen.setdefault(instance_id, state.info.role)
+
+    def is_prefill(self, instance_id: str) -> bool:
+        return self.of(instance_id) is Role.PREFILL
+
+    def is_decoder(self, instance_id: str) -> bool:
+        return self.of(instance_id) is not Role.PREFILL
+
+    def on_registry(self, instance_id: str) -> None:
+        """The instance came, went, or says something else of itself."""
+        if self._cluster.get(instance_id) is None:
+            self._chosen.pop(instance_id, None)
+        self._count()
+
+    def _count(self) -> None:
+        self.is_split = self.mode != "off" and any(self.is_prefill(name) for name, _ in self._cluster)
+
+    def next_wakeup(self) -> float | None:
+        return self._look_s if self.mode == "adaptive" else None
+
+    def due(self, work: float, now: float) -> list[TellRole]:
+        """What to tell instances, if it is time to look. `work`: seconds of long prompts that come each second."""
+        if self.mode != "adaptive" or now < self._look_s:
+            return []
+        self._look_s = now + LOOK_S
+        views = [view for name, state in self._cluster if (view := self._view_of(name, state)) is not None]
+        change = next_role(views, work)
+        if change is None:
+            return []
+        self._look_s = now + SETTLE_S
+        instance_id, role = change
+        self._chosen[instance_id] = role
+        self._count()
+        return [TellRole(instance_id, role)]
+
+    def _view_of(self, instance_id: str, state: InstanceState) -> RoleView | None:
+        """None: it takes no requests."""
+        report = state.report
+        if report is None or not state.can_take:
+            return None
+        load = state.load
+        costs = [cost for _, num, cost in load.residents if num] or [cost for _, _, cost in load.residents]
+        step_s, request_s = max(costs, default=(0.0, 0.0))
+        return RoleView(
+            instance_id=instance_id,
+            role=self.of(instance_id),
+            is_fixed=state.info.is_role_fixed,
+            models=state.names,
+            num_running=load.num_running,
+            used_merged=max(0.0, state.info.num_merged - state.left_merged),
+            num_merged=state.info.num_merged,
+            prompts_s=report.prompts_s,
+            step_s=step_s,
+            request_s=request_s,
+            tpot_s=report.tpot_s,
+        )

@@ -1,0 +1,102 @@
+"""Roles in the scheduler's core: who computes a prompt, who is named to decode it, and what is counted for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.messages.cluster import MigrationOutcome, Role
+from shared.messages.requests import HeldRequest
+from shared.runtime.settings import SchedulerSettings
+from shared.scheduling.actions import Action, Dispatch, TellRole
+from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
+from shared.scheduling.core import SchedulerCore
+from tests.shared.scheduling.samples import make_info, make_report, make_request
+
+TOKEN_S, STEP_S = 1e-3, 0.01
+ROLES = {"p": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+
+
+def make_core(mode: str = "fixed", roles: dict[str, Role] = ROLES, **fields: object) -> SchedulerCore:
+    core = SchedulerCore(SchedulerSettings(roles=mode), term=1)  # type: ignore[arg-type]
+    for number, (name, role) in enumerate(roles.items()):
+        info = msgspec.structs.replace(
+            make_info(name, num_merged=100), role=role, is_role_fixed=mode == "fixed", **fields
+        )
+        core.apply(OnRegistry(name, info), 0.0)
+        report(core, name, 1, freeness=50.0 - number)
+    return core
+
+
+def report(core: SchedulerCore, name: str, sequence: int, now: float = 0.0, **fields: object) -> None:
+    fields = {"num_running": 1, "running": {"m": 1}, "token_s": TOKEN_S, "decode_s": STEP_S, **fields}
+    made = make_report(name, sequence, **fields)  # type: ignore[arg-type]
+    core.apply(OnReport(msgspec.structs.replace(made, ttft_s=10.0, tpot_s=0.1)), now)
+
+
+def dispatch_all(
+    core: SchedulerCore, request_id: str, num_prompt: int, now: float = 0.0, max_tokens: int = 50
+) -> list[Action]:
+    made = make_request(request_id, num_prompt=num_prompt, max_tokens=max_tokens)
+    # No prompt is found in a cache.
+    core.apply(Submit(msgspec.structs.replace(made, prefix_salt=request_id)), now)
+    actions = core.actions(now)
+    for action in actions:
+        if isinstance(action, Dispatch):
+            core.apply(OnDispatched.to(action, None), now)
+    return actions
+
+
+def dispatch(core: SchedulerCore, *arguments: Any, **fields: Any) -> Dispatch:
+    (found,) = [action for action in dispatch_all(core, *arguments, **fields) if isinstance(action, Dispatch)]
+    return found
+
+
+def test_a_long_prompt_goes_to_a_prefill_instance_and_names_its_decoder_while_a_short_one_stays() -> None:
+    core = make_core()
+    long, short = dispatch(core, "long", 500), dispatch(core, "short", 10)
+    assert (long.instance_id, long.request.decoder) == ("p", "d0") and "d0" in long.why
+    assert short.instance_id in ("d0", "d1") and not short.request.decoder
+    brief = dispatch(core, "brief", 500, max_tokens=3)
+    assert (brief.instance_id, brief.request.decoder) == ("p", "")
+
+
+@pytest.mark.parametrize("mode", ["off", "adaptive"])
+def test_roles_that_nobody_fixed_or_that_are_off_change_nothing(mode: str) -> None:
+    core = make_core(mode, dict.fromkeys(ROLES, Role.BOTH))
+    assert not dispatch(core, "long", 500).request.decoder
+
+
+def test_an_instance_without_a_transport_hands_nothing_over() -> None:
+    core = make_core(kv_address="")
+    assert not dispatch(core, "long", 500).request.decoder
+
+
+def test_what_is_promised_to_a_decoder_counts_there_until_it_has_come_or_will_not() -> None:
+    core = make_core()
+    decoders = [dispatch(core, f"r{number}", 900).request.decoder for number in range(4)]
+    assert sorted(decoders) == ["d0", "d0", "d1", "d1"], "each takes what the one before leaves less free"
+    ledger = core.dispatcher.ledger
+    assert ledger.num_online("d0") == 2 and ledger.demand_merged("d0") > 20
+    moved = HeldRequest(request_id="r0", gateway_id="g0", epoch=1, model="m", num_tokens=901, running=True)
+    core.apply(OnReport(msgspec.structs.replace(make_report(decoders[0], 2), migrated_in=[moved])), 1.0)
+    failed = MigrationOutcome("r1", decoders[1], 0, False, "refused")
+    core.apply(OnReport(make_report("p", 2, migrations=[failed])), 1.0)
+    core.apply(OnReport(make_report("p", 3, ended=["r2", "r3"])), 1.0)
+    assert ledger.num_online("d0") == ledger.num_online("d1") == 0 == ledger.demand_merged("d0")
+
+
+def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
+    core = make_core("adaptive", dict.fromkeys(ROLES, Role.BOTH))
+    told: list[Action] = []
+    for number in range(40):
+        now = 0.5 * number
+        told += [action for action in dispatch_all(core, f"r{number}", 900, now) if isinstance(action, TellRole)]
+        for name in ROLES:
+            report(core, name, number + 2, now, admitted=[f"r{number}"], ended=[f"r{number}"], freeness=90.0)
+    assert told and told[0].role is Role.PREFILL
+    assert core.roles.is_split and sum(core.roles.is_prefill(name) for name in ROLES) >= 1
+    heir = make_core("adaptive", {name: core.roles.of(name) for name in ROLES})
+    assert heir.roles.is_split
