@@ -199,7 +199,7 @@ def _pythonic_rules(function: FunctionDefinition, schema: dict[str, Any], number
     rule = f"call_{number}"
     rules.append(f'{rule}: {head} {rule}_first_0 ")"')
     for place, (key, own) in enumerate(arguments):
-        value = "%json " + _json_of({**own, **named} if isinstance(own, dict) else {}, function)
+        value = "%json " + _json_of(own | named if isinstance(own, dict) else {}, function)
         if set(types_of(own, schema)) == {"boolean"} and not own.keys() & {"const", "enum"}:
             value = '("True" | "False")'
         rules.append(f"{rule}_{place}: {lark_text(key + '=')} {value}")
