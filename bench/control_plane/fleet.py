@@ -286,7 +286,7 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
     for _ in range(NUM_STEPS // 2):
         left += random.gauss(0.0, 8.0)
         there.append(left)
-    walk = []
+    walk: list[_Load] = []
     for offset in there + there[::-1]:
         freeness = centre + offset
         merged = freeness / (BLOCK_SIZE * BLOCKS_PER_MERGED)

@@ -11,8 +11,7 @@ therefore not load. Higher freeness is freer, everywhere.
 Headroom keeps normal requests away from high-priority ones, which every request beside them slows. It grows with the blocks
 of high-priority requests: a short one ends soon, and a long one will likely stay. It does not apply to a high-priority
 request, which goes where least runs. It is at most what lies above the load at which decode is near its ideal speed.
-Moving a running request costs more than sending a new one elsewhere. So half of the headroom counts for migration, and none
-of it where no normal request runs that could leave.
+It does not count for migration where no normal request runs that could leave.
 
 Where requests of several models run, a step of one token for each uses sum(1 / tokens that a merged block holds) merged
 blocks. Freeness divided by that is in decode steps, so one threshold fits models of any block size.
@@ -24,12 +23,9 @@ import math
 
 from shared.costs.model import CostModel, StepShape
 
-HIGH_WEIGHT = 16.0
-"""Chosen among 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took 6 % longer at
-one of three points."""
-
-MIGRATING_SHARE = 0.5
-"""Share of the headroom that counts for migration."""
+HIGH_WEIGHT = 64.0
+"""Chosen among 16 and 64 in simulation (bench/rebalance, priorities), with half of the headroom and with all of it for
+migration: requests of high priority gained most with this one and all of it, while normal ones took at most 10 % longer."""
 
 IDEAL_SLOWDOWN = 1.5
 """A decode step is near its ideal speed while it takes at most this many times as long as that of a single sequence."""
@@ -82,7 +78,7 @@ def migration_virtual_usage(
 ) -> float:
     """The usage for migration: of the waiting requests only the head counts, because only it can be admitted by migrating
     a running one out."""
-    return running + first_waiting + (MIGRATING_SHARE * high_headroom if runs_normal else 0.0)
+    return running + first_waiting + (high_headroom if runs_normal else 0.0)
 
 
 def freeness(total: float, virtual_usage: float, num_running: int) -> float:

@@ -12,7 +12,6 @@ from shared.costs.model import CostModel, StepShape
 from shared.policies.virtual_usage import (
     HIGH_WEIGHT,
     IDEAL_SLOWDOWN,
-    MIGRATING_SHARE,
     TYPICAL_CONTEXT_TOKENS,
     decode_steps,
     dispatch_virtual_usage,
@@ -59,14 +58,14 @@ def test_dispatch_counts_all_waiting_and_migration_the_head() -> None:
 
 def test_headroom_grows_with_what_high_requests_hold_up_to_what_lies_above_the_ideal_load() -> None:
     assert headroom(100, 25, 0) == 0
-    assert headroom(100, 25, 2) == 2 * HIGH_WEIGHT
+    assert headroom(1000, 25, 2) == 2 * HIGH_WEIGHT
     assert headroom(100, 25, 50) == 75
     assert headroom(100, 200, 2) == 0
 
 
-def test_headroom_counts_less_for_moves_and_not_where_nobody_could_leave() -> None:
+def test_headroom_does_not_count_for_moves_where_nobody_could_leave() -> None:
     assert dispatch_virtual_usage(10, 0, high_headroom=40) == 50
-    assert migration_virtual_usage(10, 0, high_headroom=40) == 10 + 40 * MIGRATING_SHARE
+    assert migration_virtual_usage(10, 0, high_headroom=40) == 50
     assert migration_virtual_usage(10, 0, high_headroom=40, runs_normal=False) == 10
 
 
@@ -84,8 +83,7 @@ def test_the_sums_are_those_over_single_requests(running: list[tuple[int, bool]]
     )
     head = waiting[0] if waiting else 0
     migration = migration_virtual_usage(held, head, high_headroom=room)
-    weight = MIGRATING_SHARE * HIGH_WEIGHT
-    assert migration == pytest.approx(sum(size * (1 + weight * is_high) for size, is_high in running) + head)
+    assert migration == pytest.approx(sum(size * (1 + HIGH_WEIGHT * is_high) for size, is_high in running) + head)
 
 
 @given(blocks, blocks, blocks, st.integers(1, 500))

@@ -18,7 +18,7 @@ from shared.messages.migration import PreAllocate
 from shared.messages.requests import Priority, RequestClass
 from shared.policies.baselines import RoundRobin
 from shared.policies.token_budget import FixedTokenBudget
-from shared.policies.virtual_usage import HIGH_WEIGHT, MIGRATING_SHARE
+from shared.policies.virtual_usage import HIGH_WEIGHT
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import request
 
@@ -161,7 +161,7 @@ def test_headroom_grows_with_what_high_requests_hold_and_only_normal_ones_see_it
     kept = HIGH_WEIGHT * sum(len(s.blocks) for s in held if s.priority_class == PriorityClass.ONLINE_HIGH) / 2
     assert high.dispatch_freeness == pytest.approx((400 - used - kept) / 3)
     assert high.dispatch_freeness_high == pytest.approx((400 - used) / 3)
-    assert high.migration_freeness == pytest.approx((400 - used - MIGRATING_SHARE * kept) * 16 / 3)
+    assert high.migration_freeness == pytest.approx((400 - used - kept) * 16 / 3)
 
 
 def test_where_no_normal_request_runs_headroom_makes_no_source():
