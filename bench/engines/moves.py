@@ -25,7 +25,7 @@ from bench.reporting import Target, judged, machine, write
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.starting import hosted_vllm
 from services.worker.kv_transport import KvTransport, UcxNetwork
-from services.worker.migration.faults import FaultPoint, FaultPoints
+from services.worker.migration.faults import FaultPoint
 from shared.messages.catalogue import GATEWAY_FRAMES
 from shared.messages.requests import GenerationRequest, SamplingParams, TokenFrame, pack_tokens
 from shared.runtime.settings import BusSettings
@@ -95,12 +95,6 @@ def requests(arguments: argparse.Namespace, name: str, vocabulary: int) -> list[
     ]
 
 
-def set_faults(pair: Pair, text: str) -> None:
-    for stage in pair.stages:
-        service: Any = stage.service
-        service._migrations._service._faults = FaultPoints(text)
-
-
 async def run_all(pair: Pair, sent: list[GenerationRequest], arguments: argparse.Namespace, *, moves: bool) -> None:
     draw, source = random.Random(arguments.seed), 0
     for one in sent:
@@ -109,13 +103,13 @@ async def run_all(pair: Pair, sent: list[GenerationRequest], arguments: argparse
     while not all(pair.end(one) for one in sent):
         if moves:
             if arguments.faults:
-                set_faults(pair, f"{draw.choice(list(FaultPoint))}:{draw.choice(('fail', 'delay:0.1'))}")
+                pair.set_faults(f"{draw.choice(list(FaultPoint))}:{draw.choice(('fail', 'delay:0.1'))}")
             pair.rebalance(source, max_concurrent=2)
         await asyncio.sleep(TURN_S)
         if moves:
             pair.stop(source)
             source = 1 - source
-    set_faults(pair, "")
+    pair.set_faults("")
 
 
 async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, nats_url: str) -> Found:

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.worker.engines.interface import ForeignEngine
 from services.worker.instance.migrations import OpenTransport
+from services.worker.migration.faults import FaultPoints
 from shared.messages.catalogue import INSTANCE_REBALANCE
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.messages.requests import GenerationRequest, TokenEntry, unpack_tokens
@@ -46,6 +47,12 @@ class Pair:
     def stop(self, source: int) -> None:
         order = Rebalance([], MigrationReason.BALANCE, 0.0)
         self.stages[source].bus.publish(INSTANCE_REBALANCE.at(instance_id=f"node-{source}"), order)
+
+    def set_faults(self, text: str) -> None:
+        """At both ends, as `TIDEWAY_FAULT_POINTS` has them."""
+        for stage in self.stages:
+            service: Any = stage.service
+            service._migrations._service._faults = FaultPoints(text)
 
     @property
     def num_moved(self) -> int:

@@ -86,6 +86,32 @@ async def test_requests_move_to_and_fro_and_none_loses_a_token(pair: Pair) -> No
     await pair.until_rest(NUM_SLOTS)
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "source.answer:fail,source.owns:fail",  # it may come back before its source knows that it has gone
+        "source.commit:fail",
+        "destination.copied:fail",
+        "source.detached:delay:0.2,destination.committed:delay:0.2",
+    ],
+)
+async def test_faults_leave_each_request_with_one_owner(pair: Pair, faults: str) -> None:
+    sent = [request(f"r{number}", list(range(number, number + 60)), 300, temperature=0.0) for number in range(4)]
+    for one in sent:
+        await pair.stages[0].submit(one)
+    source = number = 0
+    while not all(pair.end(one) for one in sent):
+        pair.set_faults(faults if number % 3 else "")
+        pair.rebalance(source, max_concurrent=4)
+        await asyncio.sleep(0.15)
+        pair.stop(source)
+        source, number = 1 - source, number + 1
+    for one in sent:
+        assert pair.output(one) == expected_output(one, 600), one.request_id
+    pair.set_faults("")
+    await pair.until_rest(NUM_SLOTS)
+
+
 async def test_a_cancel_reaches_a_request_that_has_moved(pair: Pair) -> None:
     sent = request("r1", PROMPT, NUM_TOKENS, temperature=0.0)
     await pair.stages[0].submit(sent)
