@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 assert LEASES.ttl_s is not None
 TTL_S = LEASES.ttl_s
+COMPLAINT_INTERVAL_S = 10.0
+"""Between two lines about a lease that NATS does not give."""
 SAFETY_S = 0.5
 """For `on_lose` to take effect, and for the clocks of holder and server to drift."""
 RENEW_INTERVAL_S = 1.0
@@ -69,6 +71,7 @@ class Lease:
         self._terms_bucket = terms
         self._stop_listening: Callable[[], None] | None = None
         self._is_stopping = False
+        self._complained_s = float("-inf")
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._leases: KeyValue[LeaseHolder]
@@ -129,10 +132,18 @@ class Lease:
             except RevisionConflict:
                 pass  # another one holds it
             except BusError as error:
-                logger.info("lease %s: %s", self._key, error)
+                self._complain(error)
             except Exception:
                 logger.exception("lease %s", self._key)
             await self._pause(RETRY_INTERVAL_S)
+
+    def _complain(self, error: BusError) -> None:
+        """Nobody may lead for as long as this lasts, so it is not told in passing."""
+        now = self._bus.now()
+        # Without a connection the bus says so.
+        if self._bus.is_connected and now - self._complained_s >= COMPLAINT_INTERVAL_S:
+            self._complained_s = now
+            logger.warning("lease %s cannot be had: %s", self._key, error)
 
     async def _pause(self, seconds: float) -> None:
         """Until something happened to the lease, `seconds` at most."""
