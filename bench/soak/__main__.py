@@ -116,6 +116,14 @@ def page(found: dict[str, Any]) -> str:
         "",
         *reporting.table(["memory, MiB", "after the warm-up", "at the end"], memory),
         "",
+        *reporting.table(
+            ["stream of NATS, messages", "after the warm-up", "at the end"],
+            [
+                [name, found["before"]["num_messages"].get(name, 0), number]
+                for name, number in found["after"]["num_messages"].items()
+            ],
+        ),
+        "",
         *(f"- {line}" for line in found["lines"]),
         *(f"- fault: {fault}" for fault in found["faults"]),
     ]

@@ -4,6 +4,7 @@ pure."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,13 @@ from pathlib import Path
 import httpx
 
 from bench.reporting import Target
+from shared.bus.interface import BusError, StreamUse
+from shared.bus.nats_bus import NatsBus
+from shared.runtime.settings import BusSettings
 from tests.e2e.stack import Stack
 
 MIB = 1 << 20
+STREAMS_TIMEOUT_S = 10.0
 TREND_S = 900.0
 """A run that is shorter shows no trend: what processes remember of late (timelines, windows) has not filled up."""
 
@@ -44,6 +49,10 @@ LIMITS: Mapping[str, Limits] = {
     # Its caches of blocks of JetStream's files.
     "nats": Limits(memory_mib=128, trend_mib_a_minute=4.0, descriptors=48),
 }
+
+MAX_MORE_CONSUMERS = 24
+"""Consumers of JetStream's streams that may be there more at the end: those of processes that were killed go within
+seconds, and each restart may have others."""
 
 ZERO_METRICS = {
     "gateway": (
@@ -83,6 +92,10 @@ class Sample:
     """Counts that end at 0, by name."""
     num_files: int = 0
     """Files that the Files API lists."""
+    num_consumers: int = 0
+    """Of all streams of JetStream."""
+    num_messages: dict[str, int] = field(default_factory=dict)
+    """By stream; for who reads the page, as some are records that stay."""
 
     def most(self, role: str, name: str) -> float:
         """What the process of the role that holds most has of `name`; 0 where there is none."""
@@ -106,6 +119,18 @@ def _held(pid: int, tasks: float | None) -> Held | None:
     if "VmRSS" not in found:
         return None  # a zombie
     return Held(int(found["VmRSS"]) / 1024, descriptors, int(found["Threads"]), tasks)
+
+
+async def streams(url: str) -> dict[str, StreamUse]:
+    """What each stream of that NATS holds; nothing while it cannot say."""
+    with contextlib.suppress(TimeoutError, BusError):
+        async with asyncio.timeout(STREAMS_TIMEOUT_S):
+            bus = await NatsBus.connect(BusSettings(nats_url=url), "soak", "soak")
+            try:
+                return await bus.stream_uses()
+            finally:
+                await bus.close()
+    return {}
 
 
 async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample:
@@ -137,6 +162,9 @@ async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample
         if load is not None:
             for each in ("num_running", "num_waiting", "pool_use", "num_migrating_in", "num_migrating_out"):
                 taken.under_way[f"{name} {each}"] = load[each] or 0.0
+    uses = await streams(stack.nats.url)
+    taken.num_consumers = sum(use.num_consumers for use in uses.values())
+    taken.num_messages = {name: use.num_messages for name, use in sorted(uses.items())}
     taken.num_files = len((await client.get(f"{stack.url}/v1/files")).json()["data"])
     return taken
 
@@ -156,6 +184,14 @@ def targets(before: Sample, after: Sample, during: Sequence[Sample]) -> list[Tar
     """What is left of what was taken, each against its limit. `before`: after the warm-up, with nothing under way."""
     found = [Target(name=name, value=value, limit=0.0) for name, value in sorted(after.under_way.items())]
     found.append(Target(name="files", value=after.num_files, limit=before.num_files))
+    found.append(
+        Target(
+            name="more consumers of NATS",
+            value=after.num_consumers - before.num_consumers,
+            limit=MAX_MORE_CONSUMERS,
+            note=f"{before.num_consumers} to {after.num_consumers}",
+        )
+    )
     for role, limits in LIMITS.items():
         for name, most, unit in (
             ("memory_mib", limits.memory_mib, " MiB"),

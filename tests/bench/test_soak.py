@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+from pathlib import Path
+
 import pytest
 
 from bench.soak.__main__ import page, run
-from bench.soak.usage import LIMITS, TREND_S, Held, Sample, metric, targets, trend
+from bench.soak.usage import (
+    LIMITS,
+    MAX_MORE_CONSUMERS,
+    MIB,
+    TREND_S,
+    ZERO_METRICS,
+    Held,
+    Sample,
+    _held,
+    metric,
+    streams,
+    targets,
+    trend,
+)
+from shared.bus.nats_bus import NatsBus
+from shared.runtime.settings import BusSettings
+from tests.shared.bus_contract import LEDGER
 
 
 def of(memory_mib: float, at_s: float = 0.0, **more: float) -> Sample:
@@ -38,6 +59,55 @@ def test_a_trend_is_that_of_the_second_half_of_a_long_run() -> None:
     assert trend("gateway", growing(2.0, TREND_S / 2)) is None
     assert trend("gateway", growing(2.0, 2 * TREND_S)) == pytest.approx(2.0)
     assert missed(of(100), of(100), growing(2.0, 2 * TREND_S)) == {"gateway: memory a minute"}
+
+
+async def test_planted_leaks_of_a_process_and_of_nats_are_found(nats_settings: BusSettings) -> None:
+    """Real ones: memory, descriptors and threads of this process, and consumers that nobody stops."""
+
+    async def now() -> Sample:
+        held = _held(os.getpid(), float(len(asyncio.all_tasks())))
+        assert held is not None
+        uses = await streams(nats_settings.nats_url)
+        return Sample(0.0, {"gateway": [held]}, num_consumers=sum(use.num_consumers for use in uses.values()))
+
+    limits, bus = LIMITS["gateway"], await NatsBus.connect(nats_settings, "test", "leaks")
+    ledger = await bus.key_value(LEDGER)
+    before, is_over = await now(), threading.Event()
+    assert missed(before, await now()) == set()
+    memory = bytearray(b"x") * (int(limits.memory_mib + 40) * MIB)
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(limits.descriptors + 5)]
+    threads = [threading.Thread(target=is_over.wait) for _ in range(limits.threads + 2)]
+    tasks = [asyncio.create_task(asyncio.sleep(60)) for _ in range(limits.tasks + 2)]
+    watches = [await ledger.watch(lambda *_: None) for _ in range(MAX_MORE_CONSUMERS + 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        after = await now()
+        assert missed(before, after) == {
+            "gateway: more memory",
+            "gateway: more descriptors",
+            "gateway: more threads",
+            "gateway: more tasks",
+            "more consumers of NATS",
+        }
+        assert len(memory) and len(watches)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        for task in tasks:
+            task.cancel()
+        for file in files:
+            os.close(file)
+        await bus.close()
+
+
+def test_counts_that_end_at_zero_are_those_of_the_services() -> None:
+    """One that was renamed would be 0 for ever."""
+    services = Path(__file__).parents[2] / "services"
+    for role, names in ZERO_METRICS.items():
+        text = "".join(file.read_text() for file in (services / role).rglob("*.py"))
+        assert [name for name in names if f'gauge("{name.removeprefix(f"tideway_{role}_")}"' not in text] == []
 
 
 def test_metrics_are_summed_over_labels() -> None:
