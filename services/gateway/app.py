@@ -18,9 +18,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.access.admission import RATE_LIMIT_HEADERS
+from services.gateway.admin import batches as batch_admin
 from services.gateway.admin import endpoints as admin_routes
 from services.gateway.admin import routes as route_admin
 from services.gateway.admin import tenants as tenant_admin
+from services.gateway.admin.batches import BatchDetail
 from services.gateway.anthropic import routes as messages
 from services.gateway.anthropic.messages import CountReply, CountRequest, MessageObject, MessageRequest
 from services.gateway.batch import file_routes
@@ -95,7 +97,7 @@ from shared.messages.admin import (
     TenantStates,
 )
 from shared.messages.cluster import PlacementPlan
-from shared.messages.console import ConsoleState
+from shared.messages.console import ConsoleHistory, ConsoleState
 from shared.messages.timeline import (
     LEAST_SLO_INTERVAL_S,
     MAX_REQUESTS_LISTED,
@@ -286,6 +288,24 @@ ROUTES = (
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),
     Route("GET", "/admin/console/state", admin_routes.show_console_state, None, ConsoleState, ADMIN_ERRORS),
+    Route(
+        "GET",
+        "/admin/console/history",
+        admin_routes.show_console_history,
+        None,
+        ConsoleHistory,
+        (400, *ADMIN_ERRORS),
+        query=(("interval_s", {"type": "integer", "minimum": 60, "maximum": 3600}),),
+    ),
+    Route("GET", "/admin/batches/{batch_id}", batch_admin.show_batch, None, BatchDetail, (404, *ADMIN_ERRORS)),
+    Route(
+        "POST",
+        "/admin/batches/{batch_id}/cancel",
+        batch_admin.cancel_batch,
+        None,
+        BatchDetail,
+        (404, 409, *ADMIN_ERRORS),
+    ),
     Route(
         "GET",
         "/admin/requests",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from services.gateway.admin.cluster_loads import ClusterLoads
     from services.gateway.batch.files import Files
     from services.gateway.batch.records import Batches
+    from services.gateway.console.history import History
     from services.gateway.console.state import Console
     from services.gateway.http.bodies import BodyRoom
     from services.gateway.http.limits import Connections
@@ -53,3 +54,4 @@ class GatewayContext:
     batches: Batches
     audit: Audit
     console: Console
+    history: History

@@ -29,6 +29,7 @@ from services.gateway.app import make_app
 from services.gateway.batch.files import Files
 from services.gateway.batch.records import Batches
 from services.gateway.batch.service import BatchService
+from services.gateway.console.history import History
 from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import BodyRoom
@@ -128,6 +129,7 @@ class GatewayService:
             batches=batches,
             audit=Audit(bus, gateway_id, metrics),
             console=Console(bus, gateway_id, catalog, loads, timelines, batches),
+            history=History(bus, catalog, loads),
         )
         self._key_files = KeyFiles(settings, admission, metrics)
         self._batch_service = BatchService(self.context)
@@ -153,6 +155,7 @@ class GatewayService:
         await context.files.start()
         await context.batches.start()
         await context.audit.start()
+        await context.history.start()
         await self._key_uses.start()
         await self._batch_service.start()
         tls = self._tls
@@ -175,6 +178,7 @@ class GatewayService:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._tasks.start(self._key_files.watch_forever(), "files of keys")
         self._tasks.start(context.connections.sweep_forever())
+        self._tasks.start(context.history.record_forever(), "console history")
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
@@ -208,6 +212,7 @@ class GatewayService:
         await self._tasks.end_all()
         await self._key_uses.stop()
         self._placer.stop()
+        await self.context.history.stop()
         await self.context.timelines.stop()
         await self.context.loads.stop()
         await self.context.routes.stop()

@@ -41,7 +41,7 @@ from shared.messages.cluster import (
     StatisticsReport,
     StoredCostModel,
 )
-from shared.messages.console import PoolView, ShowPool
+from shared.messages.console import HistorySample, PoolView, ShowPool
 from shared.messages.kept import CancelCall, IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.migration import (
     AbortMigration,
@@ -279,6 +279,8 @@ IDEMPOTENCY_KEYS = _gateways_own("tideway_idempotency_keys", IdempotencyClaim, t
 """key: digest of whose it is and the client's key; writer: the gateway that answered first"""
 ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
 """key: `bucket_key(route's name)`; writer: gateway"""
+HISTORY = _gateways_own("tideway_history", HistorySample, is_purged=False, ttl_s=3_660.0, drops_oldest=True)
+"""key: number of a slot of ten seconds; writer: the gateway that is first"""
 AUDIT = _gateways_own("tideway_audit", AdminAction)
 """key: time in nanoseconds, gateway id; the last thousand tries to change something by the admin API"""
 

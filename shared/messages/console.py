@@ -80,6 +80,30 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
     predicted_finish_s: float | None
 
 
+class HistorySample(msgspec.Struct, frozen=True, kw_only=True):
+    """What was at one time, and what was done in the ten seconds before."""
+
+    at_s: float
+    """Unix time."""
+    num_instances: Count
+    num_running: Count
+    """On all instances; likewise `num_waiting`."""
+    num_waiting: Count
+    num_queued: Count | None
+    """At the scheduler; None: no scheduler said it."""
+    output_tokens_s: dict[str, float]
+    """By model, of requests of both classes; a model without any is left out."""
+    finished_s: dict[str, float]
+    """Requests a second, by model."""
+    pools: dict[str, float] = {}
+    """Used share of each KV pool, by instance; empty in a large cluster."""
+
+
+class ConsoleHistory(msgspec.Struct, frozen=True):
+    samples: list[HistorySample]
+    """The oldest first."""
+
+
 class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     """Unix time."""

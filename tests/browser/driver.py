@@ -50,10 +50,7 @@ class Browser:
                 assert time.monotonic() < deadline_s, "chromedriver does not answer"
                 time.sleep(0.05)
         self._session = f"/session/{_value(answer)['sessionId']}"
-        self.cdp(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-        )
+        self.resize(width, height)
 
     def close(self) -> None:
         try:
@@ -121,6 +118,10 @@ class Browser:
     def log(self) -> list[str]:
         """What the page wrote to its console, or failed at, since the last call."""
         return [entry["message"] for entry in self._post("/se/log", type="browser")]
+
+    def resize(self, width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.cdp("Emulation.setDeviceMetricsOverride", metrics)
 
     def set_dark(self, is_dark: bool) -> None:
         """What the system prefers."""

@@ -4,12 +4,15 @@ KV pools that they show are a real engine's."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.gateway.console import state as console_state
@@ -27,7 +30,7 @@ from shared.policies.catalogue import ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
 from shared.runtime.settings import BusSettings
 from tests.browser.driver import ENTER, MISSING, RIGHT, TAB, Browser
-from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import request
@@ -232,6 +235,142 @@ def _is_readable(browser: Browser) -> None:
         assert browser.run(extent) == browser.run("return [innerWidth, innerHeight]"), "all on one screen"
         shots.append(browser.screenshot())
     assert shots[0] != shots[1]
+
+
+async def test_a_gateways_history_is_everybodys_and_each_slot_is_written_once(
+    nats_settings: BusSettings, stack: Stack
+) -> None:
+    async with running_gateway(nats_settings, gateway_id="another", admin_api_key=ADMIN_KEY) as other:
+        histories = [stack.gateway.context.history, other.context.history]
+        queued = {"prompt_tokens": 0, "queued_s": 0, "execution_s": 0, "num_arrived": 0}
+        statistics = ModelStatistics(
+            model=MODEL, interval_s=1.0, num_queued=7, num_finished=5, output_tokens=400, **queued
+        )
+        stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("s", [statistics]))
+        await until(lambda: all(one._tokens[MODEL] == 400 for one in histories), "statistics")
+        now_s = time.time()
+        for history in histories:
+            await history.record(now_s)
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        url = "/admin/console/history?interval_s=60"
+        for client in (stack.client, httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}")):
+            samples = (await client.get(url, headers=headers)).json()["samples"]
+            [sample] = [one for one in samples if one["at_s"] == now_s]
+            assert sample["output_tokens_s"] == {MODEL: 40.0} and sample["finished_s"] == {MODEL: 0.5}
+            assert (sample["num_instances"], sample["num_queued"]) == (2, 7)
+            assert set(sample["pools"]) == {"a", "b"}
+        assert (await stack.client.get(url.replace("60", "59"), headers=headers)).status_code == 400
+
+
+def _enter(browser: Browser, url: str) -> None:
+    browser.open(url)
+    browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
+    browser.write("#admin-key", ADMIN_KEY)
+    browser.press(ENTER)
+
+
+async def test_a_batch_is_looked_at_and_cancelled(stack: Stack, browser: Browser) -> None:
+    stack.peer.may_answer.clear()
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "Hi"}}
+    form = {"files": {"file": ("in.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
+    file = (await stack.client.post("/v1/files", **form)).json()
+    wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = (await stack.client.post("/v1/batches", json=wanted)).json()
+    assert (await stack.client.get(f"/admin/batches/{batch['id']}")).status_code == 401
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    assert (await stack.client.get("/admin/batches/batch_none", headers=headers)).status_code == 404
+
+    def look_and_cancel() -> None:
+        _enter(browser, f"{stack.url}/console")
+        browser.click("#batches button.link")
+        browser.until_text("#batch", batch["id"], file["id"], "0 of 1 done", "no tenant", "in progress")
+        browser.click("#batch-cancel")
+        browser.until(lambda: browser.run("return document.getElementById('sure-dialog').open"), "a question")
+        browser.click("#sure-ok")
+        browser.until_text("#news", f"Cancel {batch['id']}: done")
+        browser.until_text("#batches", "cancelled", "0 of 1, 1 not")
+        browser.until_text("#batch", "The first 1 lines of the error file", "one: ")
+        assert browser.run("return document.getElementById('batch-cancel').disabled")
+        browser.click("#tab-audit")
+        browser.until_text("#audit", f"POST /batches/{batch['id']}/cancel", "200")
+
+    await asyncio.to_thread(look_and_cancel)
+    again = await stack.client.post(f"/admin/batches/{batch['id']}/cancel", headers=headers)
+    assert again.status_code == 200 and again.json()["batch"]["status"] == "cancelled"
+
+
+async def test_requests_are_filtered_and_have_addresses(stack: Stack, browser: Browser) -> None:
+    stack.say("Hello")
+    answer = (await stack.client.post("/v1/completions", json={"model": MODEL, "prompt": "Hi"})).json()
+    route = {"name": "public", "arms": {MODEL: 1}, "sticky": "user"}
+    made = await stack.client.post("/admin/routes", json=route, headers={"authorization": f"Bearer {ADMIN_KEY}"})
+    assert made.status_code == 200
+
+    def look() -> None:
+        _enter(browser, f"{stack.url}/console#request={answer['id']}")
+        browser.until_text("#timeline", answer["id"], "received", "ended")
+        browser.until_text("#requests", answer["id"][-8:])
+        browser.click("#filter-state option[value='running']")
+        browser.until_text("#requests", "No request as the filters say")
+        browser.click("#filter-state option[value='']")
+        browser.click(f"#filter-model option[value='{MODEL}']")
+        browser.click("#requests td a")
+        browser.until_text("#timeline", f"{answer['id']}-0")
+        assert browser.run("return location.hash") == f"#request={answer['id']}-0"
+        browser.click("#timeline-close")
+        assert browser.run("return document.getElementById('timeline').hidden && location.hash === ''")
+        browser.click("#tab-routes")
+        browser.until_text("#routes", "public", f"{MODEL} 100 %", "user")
+        browser.click("#tab-tenants")
+        browser.until_text("#tenants", "none", "?")
+
+    await asyncio.to_thread(look)
+
+
+async def test_a_refused_model_leaves_what_was_typed(stack: Stack, browser: Browser, tmp_path: Path) -> None:
+    def add() -> None:
+        _enter(browser, f"{stack.url}/console")
+        browser.until_text("#models", MODEL)
+        browser.click("#add-model")
+        browser.write("#model-name", "nothing")
+        browser.write("#model-source", str(tmp_path))
+        browser.click("#model-add")
+        browser.until_text("#model-refusal", "config.json")
+        dialog = "return [document.getElementById('model-dialog').open, document.getElementById('model-name').value]"
+        assert browser.run(dialog) == [True, "nothing"]
+
+    await asyncio.to_thread(add)
+
+
+async def test_the_page_is_no_wider_than_any_window(stack: Stack, browser: Browser) -> None:
+    def look() -> None:
+        _enter(browser, f"{stack.url}/console")
+        browser.until_text("#models", MODEL)
+        for width, is_phone in ((1280, False), (1366, False), (420, True)):
+            browser.resize(width, 800)
+            overflow = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
+            assert browser.run(overflow) == 0, width
+            cut = (
+                "return [...document.querySelectorAll('.scroll')].filter((one) => one.checkVisibility()"
+                " && one.scrollWidth > one.clientWidth + 1).map((one) => one.id)"
+            )
+            assert browser.run(cut) == [], width
+            shown = "return document.querySelector('#models th.roomy').checkVisibility()"
+            assert browser.run(shown) != is_phone
+        browser.resize(1440, 900)
+
+    await asyncio.to_thread(look)
+
+
+async def test_durations_are_written_as_they_are(stack: Stack, browser: Browser) -> None:
+    def read() -> None:
+        browser.open(f"{stack.url}/console")
+        script = "return import('/console/dom.js').then(({seconds}) => arguments[0].map(seconds))"
+        values = [0.2, 0.28, 0.1, 0.01, 0.0304, 0.00025, 0, 1.5, 119, 120, 7200, None]
+        expected = ["200 ms", "280 ms", "100 ms", "10 ms", "30.4 ms", "0.25 ms", "0 ms", "1.50 s", "119 s", "2 min"]
+        assert browser.run(script, values) == [*expected, "2.0 h", "–"]
+
+    await asyncio.to_thread(read)
 
 
 async def test_an_adapter_is_added(stack: Stack, browser: Browser, tmp_path: Path) -> None:

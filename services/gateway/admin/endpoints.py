@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
@@ -75,6 +76,7 @@ from shared.messages.cluster import (
     Role,
     SetRole,
 )
+from shared.messages.console import ConsoleHistory
 from shared.messages.requests import ErrorCode
 from shared.messages.timeline import (
     LEAST_SLO_INTERVAL_S,
@@ -468,6 +470,14 @@ async def show_console_state(context: GatewayContext, request: Request) -> Respo
     """What the console draws each second: instances with their KV pools, queues, requests that move, batches."""
     authenticate_operator(context, request)
     return json_response(await api_errors(context.console.state()))
+
+
+async def show_console_history(context: GatewayContext, request: Request) -> Response:
+    """What the cluster did in the last `interval_s`: a sample each ten seconds, up to an hour, of all gateways."""
+    authenticate_operator(context, request)
+    interval_s = whole_number_of(request.query_params, "interval_s", 3600, 60, 3600)
+    samples = await api_errors(context.history.samples(time.time() - interval_s))
+    return json_response(ConsoleHistory(samples))
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool:

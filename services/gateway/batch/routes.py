@@ -86,12 +86,15 @@ async def list_batches(context: GatewayContext, request: Request) -> Response:
 
 async def cancel_batch(context: GatewayContext, request: Request) -> Response:
     """What is running ends within seconds; what is finished is kept in the output file."""
-    record = await _batch(context, request)
-    changed = await context.batches.change(record.batch_id, lambda r: advance(r, "cancelling", time.time()))
-    record = changed or record
+    return json_response(batch_object(await cancelled(context, await _batch(context, request), time.time())))
+
+
+async def cancelled(context: GatewayContext, record: BatchRecord, now_s: float) -> BatchRecord:
+    """The record once it is being cancelled. Raises `ApiError` 409 where it is over."""
+    record = await context.batches.change(record.batch_id, lambda r: advance(r, "cancelling", now_s)) or record
     if record.status not in ("cancelling", "cancelled"):
         raise ApiError(409, f"A batch that is {record.status} cannot be cancelled.", param="batch_id", code="conflict")
-    return json_response(batch_object(record))
+    return record
 
 
 def batch_object(record: BatchRecord) -> BatchObject:

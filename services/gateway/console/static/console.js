@@ -4,15 +4,18 @@ import {admin, keys} from "./api.js";
 import {setUpChat, showChatModels} from "./chat.js";
 import {byId, element, keyed, put} from "./dom.js";
 import {drawAll, showInstances} from "./instances.js";
-import {drawHistory, remember} from "./history.js";
-import {showRequests, showSlo, showTimeline} from "./requests.js";
-import {showAdapters, showBatches, showModels, showPlan, showQueues} from "./side.js";
+import {drawHistory, recall, remember} from "./history.js";
+import {showAudit, showRoutes, showTenants} from "./lists.js";
+import {linkTo, showRequests, showSlo, showTimeline} from "./requests.js";
+import {showAdapters, showBatch, showBatches, showModels, showPlan, showQueues} from "./side.js";
 
-const STATE_MS = 1000, SLOW_MS = 4000;
-let shownRequest = "";
+const STATE_MS = 1000, SLOW_MS = 4000, HISTORY_MS = 10000;
+let shownRequest = "", shownBatch = "";
 let served = [];
 /** Names of the models that can be. */
 let isAsking = false;
+let numReady = 0;
+/** Instances that serve and are not drained. */
 
 function say(text, isBad = false) {
   const news = byId("news");
@@ -44,17 +47,20 @@ async function look() {
   const state = await admin("GET", "/console/state");
   put(byId("gateway"), state.gateway_id);
   totals(state);
+  numReady = state.instances.filter((one) => one.state === "ready" && !state.draining.includes(one.instance_id)).length;
   showInstances(state, {onDrain: drain, onRequest: openRequest});
   showQueues(state.queues);
-  showBatches(state.batches, state.now_s);
+  showBatches(state.batches, state.now_s, openBatch);
   remember(state);
   if (document.activeElement !== byId("num-instances")) byId("num-instances").placeholder = state.instances.length;
   if (!byId("panel-requests").hidden) await lookAtRequests();
 }
 
 async function lookAtRequests() {
-  const missed = byId("only-missed").checked;
-  showRequests((await admin("GET", `/requests?limit=60&missed=${missed}`)).requests, openRequest);
+  const query = new URLSearchParams({
+    limit: 60, missed: byId("only-missed").checked, running: byId("filter-state").value === "running", model: byId("filter-model").value,
+  });
+  showRequests((await admin("GET", `/requests?${query}`)).requests);
   if (shownRequest) await lookAtTimeline();
 }
 
@@ -77,11 +83,28 @@ async function lookSlowly() {
   showAdapters(adapters, {onRemove: removeModel});
   showPlan(plan, {onPlan: changePlan});
   served = models.filter((model) => !model.failure).map((model) => model.name);
-  showChatModels([...served, ...adapters.filter((adapter) => served.includes(adapter.base)).map((adapter) => adapter.name)]);
-  if (!byId("panel-slo").hidden) showSlo(await admin("GET", "/slo?interval_s=300"), openRequest);
+  const names = [...served, ...adapters.filter((adapter) => served.includes(adapter.base)).map((adapter) => adapter.name)];
+  showChatModels(names);
+  const filter = byId("filter-model");
+  keyed(filter, ["", ...names], (name) => name, (name) => element("option", {value: name}, name || "all"), () => {});
+  if (shownBatch) await lookAtBatch();
+  for (const [panel, path, show] of TABS) if (!byId(panel).hidden) show(await admin("GET", path));
+  if (performance.now() - historyAt > HISTORY_MS) { recall((await admin("GET", "/console/history")).samples); historyAt = performance.now(); }
 }
 
-let slowAt = 0;
+/** Panels that are filled only while they are shown. */
+const TABS = [
+  ["panel-slo", "/slo?interval_s=300", showSlo], ["panel-routes", "/routes", ({routes}) => showRoutes(routes)],
+  ["panel-tenants", "/tenants", ({tenants}) => showTenants(tenants)], ["panel-audit", "/audit", ({actions}) => showAudit(actions)],
+];
+
+async function lookAtBatch() {
+  const asked = shownBatch;
+  const detail = await admin("GET", `/batches/${encodeURIComponent(asked)}`);
+  if (shownBatch === asked) showBatch(detail);
+}
+
+let slowAt = 0, historyAt = -HISTORY_MS;
 
 async function turn() {
   if (isAsking || document.hidden || byId("keys-dialog").open) return;
@@ -121,8 +144,10 @@ async function askForKeys() {
 
 async function drain(id, isUndone) {
   if (isUndone) return act(`Bring ${id} back`, () => admin("POST", `/instances/${id}/undrain`));
-  const text = "Its requests move away or finish, then it exits. It stays away until it is brought back.";
-  if (await isSure(`Drain ${id}?`, text, "Drain")) await act(`Drain ${id}`, () => admin("POST", `/instances/${id}/drain`));
+  const isLast = numReady === 1;
+  const text = `Its requests move away or finish, then it exits. It stays away until it is brought back.${isLast ? " No other instance serves: requests will wait until their deadlines." : ""}`;
+  const work = () => admin("POST", `/instances/${id}/drain${isLast ? "?force=true" : ""}`);
+  if (await isSure(`Drain ${id}${isLast ? ", the last instance" : ""}?`, text, "Drain")) await act(`Drain ${id}`, work);
 }
 
 const path = (name) => name.split("/").map(encodeURIComponent).join("/");
@@ -144,18 +169,57 @@ async function addModel() {
   const base = byId("model-base");
   base.replaceChildren(base.options[0], ...served.map((name) => element("option", {value: name}, name)));
   chooseBase();
-  if (!(await askFor("model-dialog"))) return;
-  const [name, source, replicas] = ["model-name", "model-source", "model-replicas"].map((id) => byId(id).value.trim());
-  const more = base.value ? {base: base.value} : replicas ? {replicas: Number(replicas)} : {};
-  await act(`Add ${name}`, () => admin("POST", "/models", {name, source, ...more}));
+  put(byId("model-refusal"), "");
+  if (await askFor("model-dialog")) soon();
+}
+
+/** The dialog stays open, with what was typed, until the model is taken. */
+async function sendModel(event) {
+  event.preventDefault();
+  const [name, source, replicas, base] = ["model-name", "model-source", "model-replicas", "model-base"].map((id) => byId(id).value.trim());
+  const more = base ? {base} : {...(replicas ? {replicas: Number(replicas)} : {}), ...(byId("model-on-demand").checked ? {on_demand: true} : {})};
+  const button = byId("model-add");
+  put(byId("model-refusal"), ""); put(button, "Adding …"); button.disabled = true;
+  try {
+    await admin("POST", "/models", {name, source, ...more});
+    say(`Add ${name}: done`);
+    byId("model-form").reset();
+    byId("model-dialog").close("ok");
+  } catch (error) { put(byId("model-refusal"), error.message); }
+  finally { put(button, "Add"); button.disabled = false; }
 }
 
 /** An adapter is wherever its base model is. */
-function chooseBase() { byId("model-replicas").disabled = byId("model-base").value !== ""; }
+function chooseBase() { for (const id of ["model-replicas", "model-on-demand"]) byId(id).disabled = byId("model-base").value !== ""; }
 
-// ---------------------------------------------------------------------------------------------- one request, tabs
+// ----------------------------------------------------------------------------- one batch, one request, tabs
 
-async function openRequest(id) {
+async function openBatch(id) {
+  shownBatch = id;
+  try { await lookAtBatch(); byId("batch").focus(); }
+  catch (error) { shownBatch = ""; say(error.message, true); }
+}
+
+function closeBatch() { shownBatch = ""; byId("batch").hidden = true; }
+
+async function cancelBatch() {
+  const id = shownBatch, text = "What runs of it ends within seconds; what is done stays in its output file.";
+  if (await isSure(`Cancel ${id}?`, text, "Cancel it")) await act(`Cancel ${id}`, () => admin("POST", `/batches/${encodeURIComponent(id)}/cancel`));
+}
+
+/** The request that the address names is shown; so addresses can be sent, and going back goes back. */
+function followAddress() {
+  const named = new URLSearchParams(location.hash.slice(1)).get("request");
+  if (named) showRequest(named);
+  else { shownRequest = ""; byId("timeline").hidden = true; }
+}
+
+function openRequest(id) {
+  if (location.hash === linkTo(id)) showRequest(id);
+  else location.hash = linkTo(id);
+}
+
+async function showRequest(id) {
   selectTab(byId("tab-requests"));
   shownRequest = id;
   byId("find-id").value = id;
@@ -164,9 +228,14 @@ async function openRequest(id) {
 }
 
 function closeRequest() {
-  shownRequest = "";
-  byId("timeline").hidden = true;
+  location.hash = "";
   byId("find-id").focus();
+}
+
+async function copyLink() {
+  const link = `${location.origin}${location.pathname}${linkTo(shownRequest || byId("find-id").value)}`;
+  try { await navigator.clipboard.writeText(link); say(`Copied: ${link}`); }
+  catch { say(link); }  // no clipboard without TLS
 }
 
 const tabs = [...document.querySelectorAll('[role="tab"]')];
@@ -216,7 +285,14 @@ byId("key").addEventListener("click", askForKeys);
 byId("add-model").addEventListener("click", addModel);
 byId("model-base").addEventListener("change", chooseBase);
 byId("timeline-close").addEventListener("click", closeRequest);
-byId("only-missed").addEventListener("change", soon);
+byId("timeline-copy").addEventListener("click", copyLink);
+byId("batch-close").addEventListener("click", closeBatch);
+byId("batch-cancel").addEventListener("click", cancelBatch);
+byId("model-form").addEventListener("submit", sendModel);
+byId("history-range").addEventListener("change", drawHistory);
+byId("filters").addEventListener("submit", (event) => event.preventDefault());
+for (const id of ["only-missed", "filter-model", "filter-state"]) byId(id).addEventListener("change", soon);
+addEventListener("hashchange", followAddress);
 byId("find").addEventListener("submit", (event) => { event.preventDefault(); const id = byId("find-id").value.trim(); if (id) openRequest(id); });
 byId("scale-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -228,4 +304,5 @@ byId("scale-form").addEventListener("submit", (event) => {
 setTheme();
 setUpChat(openRequest);
 turn();
+followAddress();
 setInterval(turn, STATE_MS);

@@ -13,6 +13,10 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** An operator's small button. */
+export const action = (text, label, onclick, disabled = false) =>
+  element("button", {class: "tiny", type: "button", "aria-label": label, title: label, onclick, disabled}, text);
+
 export const byId = (id) => document.getElementById(id);
 
 /** Keeps the children of `container` as `items` are, in order, without touching those that stay: focus and hover survive. */
@@ -36,7 +40,7 @@ export function table(container, caption, columns, items, keyOf) {
   let made = container.querySelector("table");
   if (!made) {
     made = element("table", {}, element("caption", {}, caption),
-      element("thead", {}, element("tr", {}, columns.map(([header]) => element("th", {scope: "col"}, header)))), element("tbody"));
+      element("thead", {}, element("tr", {}, columns.map(([header, , attributes]) => element("th", {scope: "col", class: attributes?.class}, header)))), element("tbody"));
     container.replaceChildren(made);
   }
   keyed(made.tBodies[0], items, keyOf, () => element("tr", {}, columns.map(([, , attributes]) => element("td", attributes ?? {}))), (row, item) => {
@@ -54,10 +58,13 @@ export function put(target, content) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 0.9995) return `${(1000 * value).toPrecision(3).replace(/\.?0+$/, "")} ms`;
+  if (value < 0.9995) return `${Number((1000 * value).toPrecision(3))} ms`;
   if (value < 120) return `${value.toPrecision(3)} s`;
   return value < 7200 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
 }
+
+/** Wall-clock time of this browser, of a Unix time. */
+export const clock = (unixS) => new Date(1000 * unixS).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false});
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0.9995 ? 0 : 1)} %`);
 

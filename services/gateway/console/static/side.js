@@ -1,6 +1,6 @@
 // The middle column: queues, models, placement, batches.
 
-import {byId, colourOf, element, keyed, percent, put, seconds, table} from "./dom.js";
+import {action, byId, clock, colourOf, element, keyed, percent, put, seconds, table} from "./dom.js";
 
 const dot = (model) => element("i", {class: "swatch", style: {background: colourOf(model)}});
 
@@ -26,11 +26,22 @@ export function showQueues(queues) {
   });
 }
 
+/** What is worth a word beside a model's name: another engine, and where one is that is loaded on demand. */
+function about(model) {
+  const where = {host: "put away, in host memory", disk: "put away, on disk"}[model.state] ?? model.state;
+  const why = model.why_asleep && model.why_asleep !== "idle" ? ` (${model.why_asleep})` : "";
+  return [
+    model.engine !== "native" && `engine ${model.engine}`, model.quantization,
+    model.on_demand && `on demand: ${where}${why}`,
+  ].filter(Boolean).join("; ");
+}
+
 export function showModels(models, {onScale, onRemove}) {
   const online = (model) => model.traffic?.online;
   const numberOf = (model) => model.replicas ?? Object.keys(model.instances).length;
   const columns = [
-    ["model", (model) => ({key: model.name, make: () => [dot(model.name), model.name]}), {class: "name"}],
+    ["model", (model) => ({key: `${model.name} ${about(model)}`, make: () => [dot(model.name), element("span", {title: `${model.name}\n${model.source}`}, model.name),
+      about(model) && element("small", {title: about(model)}, about(model))]}), {class: "name"}],
     ["on", (model) => {
       const ready = Object.values(model.instances).filter((state) => state === "ready").length;
       return ready === Object.keys(model.instances).length ? `${ready}` : `${ready}/${Object.keys(model.instances).length}`;
@@ -38,15 +49,14 @@ export function showModels(models, {onScale, onRemove}) {
     ["run+wait", (model) => `${model.num_running}+${model.num_waiting + (model.num_queued ?? 0)}`],
     ["req/s", (model) => online(model)?.arrivals_per_s.toFixed(2) ?? "–"],
     ["TTFT P99", (model) => (online(model)?.num_finished ? seconds(online(model).ttft_s.p99) : "–")],
-    ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–")],
+    ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–"), {class: "roomy"}],
     ["in SLO", (model) => percent(online(model)?.attainment)],
     ["", (model) => ({key: `${model.name} ${numberOf(model)}`, make: () => {
       const number = numberOf(model);
-      const button = (text, label, act, off = false) => element("button", {class: "tiny", type: "button", "aria-label": label, title: label, onclick: act, disabled: off}, text);
       return [
-        button("−", `${model.name} on one instance less`, () => onScale(model.name, number - 1), number <= 1), " ",
-        button("+", `${model.name} on one instance more`, () => onScale(model.name, number + 1)), " ",
-        button("×", `Remove ${model.name}`, () => onRemove(model.name)),
+        action("−", `${model.name} on one instance less`, () => onScale(model.name, number - 1), number <= 1), " ",
+        action("+", `${model.name} on one instance more`, () => onScale(model.name, number + 1)), " ",
+        action("×", `Remove ${model.name}`, () => onRemove(model.name)),
       ];
     }})],
   ];
@@ -69,10 +79,7 @@ export function showAdapters(adapters, {onRemove}) {
     ["req/s", (adapter) => online(adapter)?.arrivals_per_s.toFixed(2) ?? "–"],
     ["TTFT P99", (adapter) => (online(adapter)?.num_finished ? seconds(online(adapter).ttft_s.p99) : "–")],
     ["in SLO", (adapter) => percent(online(adapter)?.attainment)],
-    ["", (adapter) => ({key: adapter.name, make: () => {
-      const label = `Remove ${adapter.name}`;
-      return element("button", {class: "tiny", type: "button", "aria-label": label, title: label, onclick: () => onRemove(adapter.name)}, "×");
-    }})],
+    ["", (adapter) => ({key: adapter.name, make: () => action("×", `Remove ${adapter.name}`, () => onRemove(adapter.name))})],
   ], adapters, (adapter) => adapter.name);
 }
 
@@ -82,7 +89,8 @@ const groups = (plan) => plan.instances.map((one) => `${one.instance_id}: ${one.
 export function showPlan(plan, {onPlan}) {
   const container = byId("plan"), told = plan?.replacement;
   if (!plan) { container.replaceChildren(element("p", {class: "dim"}, "There is no plan yet.")); return; }
-  const share = (prediction) => (prediction ? percent(prediction.attainment ?? null) : "–");
+  const hasAny = (prediction) => Object.values(prediction?.models ?? {}).some((model) => model.num_requests);
+  const share = (prediction) => (hasAny(prediction) ? percent(prediction.attainment) : "–");
   const latency = (prediction) => (prediction?.normalised_latency ? prediction.normalised_latency.toFixed(2) : "–");
   const proposal = told?.proposal;
   const rows = [
@@ -98,27 +106,61 @@ export function showPlan(plan, {onPlan}) {
   const act = (action, text) => element("button", {type: "button", class: "tiny", onclick: () => onPlan(action)}, text);
   const words = [told?.searching && `searching (${told.searching})`, told?.problem, proposal?.verdict, plan.change && `last change: ${plan.change.stage.replace("_", " ")}, ${plan.change.reason}`];
   container.dataset.made = key;
-  container.replaceChildren(
+  container.replaceChildren(...[
     element("p", {class: "small dim", title: groups(plan).join("\n")}, `Version ${plan.version}, ${plan.is_chosen ? "chosen by a search" : "every model wherever it fits"}, replacement ${told?.mode ?? "unknown"}`),
-    made, element("p", {class: "small"}, words.filter(Boolean).join("; ")),
-    element("div", {}, act("search", "Search"), " ", act("apply", "Apply"), " ", act("roll_back", "Roll back")));
+    made, told?.predicted && element("p", {class: "small dim"}, "Predicted: for the traffic that the search saw. Measured: the requests that have come since."),
+    element("p", {class: "small"}, words.filter(Boolean).join("; ")),
+    element("div", {}, act("search", "Search"), " ", act("apply", "Apply"), " ", act("roll_back", "Roll back"))].filter(Boolean));
   if (focused) [...container.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
 }
 
-export function showBatches(batches, nowS) {
+const OVER = ["completed", "failed", "expired", "cancelled"];
+
+/** How far it is: what a batch that was ended did not come to is no failure of its lines. */
+function told(batch) {
+  const [done, failed] = [batch.num_completed, batch.num_failed];
+  if (["cancelled", "expired"].includes(batch.status)) return `${done} of ${batch.num_total}, ${failed} not`;
+  return `${done + failed} of ${batch.num_total}${failed ? ` (${failed} failed)` : ""}`;
+}
+
+export function showBatches(batches, nowS, onBatch) {
   const container = byId("batches");
   if (!batches.length) { put(container, "None."); return; }
   if (!container.querySelector("table")) container.replaceChildren();
   const ahead = (atS) => (atS - nowS > 0 ? `in ${seconds(atS - nowS)}` : "now");
   table(container, "Batches", [
-    ["batch", (batch) => `…${batch.batch_id.slice(-8)}`, {class: "name"}],
+    ["batch", (batch) => ({key: batch.batch_id, make: () => element("button", {class: "link", type: "button", title: batch.batch_id, onclick: () => onBatch(batch.batch_id)}, `…${batch.batch_id.slice(-8)}`)}), {class: "name"}],
     ["status", (batch) => batch.status.replace("_", " ")],
-    ["done", (batch) => `${batch.num_completed + batch.num_failed} of ${batch.num_total}${batch.num_failed ? ` (${batch.num_failed} failed)` : ""}`],
+    ["done", told],
     ["", (batch) => ({key: `${batch.num_completed} ${batch.num_failed} ${batch.num_total}`, make: () => {
-      const share = batch.num_total ? (batch.num_completed + batch.num_failed) / batch.num_total : 0;
-      const bar = element("div", {class: "bar", role: "progressbar", "aria-valuenow": Math.round(100 * share), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": `Batch ${batch.batch_id}`, style: {width: "90px"}}, element("i", {style: {width: `${100 * share}%`}}));
-      return bar;
-    }})],
-    ["predicted end", (batch) => (batch.predicted_finish_s && !["completed", "failed", "expired", "cancelled"].includes(batch.status) ? ahead(batch.predicted_finish_s) : "–")],
+      const [done, failed] = [batch.num_completed, batch.num_failed].map((number) => (batch.num_total ? (100 * number) / batch.num_total : 0));
+      return element("div", {class: "bar", role: "progressbar", "aria-valuenow": Math.round(done), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": `Batch ${batch.batch_id}`, style: {width: "70px"}},
+        element("i", {style: {width: `${done}%`}}), element("i", {class: "failed", style: {width: `${failed}%`}}));
+    }}), {class: "roomy"}],
+    ["predicted end", (batch) => (batch.predicted_finish_s && !OVER.includes(batch.status) ? ahead(batch.predicted_finish_s) : "–")],
   ], batches, (batch) => batch.batch_id);
+}
+
+/** `detail`: as GET /admin/batches/{id} has it. */
+export function showBatch(detail) {
+  const {batch, failures} = detail, counts = batch.request_counts;
+  byId("batch").hidden = false;
+  byId("batch-cancel").disabled = !["validating", "in_progress", "finalizing"].includes(batch.status);
+  const times = [["created", detail.created_s], ...Object.entries(detail.status_s)].sort((a, b) => a[1] - b[1]);
+  const lines = [
+    `${batch.endpoint}${batch.model ? `, ${batch.model}` : ""}, ${detail.tenant ? `tenant ${detail.tenant}` : "no tenant"}; ${counts.completed} of ${counts.total} done, ${counts.failed} failed or not done`,
+    times.map(([status, atS]) => `${status.replace("_", " ")} ${clock(atS)}`).join(", "),
+    `files: input ${batch.input_file_id}${batch.output_file_id ? `, output ${batch.output_file_id}` : ""}${batch.error_file_id ? `, errors ${batch.error_file_id}` : ""}`,
+  ];
+  const problems = (batch.errors?.data ?? []).map((one) => `${one.line ? `line ${one.line}: ` : ""}${one.message}`);
+  byId("batch-shown").replaceChildren(element("h3", {}, batch.id), ...lines.map((line) => element("div", {class: "small dim"}, line)),
+    ...problems.map((text) => element("div", {class: "bad small"}, text)),
+    ...(failures.length ? [element("div", {class: "small"}, `The first ${failures.length} lines of the error file:`), element("pre", {tabindex: 0}, failures.map(failure).join("\n"))] : []));
+}
+
+function failure(line) {
+  try {
+    const one = JSON.parse(line), error = one.error ?? one.response?.body?.error;
+    return `${one.custom_id}: ${error?.message ?? line}`;
+  } catch { return line; }
 }

@@ -1,0 +1,78 @@
+"""The operator's view of batches: one of any tenant, with what its first failed lines said, and its end."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.admin.audit import audited
+from services.gateway.admin.endpoints import authenticate_operator
+from services.gateway.batch.routes import batch_object, cancelled
+from services.gateway.context import GatewayContext
+from services.gateway.http.errors import ApiError
+from services.gateway.openai.replies import BatchObject
+from services.gateway.requests.other_routes import json_response
+from shared.messages.batches import BatchRecord
+
+MAX_FAILURES = 20
+MAX_FAILURE_BYTES = 64 << 10
+"""Read of the error file for them."""
+
+
+class BatchDetail(msgspec.Struct, kw_only=True):
+    tenant: str
+    """Empty: it has none."""
+    created_s: float
+    """Unix time; likewise those of `status_s`."""
+    status_s: dict[str, float]
+    """When each status was entered."""
+    batch: BatchObject
+    failures: list[str]
+    """First lines of its error file; empty until that is written."""
+
+
+async def show_batch(context: GatewayContext, request: Request) -> Response:
+    """A batch of any tenant."""
+    authenticate_operator(context, request)
+    return json_response(await _detail(context, await _record(context, request)))
+
+
+@audited
+async def cancel_batch(context: GatewayContext, request: Request) -> Response:
+    """What is running ends within seconds; what is finished is kept in the output file."""
+    authenticate_operator(context, request)
+    record = await cancelled(context, await _record(context, request), time.time())
+    return json_response(await _detail(context, record))
+
+
+async def _record(context: GatewayContext, request: Request) -> BatchRecord:
+    batch_id = request.path_params["batch_id"]
+    if (record := await context.batches.record(batch_id)) is None:
+        raise ApiError(404, f"There is no batch '{batch_id[:100]}'.", param="batch_id", code="batch_not_found")
+    return record
+
+
+async def _detail(context: GatewayContext, record: BatchRecord) -> BatchDetail:
+    return BatchDetail(
+        tenant=record.tenant,
+        created_s=record.created_s,
+        status_s=record.status_s,
+        batch=batch_object(record),
+        failures=await _failures(context, record.error_file_id),
+    )
+
+
+async def _failures(context: GatewayContext, file_id: str) -> list[str]:
+    content = await context.files.read(file_id) if file_id else None
+    if content is None:
+        return []
+    begun = b""
+    async for chunk in content:
+        begun += chunk
+        if len(begun) >= MAX_FAILURE_BYTES:
+            break
+    whole = begun[:MAX_FAILURE_BYTES].split(b"\n")[:-1]
+    return [line.decode(errors="replace") for line in whole[:MAX_FAILURES]]
