@@ -27,6 +27,7 @@ from services.worker.engines.vllm.starting import hosted_vllm
 from services.worker.kv_transport import KvTransport, UcxNetwork
 from services.worker.migration.faults import FaultPoint
 from shared.messages.catalogue import GATEWAY_FRAMES
+from shared.messages.migration import MigrationReason
 from shared.messages.requests import GenerationRequest, SamplingParams, TokenFrame, pack_tokens
 from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
@@ -104,7 +105,7 @@ async def run_all(pair: Pair, sent: list[GenerationRequest], arguments: argparse
         if moves:
             if arguments.faults:
                 pair.set_faults(f"{draw.choice(list(FaultPoint))}:{draw.choice(('fail', 'delay:0.1'))}")
-            pair.rebalance(source, max_concurrent=2)
+            pair.rebalance(source, max_concurrent=2, reason=MigrationReason(arguments.reason))
         await asyncio.sleep(TURN_S)
         if moves:
             pair.stop(source)
@@ -138,7 +139,7 @@ async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, 
         reference = requests(arguments, "reference", vocabulary)
         await run_all(pair, reference, arguments, moves=False)
         expected = [pair.output(one) for one in reference]
-        while pair.num_moved < arguments.moves:
+        while pair.num_moved < arguments.moves and number < arguments.rounds:
             sent = requests(arguments, f"round{number}", vocabulary)
             await run_all(pair, sent, arguments, moves=True)
             outputs = [pair.output(one) for one in sent]
@@ -149,7 +150,13 @@ async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, 
                 pauses_s += moves
             num_requests += len(sent)
             number += 1
-            print(f"round {number}: {pair.num_moved} moves, {num_differing} outputs differ", flush=True)
+            median_s = statistics.median(steps_s)
+            pauses = " ".join(f"{pause_s / median_s:.1f}" for pause_s in pauses_s[-8:])
+            print(
+                f"round {number}: {pair.num_moved} moves, {num_differing} outputs differ; a step {1e3 * median_s:.1f} ms, "
+                f"last pauses in steps: {pauses}",
+                flush=True,
+            )
         await asyncio.sleep(1.0)
         outcomes: dict[str, int] = {}
         for stage in pair.stages:
@@ -168,6 +175,8 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=500)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--shape", choices=["demo", *sorted(SHAPES)], default="demo")
+    parser.add_argument("--reason", choices=["balance", "drain"], default="balance", help="a drain copies at full rate")
+    parser.add_argument("--rounds", type=int, default=1000, help="at most")
     parser.add_argument("--context", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=400, help="of an output")
     parser.add_argument("--streams", type=int, default=6)

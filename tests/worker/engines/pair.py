@@ -40,8 +40,14 @@ class Pair:
     def end(self, sent: GenerationRequest) -> TokenEntry | None:
         return next((one for one in self.entries(sent) if one.finish_reason is not None), None)
 
-    def rebalance(self, source: int, lease_s: float = 5.0, max_concurrent: int = 1) -> None:
-        order = Rebalance([f"node-{1 - source}"], MigrationReason.BALANCE, lease_s, max_concurrent)
+    def rebalance(
+        self,
+        source: int,
+        lease_s: float = 5.0,
+        max_concurrent: int = 1,
+        reason: MigrationReason = MigrationReason.BALANCE,
+    ) -> None:
+        order = Rebalance([f"node-{1 - source}"], reason, lease_s, max_concurrent)
         self.stages[source].bus.publish(INSTANCE_REBALANCE.at(instance_id=f"node-{source}"), order)
 
     def stop(self, source: int) -> None:
