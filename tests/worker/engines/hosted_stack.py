@@ -128,11 +128,18 @@ async def _until_ended(pids: Iterable[int], victim: str) -> None:
 
 
 async def until_ready(http: httpx.AsyncClient, address: str) -> None:
+    """Both serve, and requests move between them."""
     for _ in range(600):
-        if sum(one["state"] == "ready" for one in await _instances(http, address)) == 2:
+        ready = [one for one in await _instances(http, address) if one["state"] == "ready" and one["kv_address"]]
+        if len(ready) == 2:
             return
         await asyncio.sleep(0.5)
     raise AssertionError("no second instance came back")
+
+
+async def num_moved_in(http: httpx.AsyncClient, address: str) -> int:
+    """Requests that came with KV to instances that are there now."""
+    return sum(one["load"]["num_migrated_in"] for one in await _instances(http, address) if one["load"] is not None)
 
 
 async def drain(http: httpx.AsyncClient, address: str, instance_id: str, *, is_undone: bool = False) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.worker.engines.environments import EngineEnvironmentError, python_of
-from tests.worker.engines.hosted_stack import VICTIMS, hosted_stack, streams, struck
+from tests.worker.engines.hosted_stack import VICTIMS, hosted_stack, num_moved_in, streams, struck
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -40,6 +40,7 @@ async def test_streams_move_out_of_an_instance_that_drains(url: str) -> None:
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=50)) as http:
         expected = await streams(http, url)
         assert await struck(http, url, "drain") == expected
+        assert await num_moved_in(http, url) > 0, "they were made again"
 
 
 async def test_a_schema_is_followed_and_what_is_lacking_is_refused_by_name(url: str) -> None:
