@@ -80,7 +80,7 @@ class Bench:
         self.measured: list[Measured] = []
         self.idle_cores: dict[str, float] = {}
         self.objectives_ms = (0.0, 0.0)
-        """Of TTFT and TPOT."""
+        """Objectives of TTFT and TPOT."""
 
     def run(self) -> None:
         """Raises `ServerError`, `LoadError`."""

@@ -24,7 +24,7 @@ KINDS = (*VICTIMS, "drain")
 
 
 async def measure(address: str, num_rounds: int) -> list[tuple[str, int, int]]:
-    """Of each round: what was struck, streams that broke, and streams that differ."""
+    """Returns for each round what was struck, how many streams broke, and how many differ."""
     found = []
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=50)) as http:
         expected = await streams(http, address)

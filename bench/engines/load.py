@@ -41,14 +41,14 @@ class Turn(NamedTuple):
     online: list[RequestRecord]
     batch: list[RequestRecord]
     duration_s: float
-    """From the first online request to the end of the last answer, or of the measured time."""
+    """Seconds from the first online request to the end of the last answer, or of the measured time."""
     began_s: float
     others_cores: float
     """Processor cores that processes outside of this bench took."""
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of online requests."""
+        """Output tokens per second of online requests."""
         return sum(record.output_tokens for record in self.online) / self.duration_s
 
     @property

@@ -38,7 +38,7 @@ DEMO = REPOSITORY / "models/tideway-demo-llama"
 DEMO_VOCABULARY = 300
 FLAGS = "--enforce-eager --max-num-seqs 16 --max-num-batched-tokens 512 --block-size 32"
 TURN_S = 0.4
-"""For which one instance gives its requests away, before the other does."""
+"""Time for which one instance gives its requests away, before the other does."""
 MOST_PAUSE_STEPS = 2.0
 START_TIMEOUT_S = 600.0
 

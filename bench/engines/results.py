@@ -49,7 +49,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rows(measured: Sequence[Measured]) -> list[Row]:
-    """By case and variant, in the order in which they came first."""
+    """Rows by case and variant, in the order in which they came first."""
     found: dict[tuple[str, str], list[Turn]] = {}
     for each in measured:
         found.setdefault((each.case, each.variant), []).append(each.turn)
@@ -81,7 +81,7 @@ def _row(case: str, variant: str, turns: Sequence[Turn]) -> Row:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Of vLLM hosted by Tideway beside `vllm serve`, as far as both were measured."""
+    """Targets of hosted vLLM beside `vllm serve`, as far as both were measured."""
     by_key = {(row.case, row.variant): row for row in rows}
     found = []
     for row in rows:
@@ -144,7 +144,7 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def document(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """For JSON: each turn, with the latencies of its requests."""
+    """Lists the turns for JSON, with the latencies of its requests."""
     return [
         {
             "variant": each.variant,

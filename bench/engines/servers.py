@@ -19,7 +19,7 @@ FLAGS = (
     "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_SEQUENCES), "--kv-cache-memory-bytes", str(POOL_BYTES),
     "--max-num-batched-tokens", str(STEP_TOKENS), "--scheduling-policy", "priority",
 )  # fmt: skip
-"""Of vLLM, hosted or not. Requests of one priority are served as they come under either policy of vLLM."""
+"""Flags of vLLM, hosted or not. Requests of one priority are served as they come under either policy of vLLM."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

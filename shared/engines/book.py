@@ -74,7 +74,7 @@ class Held:
     output: bytearray
     """Packed output tokens that went out, the prior ones among them."""
     slots: tuple[int, ...] = ()
-    """As of `Generate`, for the next time that it is sent."""
+    """`Generate.slots`, for the next time that it is sent; likewise `num_computed`."""
     num_computed: int = 0
     num_moves: int = 0
     """Moves between instances that it has made."""
@@ -515,7 +515,7 @@ class Book:
         )
 
     def all_held(self) -> list[Held]:
-        """In the order in which they came."""
+        """Lists all requests in the order in which they came."""
         return list(self._held.values())
 
     @property

@@ -58,7 +58,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     salt: str = ""
     """Only sequences of the same share cached prefixes."""
     slots: tuple[int, ...] = ()
-    """Of the staging memory, with the KV of the prompt's first tokens. `Imported` says that they were read."""
+    """Slots of the staging memory with the KV of the prompt's first tokens. `Imported` says that they were read."""
     num_computed: int = 0
     """Tokens whose KV is in `slots`."""
 

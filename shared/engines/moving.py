@@ -32,7 +32,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.migration.source import may_migrate
 
 MORE_BLOCKS = 2
-"""That may be filled between the order to leave and the end of the step in flight."""
+"""Blocks that may be filled between the order to leave and the end of the step in flight."""
 HASH_BYTES = 16
 
 
@@ -66,7 +66,7 @@ class Move:
         """One that came back, or was placed anew, under the same id is another."""
         self.stay = Stay.PINNED
         self.first_block = 0
-        """Of `rest` in the sequence."""
+        """Place of `rest` in the sequence."""
         self.rest: list[int] = []
         """Slots of the stage that was pinned last, then of what was filled after it."""
         self.num_computed = -1
@@ -157,7 +157,7 @@ class Moving:
         return 0.0
 
     def take_commands(self) -> list[Command]:
-        """For the engine, in order."""
+        """Takes what the engine is to be told, in order."""
         found = [*self.outgoing.commands, *self.incoming.commands]
         self.outgoing.commands.clear()
         self.incoming.commands.clear()
@@ -202,7 +202,7 @@ class Departures:
         return [candidate for _, candidate in found]
 
     def _move(self, request_id: str) -> Move | None:
-        """Of a request as it is held now."""
+        """The move of a request as it is held now."""
         move = self._moves.get(request_id)
         if move is not None and self._book.get(request_id) is not move.held:
             self._forget(request_id)
@@ -501,8 +501,8 @@ class Arrivals:
 
 
 def hashes_of(layout: str, first_block: int, count: int) -> bytes:
-    """In the place of hashes of blocks' tokens, which an engine of others has in its own way: those of the layout and the
-    place, so that only an engine with the same layout takes the blocks."""
+    """Hashes of the layout and of blocks' places, so that only an engine with the same layout takes the blocks. Hashes of
+    their tokens, which engines of others make in their own ways, are not told."""
     return b"".join(
         hashlib.blake2b(f"{layout} {block}".encode(), digest_size=HASH_BYTES).digest()
         for block in range(first_block, first_block + count)

@@ -49,7 +49,7 @@ class EngineMoves:
 
     @property
     def num_slots_free(self) -> int:
-        """Of the staging memory."""
+        """Free slots of the staging memory."""
         return self._moving.slots.num_free
 
     # ------------------------------------------------------------------------------- in the place of an EngineLoop

@@ -236,7 +236,7 @@ async def main(spec: HostedSpec) -> None:
 
 
 async def _open_staging(client: Any, facts: EngineFacts, spec: HostedSpec) -> EngineFacts:
-    """With the staging memory, or with `KV_MOVES` among what it lacks, and why."""
+    """Returns the facts with the staging memory, or with `KV_MOVES` among what the engine lacks, and why."""
     why = "" if spec.moves else "the settings say so"
     if Capability.GRAMMAR_RESUME in facts.lacks:
         why = "the stock scheduler runs"

@@ -9,7 +9,7 @@ import signal
 
 
 def die_with_parent() -> None:
-    """In a process that multiprocessing started: the kernel kills it when its parent dies, however that happens."""
+    """Has the kernel kill this process, which multiprocessing started, when its parent dies, however that happens."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

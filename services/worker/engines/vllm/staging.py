@@ -41,7 +41,7 @@ class StagingWorker:
         return f"/proc/{os.getpid()}/fd/{file}", block_bytes, layout
 
     def tideway_copy(self, blocks: list[int], slots: list[int], is_out: bool) -> None:
-        """From blocks into slots, or back."""
+        """Copies blocks into slots, or back."""
         at, count = 0, len(blocks)
         for cache in self.model_runner.kv_caches:
             size = cache[0].nbytes
@@ -54,7 +54,7 @@ class StagingWorker:
 
 
 class Staging:
-    """In the engine core's process, between steps. `core`: vLLM's `EngineCore`."""
+    """Saves and restores sequences in the engine core's process, between steps. `core`: vLLM's `EngineCore`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
