@@ -108,6 +108,11 @@ class Held:
         return self.first_planned_s is not None
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether the engine has made a token of it since it came, or came back: its KV is there."""
+        return self.first_token_s is not None and self.last_token_s > self.moved_s
+
+    @property
     def num_tokens(self) -> int:
         return len(self.request.prompt) // 4 + self.offset
 

@@ -190,7 +190,7 @@ class Departures:
         for number, held in enumerate(self._book.all_held()):
             if not self._may_move(held, now, is_drain=include_offline):
                 continue
-            is_decoding = self._num_full(held) > 0 and held.first_token_s is not None
+            is_decoding = self._num_full(held) > 0 and held.is_decoding
             if not is_decoding and (held.is_running or not include_offline):
                 continue
             if not held.is_online and not include_offline:
@@ -247,7 +247,7 @@ class Departures:
     def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
         """Has the full blocks from `first_block` on copied into slots. None: it does not run, or there are too few slots."""
         held, move = self._book.get(request_id), self._move(request_id)
-        if held is None or held.first_token_s is None or (first_block and move is None):
+        if held is None or not held.is_decoding or (first_block and move is None):
             return None
         if move is not None and move.stay is not Stay.PINNED:
             return None

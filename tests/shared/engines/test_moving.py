@@ -163,6 +163,9 @@ def test_one_that_comes_begins_with_its_kv_and_its_slots_are_free_when_that_was_
     assert (begun.slots, begun.num_computed) == (tuple(reserved.blocks), 11)
     held = book.get("r")
     assert held is not None and (held.offset, held.is_running, held.num_moves) == (3, True, 1)
+    assert not moving.migration_candidates(5.5, True), "the engine has not begun it"
+    book.step(Step(progress=[Progress(key=held.key, tokens=pack_tokens([103]))]), 6.0)
+    assert moving.migration_candidates(6.5, True)
     again = moving.incoming.adopt(commit, 5.0)
     assert again is not None and again.code == ErrorCode.CONFLICT
     assert moving.slots.num_free < NUM_SLOTS
@@ -185,7 +188,8 @@ def test_one_that_came_back_is_not_dropped_with_what_it_was(moving: Moving, book
     moving.outgoing.reattach("r", 6.0, 4)
     assert book.get("r") is held and held.request.epoch == 2
     assert moving.slots.num_free == NUM_SLOTS
-    assert moving.migration_candidates(7.0, False), "it may move again"
+    book.step(Step(progress=[Progress(key=held.key, tokens=pack_tokens([103]))]), 7.0)
+    assert moving.migration_candidates(8.0, False), "it may move again"
 
 
 def test_a_reservation_that_is_not_taken_is_freed(moving: Moving) -> None:
