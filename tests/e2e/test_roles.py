@@ -98,7 +98,7 @@ async def test_long_prompts_are_computed_here_and_decoded_there_with_the_same_te
     assert len(stages) >= 2, "chunks are sent while others are computed"
     request_id = handed_over()[0].attributes["tideway.request_id"]
     told = {event["kind"]: event for event in timeline(stack, request_id)["events"]}
-    assert told["migrating"]["cause"] == "handoff" and told["moved"]["place"] == DECODE
+    assert told["migrating"]["cause"] == "handoff" and told["moved"]["place"] == PREFILL
 
     for name in (PREFILL, DECODE):
         assert f"The role of {name} is both." in stack.tideway("role", name, "both")
