@@ -277,13 +277,14 @@ KEY_BYTES = 8
 
 
 def mark_positions(num_blocks: int) -> list[int]:
-    """Numbers of leading blocks, ascending, at which a chain of so many hashes is told: of a part of the chain that somebody
-    holds, at least two thirds are known thereby."""
-    positions = []
-    while num_blocks:
-        positions.append(num_blocks)
-        num_blocks -= max(1, num_blocks // 3)
-    return positions[::-1]
+    """Numbers of leading blocks, ascending, at which a chain of so many hashes is told. Of a part of the chain that somebody
+    holds, at least two thirds are known thereby. All but the last are the same for all chains, so that two chains with a
+    common part are known to have it."""
+    positions, position = [], 1
+    while position < num_blocks:
+        positions.append(position)
+        position += max(1, position // 2)
+    return [*positions, num_blocks] if num_blocks else []
 
 
 class NextMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -298,6 +299,11 @@ class NextMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Full blocks of these tokens."""
     marks: bytes = b""
     """The first `KEY_BYTES` of the chained hashes at `mark_positions(num_blocks)`."""
+
+
+def mark_keys(move: NextMove) -> list[bytes]:
+    """Its marks, one by one."""
+    return [move.marks[at : at + KEY_BYTES] for at in range(0, len(move.marks), KEY_BYTES)]
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):

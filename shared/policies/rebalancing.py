@@ -219,10 +219,13 @@ def choose(source: InstanceView, able: Sequence[InstanceView], held: Held) -> In
 
 def preferred(move: NextMove, instance_id: str, view_of: ViewOf, held: Held) -> str | None:
     """The instance that a request which must leave another one is to try first: the one that holds most of its prefix among
-    those that have the memory; None: none holds any."""
+    those that have the memory, or where nobody waits (usage counts what requests share once for each, so there may be more
+    memory than it says); None: none holds any."""
     for name, _ in islice(held.longest(), MAX_HOLDERS):
         view = view_of(name) if name != instance_id else None
-        if view is not None and view.can_take and move.model in view.models and view.spare_tokens >= move.num_tokens:
+        if view is None or not view.can_take or move.model not in view.models:
+            continue
+        if view.num_counted == view.num_running or view.spare_tokens >= move.num_tokens:
             return name
     return None
 

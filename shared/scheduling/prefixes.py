@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, cycle
 
 from shared.engine.memory.blocks import chain_hash, prefix_root, root_hash
-from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_positions
+from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_keys, mark_positions
 from shared.messages.requests import GenerationRequest
 
 GUESS_S = 30.0
@@ -189,7 +189,7 @@ class PrefixIndex:
     def held_of(self, move: NextMove, now: float) -> Held:
         """Tokens of a request that may move, as far as its marks tell."""
         positions = mark_positions(move.num_blocks)
-        named = zip(positions, _keys(move.marks), strict=False)
+        named = zip(positions, mark_keys(move), strict=False)
         return self._held(((move.block_size * position, key) for position, key in named), now)
 
     def _held(self, named: Iterable[tuple[int, bytes]], now: float) -> Held:

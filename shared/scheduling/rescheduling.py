@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shared.messages.cluster import LoadReport, NextMove
+from shared.messages.cluster import LoadReport, NextMove, mark_keys
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.policies.catalogue import REBALANCE_POLICIES
@@ -134,15 +134,22 @@ class Rescheduler:
         destinations = list(pair.destinations)
         if pair.reason != MigrationReason.DRAIN:
             return Rebalance(destinations, pair.reason, self._lease_s)
-        return Rebalance(destinations, pair.reason, self._lease_s, DRAIN_CONCURRENCY, self._preferred(pair.source, now))
+        return Rebalance(destinations, pair.reason, self._lease_s, DRAIN_CONCURRENCY, self._preferred(pair, now))
 
-    def _preferred(self, source: str, now: float) -> dict[str, str]:
-        """By request that is to leave: where it is to go if it can."""
-        view = self._view_of(source)
-        found = {}
+    def _preferred(self, pair: Pair, now: float) -> dict[str, str]:
+        """By request that is to leave: where it is to go if it can. Requests whose common prefix nobody else holds go to one
+        place."""
+        view = self._view_of(pair.source)
+        found: dict[str, str] = {}
+        place_of: dict[bytes, str] = {}
         for move in () if view is None else view.next_moves:
-            if (name := preferred(move, source, self._view_of, self._held_of(move, now))) is not None:
+            keys = mark_keys(move)
+            name = preferred(move, pair.source, self._view_of, self._held_of(move, now))
+            name = name or next((place_of[key] for key in reversed(keys) if key in place_of), None)
+            if name is not None:
                 found[move.request_id] = name
+            for key in keys:
+                place_of.setdefault(key, name or pair.destinations[0])
         return found
 
     def _wake(self, now: float) -> None:

@@ -134,7 +134,7 @@ def test_who_must_leave_tries_the_holder_that_has_the_memory() -> None:
     views = {
         one.instance_id: one
         for one in (
-            view("full", 99_000),
+            view("full", 99_000)._replace(num_counted=11),
             view("other model", models=("n",)),
             view("drains", can_take=False),
             view("holder"),

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 import shared.scheduling.rescheduling as rescheduling
-from shared.messages.cluster import MigrationOutcome, NextMove, mark_positions
+from shared.messages.cluster import KEY_BYTES, MigrationOutcome, NextMove, mark_positions
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
@@ -115,6 +115,24 @@ def test_who_drains_is_told_which_request_goes_where_its_prefix_is() -> None:
     driver.core.apply(OnRegistry("c", None), driver.now)
     driver.pass_time(0.11)
     assert driver.take(SendRebalance)[-1].rebalance.preferred == {"held by c": "b"}, "the next best is still there"
+
+
+def test_requests_that_leave_with_a_prefix_that_nobody_else_holds_go_to_one_place() -> None:
+    driver = cluster("a", "b", "c")
+    chain = list(prompt_keys(make_request("r", num_prompt=400), BLOCK_SIZE))
+
+    def move(name: str, num_common: int) -> NextMove:
+        own = (name.encode().ljust(KEY_BYTES)[: KEY_BYTES - 1] + bytes([at]) for at in range(num_common, len(chain)))
+        keys = [*chain[:num_common], *own]
+        marks = b"".join(keys[position - 1] for position in mark_positions(len(keys)))
+        return NextMove("m", 400, name, BLOCK_SIZE, len(keys), marks)
+
+    moves = (move("first", len(chain)), move("second", 15), move("other", 0))
+    driver.report("a", migration_freeness=500.0, num_running=3, next_moves=moves)
+    driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
+    driver.pass_time(0.03)
+    (message,) = driver.take(SendRebalance)
+    assert message.rebalance.preferred == {"second": message.rebalance.destinations[0]}
 
 
 def test_a_source_gives_to_the_holder_of_its_next_requests_prefix() -> None:
