@@ -211,8 +211,8 @@ class Streams:
                     why = await self._why_not_stored(name, time.monotonic() - began_s)
                     await asyncio.wait({writing}, timeout=LATE_ANSWER_S)
                     if not writing.done():
-                        is_full = why.code is ErrorCode.STORAGE_FULL
-                        if stored is not None and is_full and (outcome := await stored()) is not None:
+                        looks = stored if why.code is ErrorCode.STORAGE_FULL else None
+                        if looks is not None and (outcome := await looks()) is not None:
                             logger.warning("%s: stored, though stream %s did not answer", what, name)
                             return outcome
                         raise BusError(msgspec.structs.replace(why, message=f"{what}: {why.message}"))

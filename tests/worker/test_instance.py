@@ -7,6 +7,7 @@ import math
 
 import msgspec
 import pytest
+import torch
 
 from services.worker.instance.models import InstanceModels
 from shared.bus.interface import BusError
@@ -256,6 +257,14 @@ async def test_a_known_reason_is_told_in_a_line_and_whether_it_is_final(stage, m
     assert (failed.error, failed.is_final) == ("odd", is_final)
     [record] = [one for one in caplog.records if "could not be loaded" in one.message]
     assert record.exc_info is None
+
+
+async def test_a_lack_of_memory_is_told_in_words(stage, monkeypatch):
+    monkeypatch.setattr(stage.executor, "prepare_model", lambda spec: torch.zeros(10**15))
+    await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("b", "/models/b")), timeout_s=5)
+    await stage.until(lambda: any(m.state == "failed" for m in stage.instances.entries["node-0"].models))
+    [failed] = [m for m in stage.instances.entries["node-0"].models if m.state == "failed"]
+    assert failed.error.startswith("there is not enough memory for it; a smaller max_model_len or quantized weights")
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_and_can_be_tried_again(stage):
