@@ -231,8 +231,10 @@ def test_clients_reach_the_gateways_through_a_proxy_that_leaves_out_those_that_a
     leave_s, grace_s = float(environment["TIDEWAY_LEAVE_S"]), GatewaySettings().stop_grace_s
     assert leave_s > 2 * int(interval_s) * int(fall) and "httpchk GET /ready" in config
     assert leave_s + grace_s + 8 <= float(gateway["stop_grace_period"].removesuffix("s"))
-    (silence_s,) = re.findall(r"timeout server (\d+)s", config)
-    assert float(silence_s) >= GatewaySettings().request_timeout_s
+    for side in ("client", "server"):
+        (silence_s,) = re.findall(rf"timeout {side} (\d+)s", config)
+        assert float(silence_s) > GatewaySettings().request_timeout_s, "the gateway's error comes first"
+        assert float(silence_s) > 2 * GatewaySettings().stream_keep_alive_s, "a stream that waits says so in time"
     # It comes from one address, with all that clients open.
     assert environment["TIDEWAY_MAX_CLIENT_CONNECTIONS"] == str(GatewaySettings().max_connections)
 
