@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -475,14 +475,22 @@ NUM_STREAMS = 16
 
 @asynccontextmanager
 async def two_gateways(
-    bus_settings: BusSettings, checkpoint: Path, **environment: str
+    bus_settings: BusSettings,
+    checkpoint: Path,
+    hosts: Sequence[str] = 2 * ("127.0.0.1",),
+    port: int = 0,
+    **environment: str,
 ) -> AsyncIterator[tuple[LoggingPeer, list[Gateway]]]:
+    """On `hosts`, at `port` or (0) any that is free; what they say to everything is three times TEXT."""
     bus = await NatsBus.connect(bus_settings, service="peer", service_id="peer")
     peer = LoggingPeer(bus)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     tokens = tokenizer.encode(3 * TEXT, add_special_tokens=False).ids
     peer.script, peer.finish, peer.interval_s = lambda request: tokens, FinishReason.LENGTH, 0.03
-    gateways = [Gateway(bus_settings.nats_url, f"gateway-{number}", **environment) for number in range(2)]
+    gateways = [
+        Gateway(bus_settings.nats_url, f"gateway-{number}", host, port, **environment)
+        for number, host in enumerate(hosts)
+    ]
     try:
         await peer.start(ModelSpec(MODEL, str(checkpoint)))
         await peer.add_instance("a", MODEL)

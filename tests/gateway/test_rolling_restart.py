@@ -42,15 +42,16 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class Gateway:
-    """Behind an address that stays, as a load balancer sees it."""
+    """Behind an address that stays, as a load balancer sees it. `host`: of this machine; `port`: 0 for any that is free."""
 
-    def __init__(self, nats_url: str, name: str, **environment: str) -> None:
-        self.port = free_port()
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+    def __init__(self, nats_url: str, name: str, host: str = "127.0.0.1", port: int = 0, **environment: str) -> None:
+        self.port = port or free_port()
+        self.client = httpx.AsyncClient(base_url=f"http://{host}:{self.port}", timeout=30)
         self.is_ready = False
         self._environment = {
             **os.environ,
             "TIDEWAY_NATS_URL": nats_url,
+            "TIDEWAY_HOST": host,
             "TIDEWAY_PORT": str(self.port),
             "TIDEWAY_GATEWAY_ID": name,
             "TIDEWAY_LEAVE_S": "3",
