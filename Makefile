@@ -56,7 +56,9 @@ install:
 development:
 	@$(PYTHON) -I tideway/bootstrap.py --extra development
 
-up: install
+up: export UP_ARGS := $(ARGS)
+up:
+	@$(PYTHON) -I tideway/bootstrap.py --for-up
 	@exec $(BIN)/tideway up $(ARGS)
 
 down status:

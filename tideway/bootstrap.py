@@ -8,12 +8,15 @@ Exit codes: 0 done, 1 the installation failed, 2 the machine lacks something (on
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import html.parser
 import json
 import os
 import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -194,8 +197,7 @@ class Progress:
         self._phase = "starting"
         self._ended = threading.Event()
         self._clock = threading.Thread(target=self._run_clock, daemon=True)
-        if self._is_terminal:
-            self._clock.start()
+        self._clock.start()
 
     def show(self, phase: str) -> None:
         self._phase = phase
@@ -207,13 +209,17 @@ class Progress:
     def end(self) -> float:
         """Seconds since the beginning."""
         self._ended.set()
+        self._clock.join()
         if self._is_terminal:
-            self._clock.join()
             print("\r\x1b[K", end="", flush=True)
         return time.monotonic() - self._started_s
 
     def _run_clock(self) -> None:
-        while not self._ended.wait(0.2):
+        while not self._ended.wait(0.2 if self._is_terminal else LINE_INTERVAL_S):
+            if not self._is_terminal:
+                if self._phase.startswith("installing"):  # pip says nothing for minutes
+                    print(f"  {self._phase} ({time.monotonic() - self._started_s:.0f} s)", flush=True)
+                continue
             width = shutil.get_terminal_size().columns
             text = f"  {time.monotonic() - self._started_s:.0f} s · {self._phase}"
             print("\r\x1b[K" + text[: width - 1], end="", flush=True)
@@ -324,16 +330,40 @@ def match_ucx(pip: list[str], venv: Path) -> None:
                 return
 
 
+def check_port(words: list[str]) -> None:
+    """Raises `SetupError` where the port that `tideway up` is to listen on is taken, before minutes of installing."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=int(os.environ.get("TIDEWAY_PORT") or 8000))
+    parser.add_argument("--host", default=os.environ.get("TIDEWAY_HOST") or "127.0.0.1")
+    options, _ = parser.parse_known_args(words)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((options.host, options.port))
+        except (OSError, OverflowError) as error:
+            # What else is wrong with an address, `tideway up` says better.
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise SetupError(
+                    f"port {options.port} on {options.host} is taken by another program. Stop that one, or choose another "
+                    f'port: make up ARGS="--port {options.port + 1}"'
+                ) from None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Makes .venv with what Tideway needs.")
     parser.add_argument("--extra", action="append", default=[], help="an optional group of pyproject.toml")
     parser.add_argument("--venv", type=Path, default=REPOSITORY / ".venv")
+    parser.add_argument(
+        "--for-up", action="store_true", help="`tideway up` comes next, with the options in the environment's UP_ARGS"
+    )
     options = parser.parse_args()
     venv, extras = options.venv, set(options.extra)
     try:
         use_a_new_enough_python()
         if is_installed(venv, extras):
             return 0
+        if options.for_up:
+            check_port(shlex.split(os.environ.get("UP_ARGS", "")))
         print(f"Installing Tideway into {venv} (Python {python_version()})", flush=True)
         pip = pip_of(venv) or make_venv(venv)
         install(pip, venv, extras)

@@ -23,6 +23,7 @@ from services.gateway.admin import endpoints as admin_routes
 from services.gateway.admin import routes as route_admin
 from services.gateway.admin import tenants as tenant_admin
 from services.gateway.admin.batches import BatchDetail
+from services.gateway.anthropic import models as anthropic_models
 from services.gateway.anthropic import routes as messages
 from services.gateway.anthropic.messages import CountReply, CountRequest, MessageObject, MessageRequest
 from services.gateway.batch import file_routes
@@ -169,6 +170,16 @@ _PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
+    Route("GET", "/v1/chat/completions", other_routes.find_stored_chat, None, dict, (401, 404)),
+    *(
+        Route(method, f"/v1/chat/completions/{path}", other_routes.find_stored_chat, None, dict, (401, 404))
+        for method, path in (
+            ("GET", "{completion_id}"),
+            ("POST", "{completion_id}"),
+            ("DELETE", "{completion_id}"),
+            ("GET", "{completion_id}/messages"),
+        )
+    ),
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
     Route(
@@ -235,8 +246,8 @@ ROUTES = (
     Route("GET", "/v1/batches", batch_routes.list_batches, None, BatchList, BATCH_ERRORS, query=_LIST_QUERY),
     Route("GET", "/v1/batches/{batch_id}", batch_routes.get_batch, None, BatchObject, BATCH_ERRORS),
     Route("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel_batch, None, BatchObject, BATCH_ERRORS),
-    Route("GET", "/v1/models", messages.list_models, None, ModelList, (401,)),
-    Route("GET", "/v1/models/{model:path}", messages.get_model, None, ModelCard, (401, 404, 503)),
+    Route("GET", "/v1/models", anthropic_models.list_models, None, ModelList, (400, 401)),
+    Route("GET", "/v1/models/{model:path}", anthropic_models.get_model, None, ModelCard, (401, 404, 503)),
     Route("POST", "/v1/load_lora_adapter", admin_routes.load_adapter, LoadAdapterRequest, str, PLACEMENT_ERRORS),
     Route("POST", "/v1/unload_lora_adapter", admin_routes.unload_adapter, UnloadAdapterRequest, str, PLACEMENT_ERRORS),
     Route("POST", "/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),

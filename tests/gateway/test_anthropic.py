@@ -87,6 +87,49 @@ async def test_a_message(claude: Stack) -> None:
     assert stopped["content"] == [{"type": "text", "text": "one "}]
 
 
+async def test_models_are_listed_in_anthropics_shape_by_pages(claude: Stack) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    assert (await claude.client.get("/v1/models")).json()["object"] == "list"
+    for name in ("first", "second"):
+        made = await claude.client.post("/admin/routes", json={"name": name, "arms": {MODEL: 1}})
+        assert made.status_code == 200
+    whole = (await claude.client.get("/v1/models", headers=headers)).json()
+    names = [one["id"] for one in whole["data"]]
+    assert sorted(names) == sorted(["first", "second", MODEL])
+    assert (whole["has_more"], whole["first_id"], whole["last_id"]) == (False, names[0], names[-1])
+    model = next(one for one in whole["data"] if one["id"] == MODEL)
+    assert model["type"] == "model" and model["display_name"] == MODEL
+    assert datetime.fromisoformat(model["created_at"]).tzinfo is not None
+    assert (await claude.client.get(f"/v1/models/{MODEL}", headers=headers)).json() == model
+    for query, page, has_more in (
+        ("limit=2", names[:2], True),
+        (f"limit=2&after_id={names[0]}", names[1:], False),
+        (f"limit=1&before_id={names[2]}", names[1:2], True),
+        (f"after_id={names[2]}", [], False),
+    ):
+        told = (await claude.client.get(f"/v1/models?{query}", headers=headers)).json()
+        assert ([one["id"] for one in told["data"]], told["has_more"]) == (page, has_more), query
+    for path, status in (
+        ("/v1/models?limit=0", 400),
+        ("/v1/models?after_id=nobody", 400),
+        ("/v1/models/nobody", 404),
+    ):
+        answer = await claude.client.get(path, headers=headers)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+async def test_stored_chats_are_refused_by_name(claude: Stack) -> None:
+    for method, path in (
+        ("GET", ""),
+        ("GET", "/chatcmpl-1"),
+        ("DELETE", "/chatcmpl-1"),
+        ("GET", "/chatcmpl-1/messages"),
+    ):
+        answer = await claude.client.request(method, f"/v1/chat/completions{path}")
+        assert answer.status_code == 404
+        assert "not stored" in answer.json()["error"]["message"]
+
+
 async def test_a_stream_has_anthropics_events(claude: Stack) -> None:
     claude.say(f"<think>Let me see.</think>\n\nWell.\n{CALL}")
     events = await events_of(claude, tools=[WEATHER, HOSTED])

@@ -4,8 +4,10 @@ import functools
 import hashlib
 import http.server
 import json
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,35 @@ from tideway.bootstrap import SetupError, explain, fetch_pip, install, is_instal
 )
 def test_what_pip_is_doing(line: str, phase: str | None) -> None:
     assert phase_of(line) == phase
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["bootstrap", "--venv", str(tmp_path / "venv"), "--for-up"])
+        monkeypatch.setenv("UP_ARGS", f"--detach --port {port} --model a=b --engine-args 'x y'")
+        assert bootstrap.main() == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"tideway: port {port} on 127.0.0.1 is taken by another program.")
+    assert said.out == "" and not (tmp_path / "venv").exists()
+    bootstrap.check_port(["--port", str(port)])
+
+
+def test_an_installation_without_a_terminal_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bootstrap, "LINE_INTERVAL_S", 0.02)
+    progress = bootstrap.Progress()
+    progress.show("installing 79 packages")
+    said = ""
+    deadline_s = time.monotonic() + 20
+    while said.count("  installing 79 packages (") < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        said += capsys.readouterr().out
+    progress.end()
+    assert said.count("  installing 79 packages (") >= 2
 
 
 @pytest.mark.parametrize(

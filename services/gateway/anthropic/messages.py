@@ -141,24 +141,3 @@ class MessageObject(msgspec.Struct, kw_only=True):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
-
-
-class ModelInfo(msgspec.Struct):
-    """A model as Anthropic's `/v1/models` tells of it."""
-
-    id: str
-    display_name: str
-    created_at: str
-    """Time of RFC 3339."""
-    max_input_tokens: int | None
-    """None: no instance has loaded the model yet and its operator set no limit."""
-    type: Literal["model"] = "model"
-
-
-class ModelInfos(msgspec.Struct):
-    """All of them, in one page."""
-
-    data: list[ModelInfo]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable
-from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request
@@ -17,15 +16,11 @@ from services.gateway.anthropic.messages import (
     CountReply,
     CountRequest,
     MessageRequest,
-    ModelInfo,
-    ModelInfos,
 )
 from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError
-from services.gateway.openai.replies import ModelCard
-from services.gateway.requests import other_routes
 from services.gateway.requests.answering import (
     answered,
     answered_once,
@@ -36,13 +31,11 @@ from services.gateway.requests.answering import (
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.requests.kept_calls import STREAM_HEADER
-from services.gateway.requests.other_routes import json_response, model_card, model_cards
+from services.gateway.requests.other_routes import json_response
 from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
 from services.gateway.streams.generation import Generation
 from shared.messages.kept import KeptCall
 
-VERSION_HEADER = "anthropic-version"
-"""Anthropic's clients send it with each request."""
 _REQUEST = msgspec.json.Decoder(MessageRequest)
 _COUNT = msgspec.json.Decoder(CountRequest)
 
@@ -51,10 +44,10 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
     """An answer to a conversation, as Anthropic's API has it."""
     exchange = Exchange(context, request, "chat")
     exchange.call.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
-    return await _in_its_shape(answered(exchange, _create(context, request, exchange)))
+    return await in_its_shape(answered(exchange, _create(context, request, exchange)))
 
 
-async def _in_its_shape(work: Awaitable[Response]) -> Response:
+async def in_its_shape(work: Awaitable[Response]) -> Response:
     """Errors as Anthropic has them."""
     try:
         return await work
@@ -63,7 +56,7 @@ async def _in_its_shape(work: Awaitable[Response]) -> Response:
         raise renamed(error) from None
 
 
-def _key(context: GatewayContext, request: Request) -> Key:
+def authenticate(context: GatewayContext, request: Request) -> Key:
     """By `x-api-key`, or an Authorization header."""
     headers = dict(request.headers)
     if "authorization" not in headers and (key := headers.get("x-api-key")):
@@ -72,7 +65,7 @@ def _key(context: GatewayContext, request: Request) -> Key:
 
 
 async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
-    key = exchange.key = _key(context, request)
+    key = exchange.key = authenticate(context, request)
     message = await read_message(request, _REQUEST, context.bodies)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
@@ -91,11 +84,11 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
 async def resume_message(context: GatewayContext, request: Request, call_id: str) -> Response:
     """The rest of a message that another connection began."""
     exchange = Exchange(context, request, "chat")
-    return await _in_its_shape(answered(exchange, _resume(context, request, exchange, call_id)))
+    return await in_its_shape(answered(exchange, _resume(context, request, exchange, call_id)))
 
 
 async def _resume(context: GatewayContext, request: Request, exchange: Exchange, call_id: str) -> Response:
-    key = exchange.key = _key(context, request)
+    key = exchange.key = authenticate(context, request)
     record = await context.kept.find(call_id, key.tenant)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
     return await _answer_again(context, request, exchange, key, record, keep_alive)
@@ -141,41 +134,10 @@ async def _answer(
 
 async def count_tokens(context: GatewayContext, request: Request) -> Response:
     """How many tokens the prompt of a message would have."""
-    return await _in_its_shape(_count(context, request))
+    return await in_its_shape(_count(context, request))
 
 
 async def _count(context: GatewayContext, request: Request) -> Response:
-    _key(context, request)
+    authenticate(context, request)
     message: CountRequest = await read_message(request, _COUNT, context.bodies)
     return json_response(CountReply(await num_prompt_tokens(context, chat_request(message))))
-
-
-async def list_models(context: GatewayContext, request: Request) -> Response:
-    """The models, as the API has them whose client asks: Anthropic's or OpenAI's."""
-    if VERSION_HEADER not in request.headers:
-        return await other_routes.list_models(context, request)
-    return await _in_its_shape(_list_models(context, request))
-
-
-async def _list_models(context: GatewayContext, request: Request) -> Response:
-    _key(context, request)
-    models = [_model_info(card) for card in model_cards(context)]
-    first, last = (models[0].id, models[-1].id) if models else (None, None)
-    return json_response(ModelInfos(models, first, last))
-
-
-async def get_model(context: GatewayContext, request: Request) -> Response:
-    """One of them, likewise."""
-    if VERSION_HEADER not in request.headers:
-        return await other_routes.get_model(context, request)
-    return await _in_its_shape(_get_model(context, request))
-
-
-async def _get_model(context: GatewayContext, request: Request) -> Response:
-    _key(context, request)
-    return json_response(_model_info(model_card(context, request.path_params["model"])))
-
-
-def _model_info(card: ModelCard) -> ModelInfo:
-    created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
-    return ModelInfo(card.id, card.id, created, card.max_model_len)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
-from services.gateway.http.errors import invalid
+from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.parsing import MAX_SEQUENCE_TOKENS, check_token_ids
 from services.gateway.openai.replies import (
     DetokenizeReply,
@@ -64,20 +64,21 @@ def _adapter_card(context: GatewayContext, adapter: AdapterSpec) -> ModelCard:
     )
 
 
+async def list_models(context: GatewayContext, request: Request) -> Response:
+    context.admission.authenticate(request.headers)
+    return json_response(ModelList("list", model_cards(context)))
+
+
 def model_cards(context: GatewayContext) -> list[ModelCard]:
-    """Cards of all that requests may name: routes, models and adapters."""
+    """Cards of routes, models and adapters that are served."""
     catalog = context.catalog
     served = [spec for spec in catalog.models if spec.on_demand or catalog.failure(spec.name) is None]
     cards = [_route_card(context, route) for route in context.routes.all()]
     cards += [_card(context, spec) for spec in served if context.routes.get(spec.name) is None]
     names = {spec.name for spec in served}
     adapters = [adapter for adapter in context.catalog.adapters if adapter.base in names]
-    return cards + [_adapter_card(context, adapter) for adapter in adapters if context.routes.get(adapter.name) is None]
-
-
-async def list_models(context: GatewayContext, request: Request) -> Response:
-    context.admission.authenticate(request.headers)
-    return json_response(ModelList("list", model_cards(context)))
+    cards += [_adapter_card(context, adapter) for adapter in adapters if context.routes.get(adapter.name) is None]
+    return cards
 
 
 def _route_card(context: GatewayContext, route: Route) -> ModelCard:
@@ -101,6 +102,15 @@ def model_card(context: GatewayContext, name: str) -> ModelCard:
 async def get_model(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers)
     return json_response(model_card(context, request.path_params["model"]))
+
+
+async def find_stored_chat(context: GatewayContext, request: Request) -> Response:
+    """None is stored: 404 that says what is."""
+    context.admission.authenticate(request.headers)
+    message = (
+        "Chat completions are not stored, whatever 'store' says. Answers of /v1/responses are: GET /v1/responses/{id}."
+    )
+    raise ApiError(404, message, code="not_found")
 
 
 def _check_num_tokens(num_tokens: int, param: str) -> None:
