@@ -4,10 +4,11 @@
         [--embedding-model NAME] [--python VENV/bin/python]
 
 PATH holds checkouts that the user has, under their usual names: `openai-python` (openai/openai-python),
-`anthropic-sdk-python` (anthropics/anthropic-sdk-python), `llama.cpp` (ggml-org/llama.cpp). A suite that is not there is
-skipped with a word. Nothing of theirs is changed: they run with pytest in `--python`, which must have what they import, and
-what they ask of is a server at the URL. Names of models that they ask for become routes to NAME while they run (with
-`--admin-key` where the server has keys).
+`anthropic-sdk-python` (anthropics/anthropic-sdk-python), `llama.cpp` (ggml-org/llama.cpp), `vllm` (vllm-project/vllm, or its
+sdist from PyPI). A suite that is not there is skipped with a word. Nothing of theirs is changed: they run with pytest in
+`--python`, which must have what they import, and what they ask of is a server at the URL; vLLM's run without vLLM, and those
+that look into it are skipped. Names of models that they ask for become routes to NAME while they run (with `--admin-key`
+where the server has keys). The server should have one model only, since llama.cpp's tests name none.
 
 Each failure is put to one of the reasons in `REASONS` by what it said; one that fits none may be a fault of ours, and the
 command ends with status 1.
@@ -58,6 +59,10 @@ class Suite:
     url_path: str = "/v1"
     port_variable: str = ""
     variables: tuple[tuple[str, str], ...] = ()
+    plugin: str = ""
+    """A module of this folder that pytest loads, with FOREIGN_URL and FOREIGN_MODEL."""
+    options: tuple[str, ...] = ()
+    """More of pytest's."""
 
 
 SUITES = (
@@ -93,39 +98,73 @@ SUITES = (
         root="tools/server/tests",
         tests=tuple(
             f"unit/test_{name}.py"
-            for name in ("chat_completion", "completion", "tool_call", "compat_oai_responses", "compat_anthropic")
+            for name in ("chat_completion", "tool_call", "compat_oai_responses", "compat_anthropic")
         ),
         marked="not slow",
-        models=("gpt-3.5-turbo-instruct",),
+        models=("gpt-3.5-turbo-instruct", "gpt-4.1", "test"),
         port_variable="PORT",
         variables=(("DEBUG_EXTERNAL", "1"),),
+    ),
+    Suite(
+        name="vllm",
+        root=".",
+        tests=(
+            *(
+                f"tests/entrypoints/openai/chat_completion/test_{name}.py"
+                for name in (
+                    "chat",
+                    "chat_echo",
+                    "chat_logit_bias_validation",
+                    "enable_force_include_usage",
+                    "root_path",
+                )
+            ),
+            "tests/entrypoints/openai/chat_completion/test_completion_with_function_calling.py",
+            "tests/entrypoints/openai/chat_completion/test_include_reasoning.py",
+            "tests/entrypoints/openai/completion/test_completion.py",
+            "tests/entrypoints/openai/completion/test_prompt_validation.py",
+            *(
+                f"tests/entrypoints/openai/responses/test_{name}.py"
+                for name in ("simple", "basic", "stateful", "structured_output", "function_call")
+            ),
+            "tests/entrypoints/anthropic/test_messages.py",
+        ),
+        plugin="foreign_vllm",
+        options=("--confcutdir=tests/entrypoints", "-o", "asyncio_mode=auto", "--timeout=120"),
     ),
 )
 
 
 REASONS = {
     "it names an object that only the suite's mock server has": (
-        r"There is no (batch|file|response|stream) '(batch_id|file_id|response_id|previous_response_id|resp_\w+)'"
+        r"There is no (batch|file|response|stream) "
+        r"'(batch_id|file_id|input_file_id|response_id|previous_response_id|resp_\w+)'"
     ),
     "stored chats (/v1/chat/completions/ID, GET) are not kept": (
-        r"There is no /v1/chat/completions/completion_id|/v1/chat/completions does not take GET"
+        r"Not found: /v1/chat/completions/completion_id|GET is not allowed on /v1/chat/completions\."
     ),
-    "responses are not cancelled or compacted: none runs in the background": (
-        r"There is no /v1/responses/resp_\w+/cancel|/v1/responses/compact does not take POST"
+    "models are removed by /admin/models": r"DELETE is not allowed on /v1/models/",
+    "it compacts nothing: neither 'input' nor 'previous_response_id'": (
+        r"test_\w+_compact[\s\S]*Missing required parameter: 'input'"
     ),
-    "batches are of chats, completions and embeddings": r"'endpoint': Invalid enum value '/v1/responses'",
-    "models are removed by /admin/models": r"/v1/models/\S+ does not take DELETE",
-    "it leaves out 'model', which has no default here": r"Missing required parameter: 'model'",
+    "it leaves out 'model', which has no default where there are several": r"'model' is required where a server has several",
     "it asks for 0 tokens, or 0 of a list": r"'max_completion_tokens': Expected `int` >= 1|'limit' must be a whole number",
     "in strict mode the client checks vectors before it reads those that it has asked for as base64": (
         r"test_embeddings[\s\S]*APIResponseValidationError"
     ),
-    "the SDK that is installed is of another version than its tests": r"got an unexpected keyword argument",
-    "/v1/models has OpenAI's shape, not Anthropic's": r"test_models\.TestModels[\s\S]*APIResponseValidationError",
     "it asks for a model that is deprecated there": r"The model 'claude-mythos-preview' does not exist",
     "'suffix' is not served": r"'suffix' is not supported by this server",
     "no embedding model was named (--embedding-model)": r"The model 'text-embedding-\S+' does not exist",
     "the embedding model has no vectors of one dimension": r"'dimensions' (is not supported by|must be)",
+    "it is an endpoint of llama.cpp's own": (
+        r"Not found: /(apply-template|completion|props|slots)|chat_completions_token_count"
+    ),
+    "it wants llama.cpp's own fields or types of errors": (
+        r"timings|exceed_context_size_error|verbose|return_progress|prompt_progress|llama_telemetry|system_fingerprint"
+    ),
+    "it wants the words of llama.cpp's test model": r"match_regex|_tokens[\"']\] == n_|is None\b[\s\S]*ChoiceDelta\(content",
+    "a template of llama.cpp's own is asked for, or one that the model has not": r"chat_template",
+    "images and documents are not served": r"\b(image|vision|video|audio|truck\.png)",
 }
 """Why a test fails where that is no fault of this server, by a pattern of what it failed with. The first counts."""
 
@@ -158,8 +197,8 @@ def reason_of(case: Case) -> str:
     return next((reason for reason, pattern in REASONS.items() if re.search(pattern, told)), "")
 
 
-def run(suite: Suite, checkout: Path, url: str, python: str) -> list[Case]:
-    """Its tests, one after the other."""
+def run(suite: Suite, checkout: Path, url: str, python: str, model: str = "") -> list[Case]:
+    """Its tests, one after the other. `model`: for its plug-in."""
     root = checkout / suite.root
     tests = [test for test in suite.tests if (root / test).exists()]
     with tempfile.TemporaryDirectory() as folder:
@@ -169,6 +208,8 @@ def run(suite: Suite, checkout: Path, url: str, python: str) -> list[Case]:
             more[suite.url_variable] = url + suite.url_path
         if suite.source:
             more["PYTHONPATH"] = str((checkout / suite.source).resolve())
+        if suite.plugin:
+            more |= {"FOREIGN_URL": url, "FOREIGN_MODEL": model, "PYTHONPATH": str(Path(__file__).resolve().parent)}
         if suite.port_variable:
             more[suite.port_variable] = str(urlsplit(url).port or 80)
         command = [
@@ -179,6 +220,8 @@ def run(suite: Suite, checkout: Path, url: str, python: str) -> list[Case]:
             f"--junitxml={report}",
             *(("-k", suite.select) if suite.select else ()),
             *(("-m", suite.marked) if suite.marked else ()),
+            *(("-p", suite.plugin) if suite.plugin else ()),
+            *suite.options,
         ]
         done = subprocess.run(
             [*command, *tests], cwd=root, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -246,7 +289,7 @@ def main() -> None:
         if arguments.embedding_model:
             model_of |= dict.fromkeys(suite.embedding_models, arguments.embedding_model)
         with Routes(arguments.url, model_of, arguments.admin_key):
-            are_explained &= show(suite.name, run(suite, checkout, arguments.url, arguments.python))
+            are_explained &= show(suite.name, run(suite, checkout, arguments.url, arguments.python, arguments.model))
     sys.exit(0 if are_explained else 1)
 
 

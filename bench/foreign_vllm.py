@@ -1,0 +1,109 @@
+"""A pytest plugin by which vLLM's API tests ask a server that runs, without vLLM: `bench.foreign` loads it.
+
+Their `RemoteOpenAIServer` becomes the server at FOREIGN_URL, and names of models that they ask for become routes to
+FOREIGN_MODEL. vLLM's own modules are stood in for; a test that uses one looks into vLLM itself and is skipped. It imports
+nothing of Tideway, since it runs in the suite's environment.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+URL = os.environ["FOREIGN_URL"]
+MODEL = os.environ["FOREIGN_MODEL"]
+
+
+class _OfVllm(type):
+    """What stands in for a name of vLLM's; to use it skips the test."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _Part
+
+    def __call__(cls, *arguments: Any, **more: Any) -> Any:
+        pytest.skip("it looks into vLLM itself")
+
+
+class _Part(metaclass=_OfVllm):
+    pass
+
+
+class _Module(ModuleType):
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "VLLMValidationError":
+            return ValueError
+        return _Part
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class RemoteOpenAIServer:
+    """The server that runs, as vLLM's tests know theirs."""
+
+    DUMMY_API_KEY = "none"
+
+    def __init__(self, model: str, args: list[str] | None = None, *more: Any, **options: Any) -> None:
+        given = list(args or ())
+        names = [
+            model,
+            *(given[given.index("--served-model-name") + 1 :][:1] if "--served-model-name" in given else ()),
+        ]
+        self._names = names
+        self.url_root = URL
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        for name in self._names:
+            body = {"name": name, "arms": {MODEL: 1}}
+            httpx.post(f"{URL}/admin/routes", json=body, timeout=60).raise_for_status()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._names:
+            httpx.delete(f"{URL}/admin/routes/{name}", timeout=60)
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join((URL, *parts))
+
+    def _client(self, kind: str, **options: Any) -> Any:
+        sdk = __import__("anthropic" if "Anthropic" in kind else "openai")
+        base = URL if "Anthropic" in kind else f"{URL}/v1"
+        return getattr(sdk, kind)(**{"base_url": base, "api_key": "none", "max_retries": 0, "timeout": 120, **options})
+
+    def get_client(self, **options: Any) -> Any:
+        return self._client("OpenAI", **options)
+
+    def get_async_client(self, **options: Any) -> Any:
+        return self._client("AsyncOpenAI", **options)
+
+    def get_client_anthropic(self, **options: Any) -> Any:
+        return self._client("Anthropic", **options)
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        return self._client("AsyncAnthropic", **options)
+
+
+sys.meta_path.insert(0, _Finder())
+_utils = _Module("tests.utils")
+_utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
+_utils.ROCM_EXTRA_ARGS, _utils.ROCM_ENV_OVERRIDES = [], {}  # type: ignore[attr-defined]
+sys.modules["tests.utils"] = _utils
