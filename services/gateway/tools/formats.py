@@ -194,7 +194,7 @@ def _pythonic_rules(function: FunctionDefinition, schema: dict[str, Any], number
     says what may come from there on where none is written yet, `more` where one is."""
     required, rules = schema.get("required") or [], []
     arguments = list((schema.get("properties") or {}).items())
-    named = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    named: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     is_open = "properties" not in schema and schema.get("additionalProperties") is not False
     rule = f"call_{number}"
     rules.append(f'{rule}: {head} {rule}_first_0 ")"')

@@ -30,10 +30,10 @@ class PythonicParser(ToolParser):
         super().__init__(names)
         self._schemas: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
         self._name = ""
-        """That of the call whose arguments are read; empty: none."""
+        """Name of the call whose arguments are read; empty: none."""
         self._num_arguments = 0
         self._end = LiteralEnd()
-        """That of the argument that is read."""
+        """Finds the end of the argument that is read."""
         self._before = ""
         """Between calls, or before the first; content if none follows."""
         self._is_text = False
