@@ -25,6 +25,8 @@ class StagingWorker:
 
     model_runner: Any
     tideway_slots: torch.Tensor
+    tideway_caches: list[torch.Tensor]
+    """`[num_blocks, bytes of a block]` uint8, of each layer."""
 
     def tideway_open(self, num_slots: int, num_blocks: int) -> tuple[str, int, str]:
         """Makes the staging memory; returns its path, the bytes of a block, and the layout. Raises `ValueError`."""
@@ -38,19 +40,24 @@ class StagingWorker:
         mapped = mmap.mmap(file, num_slots * block_bytes)
         self.tideway_slots = torch.frombuffer(mapped, dtype=torch.uint8).view(num_slots, block_bytes)
         layout = ";".join(f"{one.dtype} {tuple(one.shape[1:])}" for one in caches)
+        self.tideway_caches = [one.view(num_blocks, -1).view(torch.uint8) for one in caches]
         return f"/proc/{os.getpid()}/fd/{file}", block_bytes, layout
 
     def tideway_copy(self, blocks: list[int], slots: list[int], is_out: bool) -> None:
         """Copies blocks into slots, or back."""
-        at, count = 0, len(blocks)
-        for cache in self.model_runner.kv_caches:
-            size = cache[0].nbytes
-            if is_out:
-                self.tideway_slots[slots, at : at + size] = cache[blocks].view(count, -1).view(torch.uint8).cpu()
+        at = 0
+        for cache in self.tideway_caches:
+            part = self.tideway_slots[:, at : at + cache.shape[1]]
+            if cache.device.type == "cpu":
+                # A block at a time, without the copy that indexing makes: several times as fast.
+                here, there = (cache.numpy(), part.numpy()) if is_out else (part.numpy(), cache.numpy())
+                for from_, to in zip(*((blocks, slots) if is_out else (slots, blocks)), strict=True):
+                    there[to] = here[from_]
+            elif is_out:
+                part[slots] = cache[blocks].cpu()
             else:
-                came = self.tideway_slots[slots, at : at + size].view(cache.dtype)
-                cache[blocks] = came.view(count, *cache.shape[1:]).to(cache.device)
-            at += size
+                cache[blocks] = part[slots].to(cache.device)
+            at += cache.shape[1]
 
 
 class Staging:
