@@ -75,7 +75,7 @@ class NatsWatch(Generic[M]):
         self._settling: asyncio.Task[None] | None = None
         self._is_current, self._lost_s = False, now()
         self._complete: asyncio.Future[bool] | None = None
-        """Of an opening: whether all that the server announced has come."""
+        """The outcome of an opening: whether all that the server announced has come."""
         self._monitor: asyncio.TimerHandle | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_closed = False
