@@ -69,8 +69,8 @@ class Remembered(Generic[Spec]):
             await asyncio.gather(self._following, return_exceptions=True)
 
     async def lost(self, stored: KeyValue[Spec], known: Container[str]) -> list[Spec]:
-        """Remembered specs that the store has not (`known`: the names that it has), though nobody removed them: it, or its part
-        with them, was lost. Raises `BusError`."""
+        """Remembered specs that are not stored under `known` names, though nobody removed them: the store, or its part with
+        them, was lost. Raises `BusError`."""
         absent = [spec for spec in await self.load() if spec.name not in known]
         return [spec for spec in absent if not await stored.is_deleted(bucket_key(spec.name))]
 

@@ -123,7 +123,7 @@ class Responses:
             await self._put(response_id, failed)
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """Removes a response for good: a mark keeps a gateway that still makes it from storing it. Responses that continue it
-        keep what they have of it. Raises as `get`."""
+        """Removes a response for good: a mark keeps a gateway that still makes it from storing it. Responses that continue
+        it keep what they have of it. Raises as `get`."""
         await self.get(response_id, tenant)
         await self._stored.delete(response_id)
