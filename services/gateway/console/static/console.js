@@ -72,6 +72,7 @@ async function lookAtTimeline() {
     showTimeline(requests);
     if (requests.every((one) => one.is_over && Date.now() / 1000 - one.arrived_s - one.duration_s > 3)) shownRequest = "";
   } catch (error) {
+    if (error.status === 401) return;  // it is shown once there is a key
     if (shownRequest === asked) shownRequest = "";
     say(error.message, true);
   }
