@@ -455,7 +455,8 @@ class Assignment:
         """Memory that it would need there."""
         size, num_ranks = self._planner.size(name, budget.kind), budget.group.num_ranks
         if size is None:
-            return f"{name!r} cannot be computed by {num_ranks} devices"
+            is_known = self._models[name].is_known
+            return f"{name!r} cannot be computed by {num_ranks} devices" if is_known else f"{name!r} is not read yet"
         least = size.least_blocks * size.block_bytes
         needed = size.weight_bytes + size.activation_bytes + least
         each = " on each device" if num_ranks > 1 else ""

@@ -19,10 +19,10 @@ from shared.engine.load import GIVE_UP_S
 from shared.engine.memory.slab import blocks_per_merged
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
+from shared.messages.cluster import InstancePlan
 from shared.messages.requests import RequestClass
 from shared.placement.execution import execution_s, step_tokens
-from shared.placement.footprint import Footprint
-from shared.placement.memory import Memory
+from shared.placement.places import places
 from shared.placement.plan import is_cpu
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Traffic
 from shared.runtime.settings import InstanceSettings, SchedulerSettings
@@ -84,10 +84,9 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         migrations = FleetMigrations if self.migration != "off" else None
         return Fleet(self.scheduler(), noise=self.noise, seed=seed, migrations=migrations, control_s=self.control_s)
 
-    def device(self, problem: Problem, group: Group) -> Device:
-        """What a group's instance runs on."""
-        node = node_of(problem, group)
-        merged_bytes, num_merged = Memory(problem).pool(group.models, node, group.num_ranks)
+    def device(self, problem: Problem, place: InstancePlan) -> Device:
+        """What an instance runs on."""
+        node, num_merged = node_of(problem, place), place.pool_bytes // place.merged_bytes
         on_cpu = is_cpu(node.kind)
         configuration = Configuration(
             num_merged=num_merged, num_rows=self.max_running, ordering=self.order_policy,
@@ -98,9 +97,9 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             max_waiting=self.max_waiting, least_share=self.least_share, give_up_s=GIVE_UP_S,
         )  # fmt: skip
         return Device(
-            configuration=configuration, merged_bytes=merged_bytes, bandwidth_bytes_s=node.link_bytes_s,
+            configuration=configuration, merged_bytes=place.merged_bytes, bandwidth_bytes_s=node.link_bytes_s,
             rate_share=InstanceSettings(device="cpu" if on_cpu else "cuda").copy_rate_share,
-            num_devices=group.num_ranks,
+            num_devices=place.group.num_ranks,
         )  # fmt: skip
 
 
@@ -127,7 +126,7 @@ class Outcome(NamedTuple):
     """All online requests have ended; else the run's patience ended it."""
 
 
-def node_of(problem: Problem, group: Group) -> NodeFacts:
+def node_of(problem: Problem, group: Group | InstancePlan) -> NodeFacts:
     return next(node for node in problem.nodes if node.node_id == group.node_id)
 
 
@@ -135,36 +134,27 @@ def models_of(problem: Problem, group: Group) -> list[ModelFacts]:
     return [model for model in problem.models if model.name in group.models]
 
 
-def group_models(problem: Problem, group: Group, merged_bytes: int = 0) -> list[Model]:
-    """Its models as its instance has them, in the order of the group's. `merged_bytes`: of the instance; 0: as it would be
-    made now."""
-    node, p, by_name = node_of(problem, group), group.num_ranks, {model.name: model for model in problem.models}
-    merged_bytes = merged_bytes or Memory(problem).pool(group.models, node, p).merged_bytes
-    return [
-        Model(
-            shape=ModelShape(
-                name=model.name, block_size=model.block_size, max_model_len=model.max_model_len,
-                blocks_per_merged=blocks_per_merged(merged_bytes // p, _size(model, node, p).block_bytes),
-                num_layers=model.num_layers,
-            ),
-            cost_model=model.costs[node.kind, p],
-            load_s=model.weight_bytes / (node.load_bytes_s * p),
-        )
-        for model in map(by_name.__getitem__, group.models)
-    ]  # fmt: skip
-
-
-def _size(model: ModelFacts, node: NodeFacts, num_ranks: int) -> Footprint:
-    size = model.footprint((node.kind, num_ranks))
-    assert size is not None, "a plan has models on groups that can run them"
-    return size
+def instance_models(problem: Problem, place: InstancePlan) -> dict[str, Model]:
+    """Its models, by name, as the instance has them."""
+    node, p, known = node_of(problem, place), place.group.num_ranks, {model.name: model for model in problem.models}
+    found = {}
+    for model in (known[spec.name] for spec in place.models):
+        size = model.footprint((node.kind, p))
+        assert size is not None, "a plan has models on groups that can run them"
+        shape = ModelShape(
+            name=model.name, block_size=model.block_size, max_model_len=model.max_model_len,
+            blocks_per_merged=blocks_per_merged(place.merged_bytes // p, size.block_bytes), num_layers=model.num_layers,
+        )  # fmt: skip
+        load_s = model.weight_bytes / (node.load_bytes_s * p)
+        found[model.name] = Model(shape=shape, cost_model=model.costs[node.kind, p], load_s=load_s)
+    return found
 
 
 def deploy(fleet: Fleet, problem: Problem, plan: Plan, serving: Serving = LIVE, *, start_s: float = 0.0) -> None:
-    """Adds the plan's groups to the fleet, which serve from `start_s` on."""
-    for group in plan.groups:
-        device, models = serving.device(problem, group), group_models(problem, group)
-        fleet.add_instance(group.instance_id, device, models, start_s=start_s)
+    """Adds the plan's groups to the fleet, which serve from `start_s` on. Raises `DoesNotFit`."""
+    for place in places(problem, plan):
+        models = instance_models(problem, place).values()
+        fleet.add_instance(place.instance_id, serving.device(problem, place), models, start_s=start_s)
 
 
 def simulate(

@@ -511,31 +511,26 @@ class Fleet:
         instance = self.instances[instance_id]
         self.set_state(instance, "draining")
         instance.wake()
-        self.watch_drain(instance)
-        if grace_s < math.inf:
-            self._remove_when_empty(instance, self.events.now + grace_s)
+        self.watch_drain(instance, self.events.now + grace_s)
 
-    def watch_drain(self, instance: Instance) -> None:
+    def watch_drain(self, instance: Instance, deadline_s: float = math.inf) -> None:
+        """Until it is empty, or the deadline, at which it is removed."""
         if instance.is_gone or instance.state != "draining":
             return
-        if instance.engine.all_held():
-            self.events.after(0.01, self.watch_drain, instance)
-        else:
+        is_empty = not instance.engine.all_held()
+        if not is_empty and self.events.now < deadline_s:
+            self.events.after(0.01, self.watch_drain, instance, deadline_s)
+            return
+        if is_empty:
             self.emptied_s[instance.instance_id] = self.events.now
+        if deadline_s < math.inf:
+            self.remove(instance.instance_id)
 
     def remove(self, instance_id: str) -> None:
         """It ends in order; what it still holds is placed elsewhere."""
         instance = self.instances.pop(instance_id)
         instance.stop()
         self._tell_entry(instance_id, None)
-
-    def _remove_when_empty(self, instance: Instance, deadline_s: float) -> None:
-        if instance.is_gone or instance.state != "draining":
-            return
-        if instance.engine.all_held() and self.events.now < deadline_s:
-            self.events.after(POLL_S, self._remove_when_empty, instance, deadline_s)
-        else:
-            self.remove(instance.instance_id)
 
     def _tell_entry(self, instance_id: str, info: InstanceInfo | None) -> None:
         self.scheduler.apply(calls.OnRegistry(instance_id, info))

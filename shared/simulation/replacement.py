@@ -31,7 +31,7 @@ from shared.placement.replacement import Replacement, ReplacementSettings, Verdi
 from shared.placement.rollout import Cluster, assess, begin, change_of, go_on
 from shared.placement.stretches import between
 from shared.simulation import metrics
-from shared.simulation.deployment import LIVE, Serving, group_models
+from shared.simulation.deployment import LIVE, Serving, instance_models
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.nodes import FleetNodes
 
@@ -214,19 +214,10 @@ class FleetReplacement:
         return self._problem.times.restart_s + sum(load_s.values())
 
     def _device(self, place: InstancePlan) -> Device:
-        device, num_merged = (
-            self._serving.device(self._problem, group_of(place)),
-            place.pool_bytes // place.merged_bytes,
-        )
-        configuration = msgspec.structs.replace(
-            device.configuration, num_merged=num_merged,
-            num_host_merged=num_merged if device.configuration.num_host_merged else 0,
-        )  # fmt: skip
-        return msgspec.structs.replace(device, configuration=configuration, merged_bytes=place.merged_bytes)
+        return self._serving.device(self._problem, place)
 
     def _place_models(self, place: InstancePlan) -> dict[str, Model]:
-        models = group_models(self._problem, group_of(place), place.merged_bytes)
-        return {model.shape.name: model for model in models}
+        return instance_models(self._problem, place)
 
     # ---------------------------------------------------------------------------------------------- what was seen
 

@@ -28,7 +28,9 @@ from shared.costs.model import StepShape
 from shared.messages.requests import RequestClass
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
+from shared.placement.places import places
 from shared.placement.plan import Group
+from shared.placement.plan import Plan as PlacedGroups
 from shared.placement.planner import LEAST_MERGED_BYTES
 from shared.placement.problem import Problem, Traffic
 from shared.simulation.deployment import LIVE
@@ -96,8 +98,8 @@ def test_instances_are_as_placement_has_them_live() -> None:
     none = np.zeros(0, np.int32)
     traffic = Traffic(("model",), none, none.astype(float), none, none, none.astype(bool), 1.0)
     problem = Problem(nodes=(node_facts("node", hardware, 1),), models=models, traffic=traffic)
-    group = Group("node", (0,), ("model",))
-    live, mine = LIVE.device(problem, group).configuration, A10.simulated("doubling_budget").configuration
+    (place,) = places(problem, PlacedGroups((Group("node", (0,), ("model",)),)))
+    live, mine = LIVE.device(problem, place).configuration, A10.simulated("doubling_budget").configuration
     for field in ("ordering", "token_budget", "steps_in_flight", "co_serving", "interruption", "mix_phases", "prefetch",
                   "checkpoint_start", "least_share", "num_stages", "fits_costs", "ttft_s", "tpot_s"):  # fmt: skip
         assert getattr(mine, field) == getattr(live, field), field

@@ -572,6 +572,16 @@ def test_a_large_model_gets_a_group_of_free_devices() -> None:
     assert [(i.instance_id, i.group.num_ranks) for i in large.instances] == [("n-0", 1), ("n-2", 2)]
 
 
+def test_a_model_that_several_devices_cannot_compute_gets_no_group_of_them() -> None:
+    nodes, large = [node("n", 4 * GIB, 4)], model("large", 1100)
+    large = replace(large, shape=msgspec.structs.replace(large.shape, is_divisible=False))
+    first = with_groups([Group("n", (0,), ("a",))], CHOSEN_MODELS[:1], nodes)
+    result = plan([CHOSEN_MODELS[0], large], nodes, first)
+    assert where(result, "large") == [] and "'large' needs" in result.unplaced["large"]
+    with pytest.raises(DoesNotFit, match="'large' cannot be computed by 2 devices"):
+        chosen([CHOSEN_MODELS[0], large], nodes, first, [Group("n", (2, 3), ("large",))])
+
+
 def test_a_chosen_group_keeps_its_pool_unless_its_requests_need_a_larger_one() -> None:
     both, alone = [Group("n", (0, 1), ("a", "c"))], [Group("n", (0, 1), ("a",))]
     many = {"max_cpu_pool_bytes": 64 * GIB}
