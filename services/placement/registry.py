@@ -88,7 +88,7 @@ class Registry:
         self._settings, self._checkpoints = settings, checkpoints
 
     async def open(self, bus: Bus, seeds: Iterable[ModelSpec], *, has_totals: bool) -> None:
-        """Takes over what is stored. `seeds`: models of the settings, which are added unless they were removed.
+        """Reads what is stored. `seeds`: models of the settings, which are added unless they were removed.
         `has_totals`: statistics of models are stored. Raises `BusError`."""
         await self.models.open(bus)
         await self.adapters.open(bus)
@@ -113,7 +113,7 @@ class Registry:
     # ---------------------------------------------------------------------------------------------- what files say
 
     def begin_reading(self) -> None:
-        """Of whatever is not known yet."""
+        """Begins to read whatever is not known yet."""
         for spec in self.models.specs.values():
             self._checkpoints.begin(spec.source)
 
@@ -121,7 +121,7 @@ class Registry:
         await self._checkpoints.wait({spec.source for spec in self.models.specs.values()}, most_s)
 
     def forget_files(self) -> None:
-        """Forgets those of models that are gone."""
+        """Forgets the files of models that are gone."""
         self._checkpoints.forget_all_but({spec.source for spec in self.models.specs.values()})
 
     def configured(self, spec: ModelSpec, adapters: Iterable[AdapterSpec], asleep: str) -> ConfiguredModel:
@@ -136,7 +136,7 @@ class Registry:
         return ConfiguredModel(spec, shape, problem, asleep)
 
     async def read_checkpoint(self, spec: ModelSpec) -> None:
-        """Of a model that is to be added. Raises `ServiceError`."""
+        """Reads what a model that is to be added needs. Raises `ServiceError`."""
         is_used = any(known.source == spec.source for known in self.models.specs.values())
         self._checkpoints.begin(spec.source, again=not is_used)
         await self._checkpoints.wait([spec.source], ADD_READ_S)
@@ -158,7 +158,7 @@ class Registry:
         return base
 
     async def read_adapter(self, spec: AdapterSpec, now_s: float) -> AdapterSpec:
-        """With what its files say. Raises `ServiceError`."""
+        """The adapter with what its files say. Raises `ServiceError`."""
         base = self.base_of(spec)
         shape = self._checkpoints.shape(base.source)
         if shape is None:
