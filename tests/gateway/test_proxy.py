@@ -47,7 +47,7 @@ class Reader:
                 self.num_connections += 1
                 async for chunk in stream:
                     self.text += chunk.choices[0].delta.content or ""
-                    event_id = chunk.event_id  # type: ignore[attr-defined]
+                    event_id = chunk.event_id
                     is_over = is_over or chunk.choices[0].finish_reason is not None
             except (openai.APIError, httpx.TransportError) as error:
                 self.codes.add(getattr(error, "code", None))
@@ -74,7 +74,7 @@ async def test_no_restart_of_a_gateway_is_an_outage(
         """To a request without a stream, by the client's own retries."""
         key = {KEY_HEADER: str(uuid.uuid4())}
         messages = [{"role": "user", "content": "Hi"}]
-        found = await client.chat.completions.create(model=MODEL, messages=messages, extra_headers=key)  # type: ignore[call-overload]
+        found = await client.chat.completions.create(model=MODEL, messages=messages, extra_headers=key)
         return str(found.choices[0].message.content)
 
     # Streams that are open when a gateway stops are handed over: one that takes longer than TIDEWAY_LEAVE_S.
