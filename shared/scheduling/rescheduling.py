@@ -7,6 +7,7 @@ more when it ends. A leader that vanishes leaves leases behind that run out by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from shared.messages.cluster import LoadReport, NextMove, mark_keys
 from shared.messages.migration import MigrationReason, Rebalance
@@ -27,6 +28,19 @@ LOOK_S = 1e-4
 time."""
 GIVEN_S = 10.0
 """After an instance was last told to give requests away, word of where they went may still be missing."""
+
+
+class _HeldByDecoders(NamedTuple):
+    """`Held`, of which instances that compute prompts for others are no destinations: they hold what they have computed."""
+
+    held: Held
+    roles: Roles
+
+    def get(self, instance_id: str, default: int, /) -> int:
+        return self.held.get(instance_id, default)
+
+    def longest(self) -> Iterable[tuple[str, int]]:
+        return (one for one in self.held.longest() if self.roles.is_decoder(one[0]))
 
 
 class Rescheduler:
@@ -97,7 +111,7 @@ class Rescheduler:
                 return []
             self._last_s = now
             self._slices = self.policy.slices(
-                now, self._view_of, self._destinations_above, lambda move: self._held_of(move, now)
+                now, self._view_of, self._destinations_above, lambda move: self._held_by(move, now)
             )
         changes, is_over = next_slice(self._slices)
         actions: list[Action] = []
@@ -144,7 +158,7 @@ class Rescheduler:
         place_of: dict[bytes, str] = {}
         for move in () if view is None else view.next_moves:
             keys = mark_keys(move)
-            name = preferred(move, pair.source, self._view_of, self._held_of(move, now))
+            name = preferred(move, pair.source, self._view_of, self._held_by(move, now))
             name = name or next((place_of[key] for key in reversed(keys) if key in place_of), None)
             if name is not None:
                 found[move.request_id] = name
@@ -156,6 +170,10 @@ class Rescheduler:
         """A look is due soon, and at most so often."""
         at = max(now, self._last_s + self._between_s(SOON_S))
         self._next_s = at if self._next_s is None else min(self._next_s, at)
+
+    def _held_by(self, move: NextMove, now: float) -> Held:
+        held = self._held_of(move, now)
+        return _HeldByDecoders(held, self._roles) if self._roles.is_split else held
 
     def _view_of(self, instance_id: str) -> InstanceView | None:
         state = self._cluster.get(instance_id)

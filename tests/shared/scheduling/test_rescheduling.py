@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 import shared.scheduling.rescheduling as rescheduling
-from shared.messages.cluster import KEY_BYTES, MigrationOutcome, NextMove, mark_positions
+from shared.messages.cluster import KEY_BYTES, MigrationOutcome, NextMove, Role, mark_positions
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
@@ -144,6 +145,26 @@ def test_a_source_gives_to_the_holder_of_its_next_requests_prefix() -> None:
     driver.report("a", migration_freeness=5.0, num_running=10, next_moves=(move,))
     driver.pass_time(0.03)
     assert sent(driver) == [("a", ["c"])]
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_request_that_decodes_does_not_go_back_to_where_its_prompt_was_computed(drains: bool) -> None:
+    driver = cluster("a", "b", "c")
+    prefill = msgspec.structs.replace(make_info("p"), role=Role.PREFILL, is_role_fixed=True)
+    driver.core.apply(OnRegistry("p", prefill), driver.now)
+    chain = list(prompt_keys(make_request("r", num_prompt=200), BLOCK_SIZE))
+    move = NextMove("m", 200, "r", BLOCK_SIZE, len(chain), b"".join(chain[p - 1] for p in mark_positions(len(chain))))
+    driver.report("p", cache_held=b"".join(chain))
+    driver.report("b", migration_freeness=900.0, num_running=3)
+    driver.report("c", migration_freeness=700.0, num_running=3, cache_held=b"".join(chain[:4]))
+    driver.report("a", migration_freeness=5.0, num_running=10, next_moves=(move,))
+    if drains:
+        driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
+    driver.pass_time(0.03)
+    (message,) = driver.take(SendRebalance)
+    assert "p" not in message.rebalance.destinations
+    assert message.rebalance.preferred == ({"r": "c"} if drains else {})
+    assert drains or message.rebalance.destinations == ["c"]
 
 
 def test_offline_requests_leave_a_draining_instance_too() -> None:
