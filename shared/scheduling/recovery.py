@@ -134,7 +134,7 @@ class Inquiries:
         self.unheard.discard(instance_id)
         for tracked in result.forget:
             # Whether it ended there, or went down with where it has moved to, its gateway knows.
-            if not tracked.is_confirmed or self._core.rescheduler.has_given(instance_id, now):
+            if not tracked.is_confirmed or self._may_have_moved(tracked, instance_id, now):
                 self._core.migrations.lose([tracked], instance_id)
             else:
                 life.forget(tracked)
@@ -142,6 +142,12 @@ class Inquiries:
             life.adopt(item, instance_id, now)
         for item in result.superseded:
             life.supersede(item, instance_id)
+
+    def _may_have_moved(self, tracked: TrackedRequest, instance_id: str, now: float) -> bool:
+        """Whether the instance may have given the request away. A new leader does not know of whom decoders were named."""
+        core = self._core
+        is_handed_over = bool(tracked.decoder) or core.roles.is_prefill(instance_id)
+        return is_handed_over or core.rescheduler.has_given(instance_id, now)
 
     def on_ended(self, request_id: str, instance_id: str, state: InstanceState, now: float) -> None:
         """A report says that a request has ended there."""

@@ -10,8 +10,8 @@ import pytest
 from shared.messages.cluster import MigrationOutcome, Role
 from shared.messages.requests import HeldRequest
 from shared.runtime.settings import SchedulerSettings
-from shared.scheduling.actions import Action, Dispatch, TellRole
-from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
+from shared.scheduling.actions import Action, AskHeld, Dispatch, NotifyLost, TellRole
+from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
@@ -100,3 +100,18 @@ def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
     assert core.roles.is_split and sum(core.roles.is_prefill(name) for name in ROLES) >= 1
     heir = make_core("adaptive", {name: core.roles.of(name) for name in ROLES})
     assert heir.roles.is_split
+
+
+def test_the_gateway_hears_of_a_request_that_neither_end_of_a_handoff_told_of() -> None:
+    core = make_core()
+    asked = next(action for action in core.actions(0.0) if isinstance(action, AskHeld) and action.instance_id == "p")
+    core.apply(OnHeld(asked, []), 0.0)
+    assert dispatch(core, "long", 500, 0.1).request.decoder
+    report(core, "p", 2, 0.2, admitted=["long"])
+    # Its decoder took it over and died with it; the source's word of that was lost.
+    report(core, "p", 4, 1.0)
+    actions = core.actions(1.0)
+    (asked,) = [action for action in actions if isinstance(action, AskHeld)]
+    core.apply(OnHeld(asked, []), 1.1)
+    lost = [action for action in core.actions(1.1) if isinstance(action, NotifyLost)]
+    assert [one.request_id for told in lost for one in told.lost.requests] == ["long"]
