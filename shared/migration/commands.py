@@ -120,8 +120,9 @@ class OutOver(Command, frozen=True):
 class NotHandedOver(Command, frozen=True):
     """A request decodes here that was to be handed over: there was nothing to begin with."""
 
-    request_id: str
-    reason: AbortReason
+    outcome: MigrationOutcome
+    request: GenerationRequest
+    """As it is held."""
 
 
 class WindUp(Command, frozen=True):

@@ -20,7 +20,7 @@ from shared.engine.calls import EndMigration
 from shared.engine.driver import StepStats
 from shared.engine.handover import Detached, MigrationCandidate, PromptChunk
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import InstanceInfo
+from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import AbortMigration, AbortReason, Committed, MigrationReason, Rebalance, Reserved
 from shared.messages.requests import Cancel, ErrorInfo, GenerationRequest, MigratedRequest
 from shared.migration.calls import Call
@@ -444,23 +444,27 @@ class MigrationCore:
             if until_s > now:
                 return
         self._awaited.pop(request_id, None)
-        departure = None if destination is None else self._handoff(request_id, destination, now)
-        if departure is not None:
-            self._departures[request_id] = departure
-            self._try_next(departure, now)
+        here = self._around.ask(Held(request_id))
+        if here is None or request_id in self._departures:
+            return
+        reason = AbortReason.STOPPED if self._is_stopping else AbortReason.UNREACHABLE
+        if destination is not None:
+            reason = self._begin_handoff(here.request, destination, now)
         if request_id not in self._departures:
             self._around.apply(EndMigration(request_id))
-            reason = AbortReason.REFUSED if destination is not None else AbortReason.UNREACHABLE
-            self._commands.append(NotHandedOver("", request_id, AbortReason.STOPPED if self._is_stopping else reason))
+            outcome = MigrationOutcome(request_id, chunk.decoder, here.request.epoch, False, reason)
+            self._commands.append(NotHandedOver("", outcome, here.request))
 
-    def _handoff(self, request_id: str, destination: InstanceInfo, now: float) -> _Departure | None:
-        """None: it cannot leave, or not to there."""
-        candidate, here = self._around.ask(HandoffCandidate(request_id)), self._around.ask(Held(request_id))
-        if candidate is None or here is None or 4 * candidate.request.num_tokens > MAX_COMMIT_BYTES:
-            return None
-        if not self._fits(candidate, destination, now):
-            return None
-        return _Departure(candidate, here.request, [destination], MigrationReason.HANDOFF)
+    def _begin_handoff(self, request: GenerationRequest, destination: InstanceInfo, now: float) -> AbortReason:
+        """Begins it if it can; says why it could not."""
+        candidate = self._around.ask(HandoffCandidate(request.request_id))
+        if candidate is None or 4 * candidate.request.num_tokens > MAX_COMMIT_BYTES:
+            return AbortReason.NOT_WORTH  # the decoder is not at fault
+        if self._fits(candidate, destination, now):
+            departure = _Departure(candidate, request, [destination], MigrationReason.HANDOFF)
+            self._departures[request.request_id] = departure
+            self._try_next(departure, now)
+        return AbortReason.REFUSED
 
     def _look_for_decoders(self, now: float) -> None:
         for _, chunk in list(self._awaited.values()):

@@ -189,6 +189,8 @@ class VirtualMigrations:
                 self._cancel(migration_id)
             case commands.OutOver(_, outcome, request, taken):
                 self.on_over(outcome, request, taken)
+            case commands.NotHandedOver(_, outcome, request):
+                self.on_over(outcome, request, None)
             case commands.WindUp(_, grace_s, outcome, num_held=num_held):
                 self.num_held_blocks += num_held if outcome == MOVED else 0
                 if grace_s and any(not transfer.is_over for transfer in self._out[migration_id]):
@@ -222,13 +224,7 @@ class VirtualMigrations:
             case commands.Paused(_, _, handoff_s):
                 if handoff_s is not None:
                     self.handoffs_s.append(handoff_s)
-            case (
-                commands.BeginIn()
-                | commands.EndIn()
-                | commands.RefusedIn()
-                | commands.NotHandedOver()
-                | commands.BeginTransfer()
-            ):
+            case commands.BeginIn() | commands.EndIn() | commands.RefusedIn() | commands.BeginTransfer():
                 pass
 
     # ---------------------------------------------------------------------------------------------- messages

@@ -429,9 +429,10 @@ class MigrationService:
                 self._telemetry.on_pause("destination", seconds)
                 if handoff_s is not None:
                     self._telemetry.on_handoff(handoff_s)
-            case commands.NotHandedOver(_, request_id, reason):
-                self._telemetry.refused("out", MigrationReason.HANDOFF, reason)
-                log.info("request %s was not handed over: %s", request_id, reason)
+            case commands.NotHandedOver(_, outcome, request):
+                self._telemetry.refused("out", MigrationReason.HANDOFF, outcome.reason)
+                log.info("request %s was not handed over: %s", outcome.request_id, outcome.reason)
+                self._handovers.on_migration_ended(outcome, request, None)
             case commands.Fault(_, error):
                 log.error("migration %s failed here", migration_id, exc_info=error)
             case _:

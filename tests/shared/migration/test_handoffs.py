@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from shared.messages.cluster import MigrationOutcome
-from shared.messages.migration import AbortReason, MigrationReason, PreAllocate
+from shared.messages.migration import AbortReason, Commit, MigrationReason, PreAllocate, Reserved
 from shared.messages.requests import GenerationRequest
+from shared.migration.commands import SendBlocks
 from shared.migration.core import PEER_WAIT_S
 from shared.migration.estimates import Next, next_of_handoff
 from shared.simulation.fleet import CONTROL_S
@@ -80,10 +83,22 @@ def test_a_full_decoder_leaves_it_where_its_prompt_was_computed() -> None:
 def test_one_without_a_decoder_decodes_here_after_a_bounded_time(decoder: str) -> None:
     world = make_world("a")
     world.send("a", request("r0", [1] * 20, 60, decoder=decoder))
-    assert not check(world)
+    (outcome,) = check(world)
+    assert (outcome.destination_id, outcome.is_migrated, outcome.epoch) == (decoder, False, 0)
     most_s = PEER_WAIT_S if decoder == "nobody" else 0.0
     assert world.events.now > 0 and world.streams["r0"].owner == "a"
     assert world.firsts_s["r0"] < most_s + 0.1
+
+
+@pytest.mark.parametrize("slow", [PreAllocate, Reserved, SendBlocks, Commit])
+def test_one_that_waits_for_its_decoder_to_be_known_may_move_meanwhile(slow: type) -> None:
+    world = make_world("abc")
+    world.network.fate = lambda what: (0.4,) if what is slow else (CONTROL_S,)
+    world.send("a", long_request(decoder="nobody"))
+    drain = partial(world.nodes["a"].rebalance, "c", reason=MigrationReason.DRAIN, lease_s=5.0)
+    world.events.at(0.3, drain)
+    outcomes = check(world)
+    assert [one.destination_id for one in outcomes if one.is_migrated] == ["c"]
 
 
 def test_a_decoder_that_dies_under_a_prompt_does_not_end_it() -> None:
