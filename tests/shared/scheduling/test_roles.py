@@ -74,6 +74,19 @@ def test_an_instance_without_a_transport_hands_nothing_over() -> None:
     assert not dispatch(core, "long", 500).request.decoder
 
 
+@pytest.mark.parametrize("mode", ["fixed", "adaptive"])
+def test_an_instance_whose_engine_hands_nothing_over_does_both(mode: str) -> None:
+    core = make_core(mode, engine="vllm")
+    told: list[Action] = []
+    for number in range(40):
+        actions = dispatch_all(core, f"r{number}", 900, 0.5 * number)
+        told += [one for one in actions if isinstance(one, TellRole)]
+        assert not any(one.request.decoder for one in actions if isinstance(one, Dispatch))
+        for name in ROLES:
+            report(core, name, number + 2, 0.5 * number, admitted=[f"r{number}"], ended=[f"r{number}"], freeness=90.0)
+    assert not told and not core.roles.is_split
+
+
 def test_what_is_promised_to_a_decoder_counts_there_until_it_has_come_or_will_not() -> None:
     core = make_core()
     decoders = [dispatch(core, f"r{number}", 900).request.decoder for number in range(4)]
