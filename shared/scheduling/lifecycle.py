@@ -181,6 +181,8 @@ class RequestLifecycle:
         """`is_hand_over`: the owner before gave it away, if that was in the same placement, and does not run it any more."""
         before = tracked.instance_id
         self.leave_ledger(tracked.request_id, before)
+        if before != instance_id:
+            self.end_promise(tracked.request_id)
         is_same_placement = tracked.epoch // PLACEMENT_EPOCHS == epoch // PLACEMENT_EPOCHS
         if before and before != instance_id and not (is_hand_over and is_same_placement):
             tracked.older_owners[before] = tracked.epoch

@@ -101,6 +101,17 @@ def test_what_is_promised_to_a_decoder_counts_there_until_it_has_come_or_will_no
     assert ledger.num_online("d0") == ledger.num_online("d1") == 0 == ledger.demand_merged("d0")
 
 
+def test_what_is_promised_to_a_decoder_ends_where_the_request_is_found_elsewhere_or_the_decoder_goes() -> None:
+    core = make_core()
+    decoders = [dispatch(core, f"r{number}", 900).request.decoder for number in range(2)]
+    held = HeldRequest(request_id="r0", gateway_id="g0", epoch=1, model="m", num_tokens=901, running=True)
+    core.apply(OnHeld(AskHeld(decoders[0], "1", 0.0), [held]), 1.0)
+    assert core.dispatcher.ledger.num_online(decoders[0]) == 0
+    core.apply(OnRegistry(decoders[1], None), 1.0)
+    core.apply(OnReport(make_report("p", 2, ended=["r1"])), 1.0)
+    assert core.dispatcher.ledger.num_online(decoders[1]) == 0
+
+
 def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
     core = make_core("adaptive", dict.fromkeys(ROLES, Role.BOTH))
     told: list[Action] = []
