@@ -120,8 +120,6 @@ class Replacing:
         self._stored: ReplacementState | None = None
         self._shown_s = 0.0
         """When metrics were."""
-        self._seen: tuple[frozenset[str], frozenset[str]] | None = None
-        """Models and nodes at the last tick."""
         self._span: Span = trace.INVALID_SPAN
         self._stage_span: Span = trace.INVALID_SPAN
         self._stage = ""
