@@ -11,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 
+from services.worker.native import building
 from tests import paced
 from tests.conftest import NatsServer, free_port
 from tests.nats_cluster import NatsCluster
@@ -23,9 +25,9 @@ from tideway.nats_config import nats_users
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
+"""More than a worker that drains takes."""
 END_TIMEOUT_S = 30.0
 """A node agent gives its instances 22 s to drain before it kills them."""
-"""More than a worker that drains takes."""
 TEST_USER = "operator-test"
 """May do everything, and is who gives no name. Below the inboxes of operators every service may answer."""
 
@@ -84,6 +86,10 @@ class Stack:
             paced.STEP_S: str(step_s),
             **(environment or {}),
         }
+        if self._environment.get("TIDEWAY_COMPILED_KERNELS") != "off":
+            # Instances of a fresh checkout would spend their time to start with it, or give it up.
+            with suppress(building.BuildError):
+                building.find_or_build(building.INSTALL_TIMEOUT_S)
         self.metrics_ports = {"placement": free_port(), "scheduler-0": free_port(), "gateway": free_port()}
         self._commands: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "placement": (("services.placement",), user("placement"))
