@@ -103,7 +103,7 @@ class Dispatcher:
                 self._read_one(self._prefixes)
         if report.dispatch_freeness < 0 and any(load.num_waiting_online for load in report.models):
             self._defragmenting.add(instance_id)
-        elif instance_id in self._defragmenting and not self.ledger.num_requests(instance_id):
+        elif instance_id in self._defragmenting and not self.ledger.is_in_flight(instance_id):
             self._defragmenting.remove(instance_id)
         self.ranking.on_report(report)
 

@@ -83,6 +83,10 @@ class InFlightLedger:
     def where(self, request_id: str) -> str | None:
         return self._instance_of.get(request_id)
 
+    def is_in_flight(self, instance_id: str) -> bool:
+        """Whether anything is in flight to it."""
+        return instance_id in self._online or instance_id in self._offline
+
     def num_requests(self, instance_id: str) -> int:
         return self.num_online(instance_id) + len(self._offline.get(instance_id, ()))
 

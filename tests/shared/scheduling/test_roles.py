@@ -112,6 +112,15 @@ def test_what_is_promised_to_a_decoder_ends_where_the_request_is_found_elsewhere
     assert core.dispatcher.ledger.num_online(decoders[1]) == 0
 
 
+def test_a_decoder_whose_memory_came_together_counts_as_that_whatever_is_promised_to_it() -> None:
+    core = make_core()
+    report(core, "d0", 2, freeness=-1.0, waiting={"m": 1})
+    assert core.dispatcher._defragmenting == {"d0"}
+    core.dispatcher.ledger.promise("r", "d0", 5.0)
+    report(core, "d0", 3)
+    assert not core.dispatcher._defragmenting
+
+
 def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
     core = make_core("adaptive", dict.fromkeys(ROLES, Role.BOTH))
     told: list[Action] = []
