@@ -268,14 +268,20 @@ class Dispatcher:
         there = self._choice_among(roles.is_prefill, tracked, candidates)
         if here is None or there is None or not is_apart(here, there, here.step_s, here.ttft_s):
             return here or there
-        candidates.narrow(roles.is_decoder)
-        decoder = candidates.first(1)[0]
+        candidates.narrow(lambda name: self._may_decode(name, there))
         tokens_left = tracked.num_tokens_at_most - tracked.num_tokens
-        if there.state.is_reachable and decoder.state.can_take and is_handed_over(decoder, tokens_left):
+        decoder = next(iter(candidates.first(1)), None) if there.state.is_reachable else None
+        if decoder is not None and is_handed_over(decoder, tokens_left):
             tracked.decoder = decoder.instance_id
             self.ledger.promise(tracked.request_id, decoder.instance_id, decoder.demand_merged)
             self.ranking.worsen(decoder.instance_id, decoder.state)
         return there
+
+    def _may_decode(self, instance_id: str, there: Seen) -> bool:
+        """Whether a request can be handed over to it that is computed there."""
+        state = self._cluster.get(instance_id)
+        is_alike = state is not None and state.can_take and state.info.engine == there.state.info.engine
+        return is_alike and self._roles.is_decoder(instance_id)
 
     def _choice_among(
         self, is_allowed: Callable[[str], bool], tracked: TrackedRequest, candidates: CandidatesFor

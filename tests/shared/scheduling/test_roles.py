@@ -74,6 +74,15 @@ def test_an_instance_without_a_transport_hands_nothing_over() -> None:
     assert not dispatch(core, "long", 500).request.decoder
 
 
+@pytest.mark.parametrize("fields", [{"kv_address": ""}, {"engine": "vllm"}])
+def test_a_request_is_handed_over_to_the_freest_that_can_take_it(fields: dict[str, str]) -> None:
+    core = make_core()
+    state = core.cluster.get("d0")
+    assert state is not None
+    core.apply(OnRegistry("d0", msgspec.structs.replace(state.info, **fields)), 0.0)
+    assert dispatch(core, "long", 500).request.decoder == "d1"
+
+
 @pytest.mark.parametrize("mode", ["fixed", "adaptive"])
 def test_an_instance_whose_engine_hands_nothing_over_does_both(mode: str) -> None:
     core = make_core(mode, engine="vllm")
