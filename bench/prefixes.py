@@ -129,7 +129,7 @@ def run(
 
         def drain(number: int) -> None:
             if number:
-                fleet.set_state(fleet.instances[f"instance-{number - 1}"], "ready")
+                fleet.undrain(f"instance-{number - 1}")
             fleet.drain(f"instance-{number}")
 
         for number in range(num_instances // 2):

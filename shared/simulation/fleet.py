@@ -513,6 +513,12 @@ class Fleet:
         instance.wake()
         self.watch_drain(instance, self.events.now + grace_s)
 
+    def undrain(self, instance_id: str) -> None:
+        """Takes requests again, and gives none away any more for its drain."""
+        self.set_state(self.instances[instance_id], "ready")
+        if self.migrations is not None:
+            self.migrations.end_drain(instance_id)
+
     def watch_drain(self, instance: Instance, deadline_s: float = math.inf) -> None:
         """Until it is empty, or the deadline, at which it is removed."""
         if instance.is_gone or instance.state != "draining":

@@ -439,6 +439,10 @@ class FleetMigrations:
         if (host := self._reach(instance_id)) is not None:
             host.tell(calls.OnRebalance(rebalance))
 
+    def end_drain(self, instance_id: str) -> None:
+        if (host := self._reach(instance_id)) is not None:
+            host.tell(calls.EndDrain())
+
     def give_away(self, instance_id: str, model: str) -> None:
         """The model is being unloaded there; again and again, until `stop_giving`."""
         if (host := self._reach(instance_id)) is not None:

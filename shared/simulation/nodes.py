@@ -68,7 +68,7 @@ class FleetNodes:
             case Ask(instance_id, UnloadModel(name, grace_s)):
                 self._fleet.instances[instance_id].begin_unload(name, grace_s)
             case Ask(instance_id, Drain(is_undone=True)):
-                self._fleet.set_state(self._fleet.instances[instance_id], "ready")
+                self._fleet.undrain(instance_id)
             case Ask(instance_id, Drain(grace_s)):
                 self._fleet.drain(instance_id, grace_s)
             case Terminate(instance_id) | Kill(instance_id):

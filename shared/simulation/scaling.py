@@ -63,5 +63,5 @@ class Scaling:
                 return [instance_id]
             case CancelDrain(instance_id):
                 if instance_id in self._fleet.instances:
-                    self._fleet.set_state(self._fleet.instances[instance_id], "ready")
+                    self._fleet.undrain(instance_id)
         return []

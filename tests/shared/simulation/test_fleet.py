@@ -115,6 +115,19 @@ def test_instances_that_end_otherwise_while_they_drain_are_not_removed_twice() -
     assert fleet.events.num_done - num_done < 50  # nobody looks for ever whether a dead one is empty
 
 
+def test_an_instance_whose_drain_is_undone_gives_no_more_requests_away() -> None:
+    fleet = fleet_of(2, migrations=True)
+    core, leases = fleet.instances["i-1"].migrations.core, []  # type: ignore[union-attr]
+    fleet.events.at(1.0, fleet.drain, "i-1")
+    for at_s in (1.06, 1.1):
+        fleet.events.at(at_s, lambda: leases.append(core.lease))
+    fleet.events.at(1.07, fleet.undrain, "i-1")
+    fleet.run(jobs_of(60, output=300))
+    before, after = leases
+    assert before is not None and after is None
+    check_empty(fleet)
+
+
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_requests_of_an_instance_that_dies_go_on_elsewhere(is_noticed: bool) -> None:
     fleet = fleet_of(2)
