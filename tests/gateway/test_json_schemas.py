@@ -92,6 +92,60 @@ def test_what_no_grammar_can_follow_stays_and_is_refused_by_name(schema: Any, ke
     assert keyword in LLMatcher(BYTES, grammar, log_level=0).get_error()
 
 
+LIST = {"type": "object", "properties": {"next": {"$ref": "#/$defs/list"}}}
+TWICE: dict[str, Any] = {
+    f"a{i}": {"type": "object", "properties": {key: {"$ref": f"#/$defs/a{i + 1}"} for key in "xy"}} for i in range(30)
+}
+CHAIN: dict[str, Any] = {f"c{i}": {"properties": {"k": {"$ref": f"#/$defs/c{i + 1}"}}} for i in range(400)}
+NESTED: dict[str, Any] = {
+    "$defs": {"list": LIST, **TWICE, "a30": {"type": "string"}, **CHAIN, "c400": {"type": "string"}}
+}
+
+
+@pytest.mark.parametrize("name", ["list", "a0", "c0"])
+@pytest.mark.parametrize("keyword", ["not", "if", "oneOf"])
+def test_opposites_of_recursive_and_of_huge_schemas_are_not_sought(name: str, keyword: str) -> None:
+    reference = {"$ref": f"#/$defs/{name}"}
+    schema = {
+        **NESTED,
+        keyword: [reference, {"type": "object", "required": ["b"]}] if keyword == "oneOf" else reference,
+    }
+    assert keyword in prepared(schema)
+
+
+@pytest.mark.parametrize("length", [50, 51, 1000])
+def test_an_excluded_string_is_followed_or_stays(length: int) -> None:
+    schema: dict[str, Any] = {"type": "string", "not": {"const": "a" * length}}
+    if length > 50:
+        assert "not" in prepared(schema)
+    else:
+        assert [takes(schema, "a" * each) for each in (length - 1, length, length + 1)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"type": "string"}, "allOf": 5},
+        {"oneOf": [{"properties": 5}, {"type": "string"}]},
+        {
+            "oneOf": [
+                {"type": "object", "required": 5, "additionalProperties": False},
+                {"type": "object", "required": 5},
+            ]
+        },
+    ],
+)
+def test_what_is_no_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(ApiError, match="a value of a type that it does not take") as refused:
+        json_grammar(schema, "response_format")
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("types", ["text", ["string", ["null"]]])
+def test_types_that_do_not_exist_have_no_opposite(types: Any) -> None:
+    assert "not" in prepared({"not": {"type": types}})
+
+
 @pytest.mark.parametrize("name", FORMATS.split())
 def test_a_format_that_nobody_knows_is_a_remark(name: str) -> None:
     assert takes({"type": "object", "properties": {"a": {"type": "string", "format": name}}}, {"a": "text"})

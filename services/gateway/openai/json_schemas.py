@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.gateway.openai.negation import negated
+from services.gateway.openai.negation import Negation
 
 KNOWN_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
@@ -60,13 +60,17 @@ class SchemaError(ValueError):
 
 def prepared(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, Any]:
     """The schema for llguidance. `is_lenient`: what cannot be enforced is left out. Raises `SchemaError`."""
-    return _Preparation(schema, is_lenient).whole()
+    try:
+        return _Preparation(schema, is_lenient).whole()
+    except (AttributeError, TypeError):
+        raise SchemaError("a keyword has a value of a type that it does not take") from None
 
 
 class _Preparation:
     def __init__(self, root: dict[str, Any], is_lenient: bool) -> None:
         self._root = root
         self._is_lenient = is_lenient
+        self._negation = Negation(self._resolved)
         self._tagged: dict[tuple[str, str], tuple[str, dict[str, Any] | None]] = {}
         """By reference and tag: the name of the definition that has the tag required, and that."""
 
@@ -100,10 +104,10 @@ class _Preparation:
     # ----------------------------------------------------------------------------- what grammars know by other words
 
     def _rewrite(self, schema: dict[str, Any]) -> None:
-        if "not" in schema and (opposite := negated(schema["not"], self._resolved)) is not None:
+        if "not" in schema and (opposite := self._negation.of(schema["not"])) is not None:
             _require(schema, opposite)
             del schema["not"]
-        if "if" in schema and (opposite := negated(schema["if"], self._resolved)) is not None:
+        if "if" in schema and (opposite := self._negation.of(schema["if"])) is not None:
             condition = schema.pop("if")
             met = {"allOf": [condition, schema.pop("then", True)]}
             _require(schema, {"anyOf": [met, {"allOf": [opposite, schema.pop("else", True)]}]})
@@ -186,7 +190,7 @@ class _Preparation:
         elif not self._is_lenient and not self._are_exclusive(branches):
             if (excluding := self._excluding(branches)) is None:
                 return
-            branches = [self._of(branch) for branch in excluding]
+            branches = excluding
         if "anyOf" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"anyOf": branches}]
         else:
@@ -247,7 +251,7 @@ class _Preparation:
         for branch in branches:
             own = self._resolved(branch)
             others = [o for o in branches if o is not branch and not self._exclude_each_other(own, self._resolved(o))]
-            opposites = [negated(other, self._resolved) for other in others]
+            opposites = [self._negation.of(other) for other in others]
             if None in opposites:
                 return None
             found.append({"allOf": [branch, *opposites]} if opposites else branch)

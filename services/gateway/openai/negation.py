@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 ANNOTATIONS = frozenset(
@@ -23,6 +23,12 @@ ANNOTATIONS = frozenset(
 """Keywords that say nothing of which values are valid."""
 MAX_EXCLUDED_CHARACTERS = 1000
 """Most characters of strings that are excluded in one place."""
+MAX_EXCLUDED_LENGTH = 50
+"""Most characters of one of them: regular expressions are nested as deep, which llguidance bounds."""
+MAX_NEGATED = 2000
+"""Most schemas within a schema whose opposites are asked for."""
+MAX_DEPTH = 32
+"""How deep they are nested at most."""
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _BOUNDS = {
     "minLength": ("string", "maxLength", -1),
@@ -37,69 +43,93 @@ _BOUNDS = {
 """By keyword: the type whose values it limits, what its opposite is called, and what is added to the limit."""
 
 
-def negated(schema: Any, resolve: Callable[[Any], Any]) -> Any:
-    """The schema of all values that `schema` does not allow; None: no schema that a grammar follows is known. `resolve`:
-    gives what a schema refers to, an empty one where that is not known."""
-    if isinstance(schema, bool):
-        return not schema
-    if not isinstance(schema, dict):
-        return None
-    if "$ref" in schema:
-        is_alone = not schema.keys() - ANNOTATIONS - {"$ref"}
-        return negated(found, resolve) if is_alone and (found := resolve(schema)) else None
-    alternatives: list[Any] = []
-    for name, value in schema.items():
-        if name in ANNOTATIONS:
-            continue
-        found = _opposites(name, value, resolve)
-        if found is None:
+class Negation:
+    """Opposites of a schema's parts. What is asked in all is bounded, since a reference may stand for any number of
+    schemas."""
+
+    def __init__(self, resolve: Callable[[Any], Any]) -> None:
+        """`resolve`: gives what a schema refers to, an empty one where that is not known."""
+        self._resolve = resolve
+        self._num_left = MAX_NEGATED
+        self._depth = 0
+
+    def of(self, schema: Any) -> Any:
+        """The schema of all values that `schema` does not allow; None: no schema that a grammar follows is known, or it
+        would be too large."""
+        if isinstance(schema, bool):
+            return not schema
+        if not isinstance(schema, dict) or not self._num_left or self._depth >= MAX_DEPTH:
             return None
-        alternatives += [one for one in found if one is not False]
-    if not alternatives:
-        return False
-    return alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
+        self._num_left -= 1
+        self._depth += 1
+        try:
+            return self._of_keywords(schema)
+        finally:
+            self._depth -= 1
 
-
-def _opposites(name: str, value: Any, resolve: Callable[[Any], Any]) -> list[Any] | None:
-    """Schemas of which a value has to follow one, that it may not follow the keyword `name`."""
-    match name, value:
-        case "type", str() | list():
-            return _other_types([value] if isinstance(value, str) else value)
-        case "required", list():
-            return [{"type": "object", "properties": {one: False}} for one in value]
-        case "properties", dict():
-            opposites = {key: negated(own, resolve) for key, own in value.items()}
-            if None in opposites.values():
+    def _of_keywords(self, schema: dict[str, Any]) -> Any:
+        if "$ref" in schema:
+            is_alone = not schema.keys() - ANNOTATIONS - {"$ref"}
+            return self.of(found) if is_alone and (found := self._resolve(schema)) else None
+        alternatives: list[Any] = []
+        for name, value in schema.items():
+            if name in ANNOTATIONS:
+                continue
+            found = self._opposites(name, value)
+            if found is None:
                 return None
-            return [
-                {"type": "object", "required": [key], "properties": {key: opposite}}
-                for key, opposite in opposites.items()
-                if opposite is not False
-            ]
-        case "const", _:
-            return _other_values([value])
-        case "enum", list():
-            return _other_values(value)
-        case "anyOf", list():
-            opposites_of_all = [negated(one, resolve) for one in value]
-            return None if None in opposites_of_all else [{"allOf": opposites_of_all}]
-        case "allOf", list():
-            found = [negated(one, resolve) for one in value]
-            return None if None in found else found
-        case "not", dict() | bool():
-            return [value]
-        case _, int() | float() if name in _BOUNDS and not isinstance(value, bool):
-            kind, opposite, added = _BOUNDS[name]
-            # No text or list is shorter than an empty one.
-            return (
-                [] if opposite.startswith("max") and added and value < 1 else [{"type": kind, opposite: value + added}]
-            )
-        case _:
-            return None
+            alternatives += [one for one in found if one is not False]
+        if not alternatives:
+            return False
+        return alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
+
+    def _of_all(self, schemas: Iterable[Any]) -> list[Any] | None:
+        """None: that of one is not known."""
+        found = []
+        for schema in schemas:
+            if (opposite := self.of(schema)) is None:
+                return None
+            found.append(opposite)
+        return found
+
+    def _opposites(self, name: str, value: Any) -> list[Any] | None:
+        """Schemas of which a value has to follow one, that it may not follow the keyword `name`."""
+        match name, value:
+            case "type", str() | list():
+                return _other_types([value] if isinstance(value, str) else value)
+            case "required", list():
+                are_names = all(isinstance(one, str) for one in value)
+                return [{"type": "object", "properties": {one: False}} for one in value] if are_names else None
+            case "properties", dict():
+                if (opposites := self._of_all(value.values())) is None:
+                    return None
+                return [
+                    {"type": "object", "required": [key], "properties": {key: opposite}}
+                    for key, opposite in zip(value, opposites, strict=True)
+                    if opposite is not False
+                ]
+            case "const", _:
+                return _other_values([value])
+            case "enum", list():
+                return _other_values(value)
+            case "anyOf", list():
+                opposites = self._of_all(value)
+                return None if opposites is None else [{"allOf": opposites}]
+            case "allOf", list():
+                return self._of_all(value)
+            case "not", dict() | bool():
+                return [value]
+            case _, int() | float() if name in _BOUNDS and not isinstance(value, bool):
+                kind, opposite, added = _BOUNDS[name]
+                # No text or list is shorter than an empty one.
+                is_never = opposite.startswith("max") and added and value < 1
+                return [] if is_never else [{"type": kind, opposite: value + added}]
+            case _:
+                return None
 
 
 def _other_types(types: Sequence[Any]) -> list[Any] | None:
-    if "integer" in types and "number" not in types:
+    if any(one not in (*_TYPES, "integer") for one in types) or ("integer" in types and "number" not in types):
         return None
     others = [one for one in _TYPES if one not in types]
     return [{"type": others}] if others else []
@@ -109,7 +139,8 @@ def _other_values(values: Sequence[Any]) -> list[Any] | None:
     if not all(value is None or isinstance(value, bool | str) for value in values):
         return None
     strings = {value for value in values if isinstance(value, str)}
-    if sum(map(len, strings)) > MAX_EXCLUDED_CHARACTERS:
+    lengths = [*map(len, strings)]
+    if sum(lengths) > MAX_EXCLUDED_CHARACTERS or max(lengths, default=0) > MAX_EXCLUDED_LENGTH:
         return None
     types = ["object", "array", "number", *([] if None in values else ["null"]), *([] if strings else ["string"])]
     booleans = [one for one in (True, False) if not any(value is one for value in values)]
