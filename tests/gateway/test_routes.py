@@ -76,6 +76,22 @@ async def test_a_models_own_name_may_be_routed_and_given_back(two: Stack) -> Non
     assert "DELETE /admin/routes/old" in [action["action"] for action in audit]
 
 
+async def test_a_request_without_a_model_takes_the_route_of_the_only_one(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    async with running_stack(nats_settings, [ModelSpec("old", str(checkpoint))], admin_api_key="admin") as stack:
+        stack.say("Hello world")
+        await set_route(stack, "old", arms={"old": 1})
+        for path, body in (
+            ("/v1/chat/completions", {"messages": HI}),
+            ("/v1/responses", {"input": "Hi"}),
+            ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+        ):
+            answer = await stack.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert (answer.json()["model"], answer.headers["x-tideway-model"]) == ("old", "old")
+
+
 @pytest.fixture
 def collector() -> Iterator[OtlpCollector]:
     with closing(OtlpCollector()) as collector:

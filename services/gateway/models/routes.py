@@ -51,8 +51,7 @@ class Routes:
     def resolve(self, name: str, tenant: str, user: str | None, request_id: str) -> Routed:
         """`name`: of a route or, where there is none, of a model; empty: the only model. `request_id`: whatever is drawn
         anew by each request. Raises `ApiError` 400 where `name` is empty and there are several models."""
-        if not name:
-            return Routed(self._catalog.spec(None).name)
+        name = name or self._catalog.spec(None).name
         route = self.get(name)
         if route is None:
             return Routed(name)
