@@ -190,6 +190,18 @@ async def test_the_rest_of_a_message_comes_after_whichever_event_was_last(kept: 
     assert bad.status_code == 400 and bad.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_integers_that_no_record_holds_are_refused(kept: Stack) -> None:
+    schema = {"type": "object", "properties": {"number": {"maximum": 2**70}}}
+    common = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
+    for path, tool in (
+        ("/v1/messages", {"name": "tool", "input_schema": schema}),
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "tool", "parameters": schema}}),
+    ):
+        answer = await kept.client.post(path, json={**common, "tools": [tool]}, headers={KEY_HEADER: "large"})
+        assert answer.status_code == 400 and KEY_HEADER in answer.json()["error"]["message"]
+    assert kept.peer.submitted == []
+
+
 async def test_a_message_goes_on_while_its_client_comes_again(kept: Stack) -> None:
     kept.peer.interval_s = 0.02
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "stream": True}

@@ -270,7 +270,11 @@ class KeptCalls:
         if not _KEY.fullmatch(key):
             raise invalid(KEY_HEADER, f"The header {KEY_HEADER} must have 1 to 255 printable ASCII characters.")
         claim = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
-        digest = hashlib.sha256(path.encode() + b"\0" + msgspec.msgpack.encode(message)).digest()
+        try:
+            encoded = msgspec.msgpack.encode(message)
+        except OverflowError as error:
+            raise invalid(KEY_HEADER, f"A request with the header {KEY_HEADER} cannot be kept: {error}.") from None
+        digest = hashlib.sha256(path.encode() + b"\0" + encoded).digest()
         return Wish(window_s, claim, digest, f"the header {KEY_HEADER}")
 
     async def claimed(self, wish: Wish | None) -> KeptCall | None:
