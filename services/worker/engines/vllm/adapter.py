@@ -154,6 +154,8 @@ class Adapter:
             refused = ErrorInfo(ErrorCode.BAD_REQUEST, f"vLLM does not take the request: {error}")
             ended = Progress(key=message.key, finish_reason=FinishReason.ERROR, error=refused)
             self._writer.write(Step(progress=[ended]))
+            if message.slots:
+                self._writer.write(Imported(message.key))
             return
         self._num_top[message.key] = message.sampling.logprobs
         await self._client.add_request_async(request)
@@ -168,7 +170,13 @@ class Adapter:
         await asyncio.sleep(0)
 
     async def _answer(self, command: Generate | Export | TakeOut, method: str, arguments: tuple[Any, ...]) -> None:
-        found = await self._client.call_utility_async(method, *arguments)
+        try:
+            found = await self._client.call_utility_async(method, *arguments)
+        except Exception as error:  # whatever vLLM makes of an error in its process
+            print(f"{method} of {command.key}: {error}", file=sys.stderr, flush=True)
+            found = (-1, -1) if isinstance(command, TakeOut) else False
+            if isinstance(command, TakeOut):
+                await self._client.abort_requests_async([command.key])
         while not self._client.outputs_queue.empty():  # what was made before goes first
             await asyncio.sleep(0)
         if isinstance(command, Export):

@@ -1,0 +1,86 @@
+"""What vLLM's adapter answers where vLLM does not do what it was told, with a scripted client in the place of vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.worker.engines.frames import FrameReader, FrameWriter
+from services.worker.engines.vllm import adapter
+from services.worker.engines.vllm.adapter import Adapter
+from shared.engines.messages import (
+    Command,
+    Export,
+    Exported,
+    Generate,
+    Imported,
+    Report,
+    Step,
+    TakenOut,
+    TakeOut,
+)
+from shared.messages.requests import FinishReason, SamplingParams
+
+
+class FailingClient:
+    """Of an engine core whose utility calls fail."""
+
+    def __init__(self) -> None:
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.aborted: list[str] = []
+
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        raise RuntimeError(f"no memory for {method}")
+
+    async def abort_requests_async(self, keys: list[str]) -> None:
+        self.aborted += keys
+
+    async def get_output_async(self) -> Any:
+        return await self.outputs_queue.get()
+
+
+@asynccontextmanager
+async def running(client: FailingClient) -> AsyncIterator[tuple[FrameWriter, FrameReader[Report]]]:
+    """An adapter; its other end."""
+    ends = [await asyncio.open_connection(sock=one) for one in socket.socketpair()]
+    (reader, writer), (others_reader, others_writer) = ends
+    made = Adapter(client, 100, FrameReader(others_reader, Command), FrameWriter(others_writer))  # type: ignore[arg-type]
+    task = asyncio.create_task(made.run())
+    try:
+        yield FrameWriter(writer), FrameReader(reader, Report)  # type: ignore[arg-type]
+    finally:
+        writer.close()
+        others_writer.close()
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_failed_copy_is_answered_and_the_sequence_leaves_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    client = FailingClient()
+    async with running(client) as (commands, reports):
+        commands.write(Export("r#0#0", 0, (1, 2)))
+        assert await reports.read() == Exported((1, 2), False)
+        commands.write(TakeOut("r#0#0", 2, (3,)))
+        assert await reports.read() == TakenOut("r#0#0", -1, -1)
+    assert client.aborted == ["r#0#0"]
+    assert "no memory for tideway_export" in capfd.readouterr().err
+
+
+async def test_slots_of_a_refused_request_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(message: Generate, max_model_len: int) -> Any:
+        raise ValueError("no such parameter")
+
+    monkeypatch.setattr(adapter, "core_request", refuse)
+    async with running(FailingClient()) as (commands, reports):
+        sampling = SamplingParams(max_tokens=5)
+        commands.write(
+            Generate(key="r#1#0", prompt=b"00000000", sampling=sampling, priority=0, slots=(4,), num_computed=1)
+        )
+        step = await reports.read()
+        assert isinstance(step, Step) and step.progress[0].finish_reason is FinishReason.ERROR
+        assert await reports.read() == Imported("r#1#0")
