@@ -24,10 +24,20 @@ RUN = {
 }
 
 
+def end_soon(folder: Path) -> None:
+    """Makes many tokens of a checkpoint end its output: answers without a limit would be as long as its context."""
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        config["eos_token_id"] = list(range(2, 64))
+        (folder / name).write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model = make_llama(tmp_path_factory.mktemp("checkpoints") / "llama", max_len=8192)
-    with Stack({"llama": str(model)}, num_instances=1, environment={"TIDEWAY_PROFILE": "off"}) as stack:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    models = {name: str(make_llama(folder / name, max_len=8192)) for name in ("llama", "brief")}
+    end_soon(folder / "brief")
+    with Stack(models, num_instances=1, environment={"TIDEWAY_PROFILE": "off"}) as stack:
         stack.wait_ready()
         yield stack
 
@@ -143,7 +153,7 @@ def test_codex(stack: Stack, workspace: Path) -> None:
         asked = {"model": "llama", "input": history, "tools": CODEX_TOOLS, "instructions": "You are a coding agent."}
         counted = client.post("/v1/responses/input_tokens", json=asked).json()
         assert counted["input_tokens"] == last["usage"]["input_tokens"]
-        compacted = client.post("/v1/responses/compact", json={"model": "llama", "input": history}).json()
+        compacted = client.post("/v1/responses/compact", json={"model": "brief", "input": history}).json()
     assert [item["role"] for item in compacted["output"] if item["type"] == "message"] == ["user", "user"]
     assert [item["type"] for item in compacted["output"]].count("compaction") == 1
     shorter = codex(stack, [*compacted["output"], said("user", "Go on.")], max_output_tokens=8)
@@ -234,7 +244,7 @@ def test_claude_code(stack: Stack, workspace: Path) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": asked}]
     with httpx.Client(base_url=stack.url, headers=CLAUDE, timeout=60) as client:
         assert client.head("/").status_code < 500
-        assert [model["id"] for model in client.get("/v1/models?limit=1000").json()["data"]] == ["llama"]
+        assert sorted(model["id"] for model in client.get("/v1/models?limit=1000").json()["data"]) == ["brief", "llama"]
         quota = {"model": "llama", "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}]}
         probed = client.post("/v1/messages?beta=true", json=quota).json()
         assert probed["usage"]["output_tokens"] == 1 and probed["stop_reason"] == "max_tokens"
