@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 the installation failed, 2 the machine lacks something (on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import hashlib
 import html.parser
@@ -187,12 +188,22 @@ def phase_of(line: str) -> str | None:
     return None
 
 
+def num_installed(venv: Path, since_s: float) -> int:
+    """The number of packages that pip completed in `venv` after a Unix time; it may be one too low while pip works."""
+    number = 0
+    for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
+        with contextlib.suppress(OSError):  # pip just took the older version away
+            number += folder.stat().st_mtime >= since_s
+    return number
+
+
 class Progress:
     """One line with a clock that is rewritten on a terminal; elsewhere a line now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, venv: Path) -> None:
+        self._venv = venv
         self._is_terminal = sys.stdout.isatty()
-        self._started_s = time.monotonic()
+        self._started_s, self._began_s = time.monotonic(), time.time()
         self._shown_s = self._started_s - LINE_INTERVAL_S
         self._phase = "starting"
         self._ended = threading.Event()
@@ -216,13 +227,15 @@ class Progress:
 
     def _run_clock(self) -> None:
         while not self._ended.wait(0.2 if self._is_terminal else LINE_INTERVAL_S):
-            if not self._is_terminal:
-                if self._phase.startswith("installing"):  # pip says nothing for minutes
-                    print(f"  {self._phase} ({time.monotonic() - self._started_s:.0f} s)", flush=True)
-                continue
-            width = shutil.get_terminal_size().columns
-            text = f"  {time.monotonic() - self._started_s:.0f} s · {self._phase}"
-            print("\r\x1b[K" + text[: width - 1], end="", flush=True)
+            text, elapsed_s = self._phase, time.monotonic() - self._started_s
+            is_installing = text.startswith("installing")
+            if is_installing:  # pip says nothing for minutes, but each package that is complete has its metadata
+                text += f", {num_installed(self._venv, self._began_s)} complete"
+            if self._is_terminal:
+                width = shutil.get_terminal_size().columns
+                print("\r\x1b[K" + f"  {elapsed_s:.0f} s · {text}"[: width - 1], end="", flush=True)
+            elif is_installing:
+                print(f"  {text} ({elapsed_s:.0f} s)", flush=True)
 
 
 def explain(log: str) -> str:
@@ -261,7 +274,7 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     command += ["-c", str(REPOSITORY / "constraints.txt"), "-e", target]
     log_path = venv / "install.log"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    progress = Progress()
+    progress = Progress(venv)
     with log_path.open("w") as log:
         log.write(" ".join(command) + "\n")
         process = subprocess.Popen(

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import http.server
 import json
+import os
 import socket
 import sys
 import threading
@@ -46,19 +47,24 @@ def test_a_port_that_is_taken_is_said_before_anything_is_installed(
     bootstrap.check_port(["--port", str(port)])
 
 
-def test_an_installation_without_a_terminal_says_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_installation_without_a_terminal_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bootstrap, "LINE_INTERVAL_S", 0.02)
-    progress = bootstrap.Progress()
+    pip = tmp_path / "lib/python3.12/site-packages/pip-26.0.dist-info"  # as ensurepip has left it
+    pip.mkdir(parents=True)
+    os.utime(pip, (1e9, 1e9))
+    progress = bootstrap.Progress(tmp_path)
     progress.show("installing 79 packages")
     said = ""
     deadline_s = time.monotonic() + 20
-    while said.count("  installing 79 packages (") < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-        said += capsys.readouterr().out
+    for num_complete in (0, 1, 2):
+        while f"  installing 79 packages, {num_complete} complete (" not in said and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+            said += capsys.readouterr().out
+        assert f"  installing 79 packages, {num_complete} complete (" in said
+        (tmp_path / f"lib/python3.12/site-packages/package_{num_complete}-1.0.dist-info").mkdir(parents=True)
     progress.end()
-    assert said.count("  installing 79 packages (") >= 2
 
 
 @pytest.mark.parametrize(
