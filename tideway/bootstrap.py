@@ -31,6 +31,8 @@ MINIMUM = (3, 11)
 NEWER_PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11")
 LINE_INTERVAL_S = 10.0
 """Between progress lines where the output is not a terminal."""
+LONG_PHASES = ("installing", "compiling")
+"""What takes minutes on a busy machine without a word from the program that does it."""
 DOWNLOAD_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 15
 
@@ -213,7 +215,7 @@ class Progress:
     def show(self, phase: str) -> None:
         self._phase = phase
         now = time.monotonic()
-        if not self._is_terminal and (now - self._shown_s >= LINE_INTERVAL_S or phase.startswith("installing")):
+        if not self._is_terminal and (now - self._shown_s >= LINE_INTERVAL_S or phase.startswith(LONG_PHASES)):
             print(f"  {phase}", flush=True)
             self._shown_s = now
 
@@ -228,13 +230,14 @@ class Progress:
     def _run_clock(self) -> None:
         while not self._ended.wait(0.2 if self._is_terminal else LINE_INTERVAL_S):
             text, elapsed_s = self._phase, time.monotonic() - self._started_s
-            is_installing = text.startswith("installing")
-            if is_installing:  # pip says nothing for minutes, but each package that is complete has its metadata
+            if text.startswith(
+                "installing"
+            ):  # pip says nothing for minutes, but each package that is complete has its metadata
                 text += f", {num_installed(self._venv, self._began_s)} complete"
             if self._is_terminal:
                 width = shutil.get_terminal_size().columns
                 print("\r\x1b[K" + f"  {elapsed_s:.0f} s · {text}"[: width - 1], end="", flush=True)
-            elif is_installing:
+            elif text.startswith(LONG_PHASES):
                 print(f"  {text} ({elapsed_s:.0f} s)", flush=True)
 
 
@@ -309,9 +312,15 @@ def build_kernels(venv: Path) -> None:
     """Compiles the kernels of the CPU path. Where that fails the first instance that starts tries again, and else computes
     without them."""
     command = [str(python_of(venv)), "-m", "services.worker.native.building"]
-    with (venv / "install.log").open("a") as log:
-        if subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode:
-            print("  kernels for the CPU could not be compiled: it will be slower. See " + log.name, file=sys.stderr)
+    progress = Progress(venv)
+    progress.show("compiling kernels for the CPU")
+    try:
+        with (venv / "install.log").open("a") as log:
+            code = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+    finally:
+        progress.end()
+    if code:
+        print("  kernels for the CPU could not be compiled: it will be slower. See " + log.name, file=sys.stderr)
 
 
 UCX_OF_CUDA_12 = ("ucxx-cu12", "libucxx-cu12", "libucx-cu12")

@@ -179,6 +179,22 @@ def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest
     assert "| No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    monkeypatch.setattr(bootstrap, "LINE_INTERVAL_S", 0.05)
+    python = bootstrap.python_of(tmp_path)
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\nsleep 0.5\necho of $2\nexit {int(fails)}\n")
+    python.chmod(0o755)
+    bootstrap.build_kernels(tmp_path)
+    said = capsys.readouterr()
+    assert "  compiling kernels for the CPU (0 s)" in said.out
+    assert ("could not be compiled" in said.err) == fails
+    assert (tmp_path / "install.log").read_text() == "of services.worker.native.building\n"
+
+
 @pytest.mark.parametrize(
     ("cuda", "fails", "called"),
     [("None", False, 0), ("'12.8'", False, 0), ("'13.0'", False, 2), ("'13.0'", True, 1)],
