@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation
+from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation, TimelinePhase
 from shared.monitor.timeline import OBJECTIVES, Times, parts_of, seconds, total, words
 from tideway.console import LOOK, fit, print_json, show_listing
 from tideway.operations import AdminClient
@@ -119,13 +121,10 @@ def _show_timeline(timeline: SequenceTimeline, console: Console) -> None:
     tokens = f"{timeline.prompt_tokens} prompt and {timeline.output_tokens} output tokens"
     console.print(f"{ttft}, {seconds(timeline.duration_s)} in all; {tokens}; gateway {timeline.gateway_id}")
     spent = Times()
-    bar = Text()
     for phase in timeline.phases:
         spent[phase.phase] += phase.end_s - phase.begin_s
-        cells = round(2 * BAR_CELLS * (phase.end_s - phase.begin_s) / max(1e-9, timeline.duration_s))
-        bar.append("█" * cells, STYLES.get(phase.phase, "default"))
-    console.print(bar)
-    console.print(words(parts_of(spent)), soft_wrap=True)
+    console.print(phase_bar(timeline.phases, min(2 * BAR_CELLS, console.width)))
+    console.print(words(parts_of(spent)))
     for objective in timeline.objectives:
         console.print(Text(objective.text, "green" if objective.is_met else "red"), soft_wrap=True)
     table = Table("after", "what", "by", "", **LOOK)
@@ -137,3 +136,15 @@ def _show_timeline(timeline: SequenceTimeline, console: Console) -> None:
     if timeline.num_left_out:
         console.print(f"{timeline.num_left_out} events in between are left out.")
     console.print()
+
+
+def phase_bar(phases: Sequence[TimelinePhase], num_cells: int) -> Text:
+    """The phases one after the other, `num_cells` in all: edges are rounded, so that rounding does not add up."""
+    bar = Text()
+    total_s = sum(phase.end_s - phase.begin_s for phase in phases)
+    passed_s = 0.0
+    for phase in phases:
+        passed_s += phase.end_s - phase.begin_s
+        cells = round(num_cells * passed_s / max(1e-9, total_s)) - len(bar)
+        bar.append("█" * cells, STYLES.get(phase.phase, "default"))
+    return bar
