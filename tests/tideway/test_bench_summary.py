@@ -198,3 +198,16 @@ def test_metrics_are_summed_over_instances() -> None:
     }
     with pytest.raises(ValueError):
         server_metrics.parse("no metrics } at all {")
+
+
+def test_names_of_models_are_whole_in_the_table_however_narrow_it_is() -> None:
+    records = [record(model="a-model-of-some-length"), record(model="a-model-of-some-length", request_class=OFFLINE)]
+    console = Console(file=io.StringIO(), width=60)
+    console.print(table(summarize(records)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    rows = [[cell.strip() for cell in line.strip("┃").split("┃")] for line in text.splitlines() if line.startswith("┃")]
+    assert "…" not in text
+    assert ["".join(cells) for cells in zip(*rows, strict=True)][1:3] == [
+        "onlinea-model-of-some-length", "offlinea-model-of-some-length"
+    ]  # fmt: skip

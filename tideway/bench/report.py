@@ -54,7 +54,7 @@ def table(summary: Summary, title: str = "") -> Table:
         if group.model != ALL or (len(models) > 1 if group.request_class == ALL else models[group.request_class] > 1)
     ]
     for group in groups:
-        shown.add_column(f"{group.request_class}\n{group.model}", justify="right")
+        shown.add_column(f"{group.request_class}\n{group.model}", justify="right", overflow="fold")
     has_objective = any(group.attainment != Attainment() for group in groups)
 
     def row(name: str, values: list[str]) -> None:
