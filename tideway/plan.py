@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -72,7 +73,8 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
         if proposal.trial is not None and proposal.plan != proposal.before:
             console.print(_trial(proposal.trial))
         for rejected in proposal.rejected:
-            console.print(f"  rejected: {escape(_line(rejected.plan))}: {escape(rejected.reason)}")
+            console.print(Padding(Text(f"rejected: {_line(rejected.plan)}"), (0, 0, 0, 2)))
+            console.print(Padding(Text(rejected.reason), (0, 0, 0, 4)))
         for name, reason in proposal.unplaced.items():
             console.print(f"  {escape(name)} fits nowhere: {escape(reason)}")
     if plan.change is not None:

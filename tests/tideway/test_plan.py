@@ -103,8 +103,8 @@ def test_a_proposal_is_shown_beside_the_plan_that_runs_with_its_trial_and_what_w
     title = " ".join(lines).partition("The change takes 42 s")[2]
     assert "30 s of devices" in title and "2.5 GB" in title and "+3.4%" in title and "code would wait" in title
     assert "600 s 40 80.0% 3.00x 90.0% 2.00x 95.0% 1.75x" in lines
-    assert "rejected: node-0 x2: chat+code: attains less" in lines
-    assert "rejected: node-0: chat+code: it runs [already]" in lines
+    assert "rejected: node-0 x2: chat+code\nattains less\n" in "\n".join(lines)
+    assert "rejected: node-0: chat+code\nit runs [already]\n" in "\n".join(lines)
     assert "huge is on no instance: memory" in lines and "huge fits nowhere: memory" in lines
 
 
