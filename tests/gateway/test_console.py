@@ -163,6 +163,14 @@ def _look_and_act(browser: Browser, stack: Stack, request_id: str) -> None:
     browser.press(ENTER)
     browser.until_text("#instances", "a", "b", "ready")
     browser.until_text("#queues", MODEL, "4 online, 3 offline")
+    tops = (
+        "const [name, , count] = document.querySelector('#queues').children;"
+        "return [name, count].map((one) => one.getBoundingClientRect().top)"
+    )
+    for width in (420, 1440):
+        browser.resize(width, 900)
+        name, count = browser.run(tops)
+        assert abs(name - count) < 10, "a model and its count are in one line, the bar between them or below"
     pool = "return document.querySelector('#instance-a canvas.pool').getAttribute('aria-label')"
     browser.until(lambda: "48; used by" in browser.run(pool), "the pool of a")
     painted = (

@@ -1,8 +1,9 @@
 // The last minutes or the last hour, as lines: what gateways stored each ten seconds, and what this page saw each second since.
 
-import {byId, clock, element, keyed, resolved} from "./dom.js";
+import {byId, clock, colourOf, element, keyed, resolved} from "./dom.js";
 
-const LIVE_S = 180, GAP_S = 25, TICKS = 3, AXIS = 42, COLOURS = ["--p-run", "--p-wait", "--p-lost", "--p-move", "--p-again", "--p-own"];
+const LIVE_S = 180, GAP_S = 25, TICKS = 3, AXIS = 42, MOST_LINES = 6;
+const COLOURS = ["--p-run", "--p-wait", "--p-lost", "--p-move", "--p-again", "--p-own"].map((name) => `var(${name})`);
 const seen = [];
 let stored = [];
 /** Both: {at_s, requests: {name: number}, tokens?: {model: number}, pools: {instance: share}}, the oldest first. */
@@ -38,9 +39,9 @@ export function drawHistory() {
   // A model that had no output in a slot had none, and is no gap.
   const models = [...new Set(slots.flatMap((one) => Object.keys(one.tokens)))];
   const tokens = slots.map((one) => ({at_s: one.at_s, tokens: Object.fromEntries(models.map((name) => [name, one.tokens[name] ?? 0]))}));
-  lines("requests", now, all, (one) => one.requests, 4, (value) => `${Math.round(value)}`);
-  lines("tokens", now, tokens, (one) => one.tokens, 10, (value) => (value < 9500 ? `${Math.round(value)}` : `${Math.round(value / 1000)}k`));
-  lines("pools", now, all, (one) => one.pools, 1, (value) => `${Math.round(100 * value)} %`);
+  lines("requests", now, all, (one) => one.requests, 4, inTurn, (value) => `${Math.round(value)}`);
+  lines("tokens", now, tokens, (one) => one.tokens, 10, colourOf, (value) => (value < 9500 ? `${Math.round(value)}` : `${Math.round(value / 1000)}k`));
+  lines("pools", now, all, (one) => one.pools, 1, inTurn, (value) => `${Math.round(100 * value)} %`);
 }
 
 /** The least of 1, 2, 4, 5, 8 and their tenfolds that is as much: its half and itself are round. */
@@ -49,10 +50,13 @@ function roundUp(value) {
   return [1, 2, 4, 6, 8, 10].map((one) => one * power).find((one) => one >= value - 1e-9);
 }
 
-function lines(which, now, samples, valuesOf, least, text) {
+const inTurn = (name, index) => COLOURS[index];
+
+/** `colour`: that of a line, by its name and place: models have theirs everywhere. */
+function lines(which, now, samples, valuesOf, least, colour, text) {
   const canvas = byId(`chart-${which}`), width = canvas.clientWidth, height = canvas.clientHeight, scale = devicePixelRatio || 1;
   if (!width) return;
-  const names = [...new Set(samples.flatMap((one) => Object.keys(valuesOf(one))))].slice(0, COLOURS.length);
+  const names = [...new Set(samples.flatMap((one) => Object.keys(valuesOf(one))))].slice(0, MOST_LINES);
   const most = least === 1 ? 1 : roundUp(Math.max(least, ...samples.flatMap((one) => Object.values(valuesOf(one)))));
   canvas.width = width * scale; canvas.height = height * scale;
   const pen = canvas.getContext("2d");
@@ -71,7 +75,7 @@ function lines(which, now, samples, valuesOf, least, text) {
     pen.fillText(clock(at_s).slice(0, range > 300 ? 5 : 8), x(at_s), height - 7);
   }
   names.forEach((name, index) => {
-    pen.strokeStyle = resolved(COLOURS[index]); pen.lineWidth = 1.75; pen.lineJoin = "round";
+    pen.strokeStyle = resolved(colour(name, index)); pen.lineWidth = 1.75; pen.lineJoin = "round";
     pen.beginPath();
     let last = -Infinity;
     for (const one of samples) {
@@ -82,9 +86,9 @@ function lines(which, now, samples, valuesOf, least, text) {
     }
     pen.stroke();
   });
-  keyed(byId(`keys-${which}`), names.map((name, index) => ({name, index})), (item) => item.name,
+  keyed(byId(`keys-${which}`), names.map((name, index) => ({name, colour: colour(name, index)})), (item) => item.name,
     (item) => element("span", {}, element("i", {class: "swatch"}), item.name),
-    (span, item) => { span.firstChild.style.background = `var(${COLOURS[item.index]})`; });
+    (span, item) => { span.firstChild.style.background = item.colour; });
   const last = samples.at(-1);
   canvas.setAttribute("aria-label", last ? names.map((name) => `${name} ${text(valuesOf(last)[name] ?? 0)}`).join(", ") : "nothing yet");
 }

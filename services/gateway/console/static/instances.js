@@ -39,7 +39,9 @@ function update(panel, item, isOut, pool, onRequest) {
   const badge = panel.querySelector(".badge"), state = isOut && item.state === "ready" ? "draining" : item.state;
   put(badge, state);
   badge.className = `badge ${{ready: "good", draining: "warn", drained: "dim"}[state] ?? "warn"}`;
-  put(panel.querySelector(".where"), item.devices?.length ? `${item.device}${item.devices.length > 1 ? ` × ${item.devices.length}` : ""}` : "");
+  const where = item.devices?.length ? `${item.device}${item.devices.length > 1 ? ` × ${item.devices.length}` : ""}` : "";
+  const role = item.role && item.role !== "both" ? `${item.role}${item.is_role_fixed ? " (fixed)" : ""}` : "";
+  put(panel.querySelector(".where"), [where, role].filter(Boolean).join(", "));
   const view = pool ?? NO_POOL;
   pools.set(panel, view);
   draw(panel);

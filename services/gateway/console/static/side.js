@@ -48,7 +48,7 @@ export function showModels(models, {onScale, onRemove}) {
     }],
     ["run+wait", (model) => `${model.num_running}+${model.num_waiting + (model.num_queued ?? 0)}`],
     ["req/s", (model) => online(model)?.arrivals_per_s.toFixed(2) ?? "–"],
-    ["TTFT P99", (model) => (online(model)?.num_finished ? seconds(online(model).ttft_s.p99) : "–")],
+    ["TTFT P99", (model) => (online(model)?.num_finished ? seconds(online(model).ttft_s.p99) : "–"), {class: "roomy"}],
     ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–"), {class: "roomy"}],
     ["in SLO", (model) => percent(online(model)?.attainment)],
     ["", (model) => ({key: `${model.name} ${numberOf(model)}`, make: () => {
@@ -107,7 +107,7 @@ export function showPlan(plan, {onPlan}) {
   const words = [told?.searching && `searching (${told.searching})`, told?.problem, proposal?.verdict, plan.change && `last change: ${plan.change.stage.replace("_", " ")}, ${plan.change.reason}`];
   container.dataset.made = key;
   container.replaceChildren(...[
-    element("p", {class: "small dim", title: groups(plan).join("\n")}, `Version ${plan.version}, ${plan.is_chosen ? "chosen by a search" : "every model wherever it fits"}, replacement ${told?.mode ?? "unknown"}`),
+    element("p", {class: "small dim", title: groups(plan).join("\n")}, `Version ${plan.version}, ${plan.is_chosen ? "chosen by a search or an operator" : "every model wherever it fits"}, replacement ${told?.mode ?? "unknown"}`),
     made, told?.predicted && element("p", {class: "small dim"}, "Predicted: for the traffic that the search saw. Measured: the requests that have come since."),
     element("p", {class: "small"}, words.filter(Boolean).join("; ")),
     element("div", {}, act("search", "Search"), " ", act("apply", "Apply"), " ", act("roll_back", "Roll back"))].filter(Boolean));
