@@ -103,7 +103,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     goodput_rps: float
     """Requests that met both objectives, per second of arrivals."""
     share: float
-    """Of all that are counted."""
+    """Those, as a share of all that are counted."""
     p99_ttft_s: float
     p99_itl_s: float
     num_handoffs: int

@@ -21,6 +21,7 @@ from tideway.operations import AdminClient, drained_and_gone
 INTERVAL_S = 1.0
 LEAST_WANTED = (
     "engine",
+    "role",
     "high",
     "off-\nline",
     "models\nready",
@@ -28,7 +29,6 @@ LEAST_WANTED = (
     "steps\nleft",
     "KV pool",
     "moving\nout/in",
-    "role",
     "run+\nwait",
 )
 """Columns that give way to long names of instances."""

@@ -93,7 +93,7 @@ class Sample:
     num_files: int = 0
     """Files that the Files API lists."""
     num_consumers: int = 0
-    """Of all streams of JetStream."""
+    """Consumers of all streams of JetStream."""
     num_messages: dict[str, int] = field(default_factory=dict)
     """By stream; for who reads the page, as some are records that stay."""
 

@@ -448,7 +448,7 @@ class Fleet:
         self.scheduler = Scheduler(self, settings, 1, self._statistics)
         self.migrations = None if migrations is None else migrations(self)
         self.num_role_changes = 0
-        """That the scheduler told."""
+        """Changes of role that the scheduler told."""
         self.emptied_s: dict[str, float] = {}
         """When each instance that was drained held nothing any more."""
         self.scale: Callable[[actions.ScalingAction], list[str]] | None = None

@@ -22,8 +22,8 @@ def make_jobs(shape: str, num_instances: int, load: float, duration_s: float, se
 
 @pytest.mark.slow
 def test_streams_beside_long_prompts() -> None:
-    jobs = make_jobs("mixed", 3, 0.6, 8.0)
-    rows = {system.name: run(jobs, DEVICE, system, 3, 3, int(system.name == "fixed")) for system in SYSTEMS}
+    jobs = make_jobs("prefill", 4, 0.5, 8.0, seed=4)
+    rows = {system.name: run(jobs, DEVICE, system, 4, 3, 2 if system.name == "fixed" else 0) for system in SYSTEMS}
     alike = rows["alike"]
     assert not alike.num_roles and rows["fixed"].num_handoffs and rows["adaptive"].num_handoffs
     for name in ("fixed", "adaptive"):

@@ -214,12 +214,12 @@ def test_long_prompts_do_not_starve_while_short_ones_move_in_circles() -> None:
     assert sum(record.num_migrations for record in records) <= 150 and max(r.num_migrations for r in records) <= 4
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_prompts_go_where_they_are_begun_soonest(seed: int) -> None:
-    jobs = draw_jobs(Workload(mix=PREFILL_MIX, rate_rps=3.0, num_requests=80, cv=2.0), A10, seed)
+def test_prompts_go_where_they_are_begun_soonest() -> None:
+    workload = Workload(mix=PREFILL_MIX, rate_rps=3.0, num_requests=80, cv=2.0)
+    drawn = [draw_jobs(workload, A10, seed) for seed in (1, 2)]
 
     def mean_ttft_s(system: System) -> float:
-        return float(np.mean([record.ttft_s for record in Cluster(A10, system, jobs).run().records]))
+        return float(np.mean([record.ttft_s for jobs in drawn for record in Cluster(A10, system, jobs).run().records]))
 
     ours_s = mean_ttft_s(SYSTEMS["tideway"])
     by_memory_s = mean_ttft_s(msgspec.structs.replace(SYSTEMS["tideway"], dispatch="freeness"))

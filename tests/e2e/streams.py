@@ -24,7 +24,7 @@ class Stream:
     error: dict | None = None
     usage: dict | None = None
     event_id: str = ""
-    """Of the last event, where the stream may be resumed."""
+    """Id of the last event, where the stream may be resumed."""
     done: bool = False
 
     @property

@@ -97,7 +97,7 @@ async def test_lines_of_responses_and_messages(stack: Stack) -> None:
 
     bodies = [
         {"max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}], "system": "Be short."},
-        {"max_tokens": 5000, "messages": [{"role": "user", "content": "Hi"}]},
+        {"max_tokens": 0, "messages": [{"role": "user", "content": "Hi"}]},
     ]
     lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/messages", "body": {"model": MODEL, **body}}
              for i, body in enumerate(bodies)]  # fmt: skip

@@ -159,11 +159,11 @@ NO_REQUESTS = [
     b'{"model": "tide", "prompt": [' + b"9" * 4000 + b"]}",
     b'{"model": "tide", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"model": "tide", "prompt": "x", "unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    b'{"prompt": "x"}',
+    b'{"model": 1, "prompt": "x"}',
 ]
 
 
-async def test_requeststhat_are_no_request(stack: Stack) -> None:
+async def test_requests_that_are_no_request(stack: Stack) -> None:
     headers = {"content-type": "application/json"}
     for body in NO_REQUESTS:
         error_of(await stack.client.post("/v1/completions", content=body, headers=headers), 400)

@@ -342,7 +342,7 @@ async def test_one_view_of_top(stack: Stack) -> None:
     assert url == stack.url
     assert "1 instance  " in counts and "17 queued" in counts and "1 moving" in counts
     [row] = [line for line in rows if line.split()[0] == "b"]
-    assert row.split() == ["b", "ready", "native", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
+    assert row.split() == ["b", "ready", "native", "both", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
     assert any(MODEL in line and " 17 " in line for line in rows)
     assert "Drained and gone: a" in text
 

@@ -204,7 +204,7 @@ def test_who_starts_together_compiles_once(monkeypatch: pytest.MonkeyPatch, tmp_
             looked.once = both_have_looked.wait(60)
         return path
 
-    def build() -> Path:
+    def build(*, timeout_s: float) -> Path:
         made.append(folder / building._name(building._native()))
         made[-1].touch()
         return made[-1]

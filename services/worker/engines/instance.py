@@ -87,7 +87,7 @@ METRICS_INTERVAL_S = 0.2
 PEERS_TIMEOUT_S = 1.0
 DRAIN_POLL_S = 0.05
 MOVES_S = 10.0
-"""Of a drain: for requests to move before they are given up."""
+"""Time that a drain gives requests to move before they are given up."""
 NO_LOAD = InstanceLoad(dispatch_freeness=math.inf, free_merged=0.0, num_running=0, models=())
 """Load of an instance whose engine does not serve yet: whoever looks on hears that it lives."""
 

@@ -28,7 +28,7 @@ from shared.messages.requests import FinishReason, SamplingParams
 
 
 class FailingClient:
-    """Of an engine core whose utility calls fail."""
+    """A client of an engine core whose utility calls fail."""
 
     def __init__(self) -> None:
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
