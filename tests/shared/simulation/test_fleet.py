@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.costs.model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
-from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan
+from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan, Role
 from shared.messages.requests import RequestClass
 from shared.runtime.settings import SchedulerSettings
 from shared.simulation.batches import Batches
@@ -39,11 +39,17 @@ def model(name: str, load_s: float = 0.0) -> Model:
     return Model(shape=shape, cost_model=COST, load_s=load_s)
 
 
-def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, migrations: bool = False) -> Fleet:
-    scheduling = SchedulerSettings(migration="auto" if migrations else "off")
+def fleet_of(
+    num_instances: int, models: str = "a", *, seed: int = 0, migrations: bool = False, roles: str = "off"
+) -> Fleet:
+    """`roles`: as of `SchedulerSettings`; where they are fixed, the first instance computes prompts for the others."""
+    scheduling = SchedulerSettings(migration="auto" if migrations else "off", roles=roles)  # type: ignore[arg-type]
     fleet = Fleet(scheduling, seed=seed, migrations=FleetMigrations if migrations else None)
     for number in range(num_instances):
-        fleet.add_instance(f"i-{number}", DEVICE, [model(name) for name in models])
+        instance = fleet.add_instance(f"i-{number}", DEVICE, [model(name) for name in models])
+        if roles == "fixed" and not number:
+            instance.role, instance.is_role_fixed = Role.PREFILL, True
+            fleet.register(instance)
     return fleet
 
 
@@ -286,18 +292,27 @@ def test_who_dies_while_a_new_scheduler_asks_keeps_no_stream() -> None:
     check_empty(fleet)
 
 
+def test_a_fleet_with_roles_hands_long_prompts_over() -> None:
+    fleet = fleet_of(3, migrations=True, roles="fixed")
+    fleet.run(jobs_of(20, gap_s=0.1, prompt=400))
+    assert isinstance(fleet.migrations, FleetMigrations) and fleet.migrations.outcomes["moved"] >= 5
+    check_empty(fleet)
+
+
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObject) -> None:
     """The gateway fails a run in which a token is repeated or left out, or a request ends twice or with an error."""
     seed, migrations = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
+    roles = data.draw(st.sampled_from(["off", "fixed", "adaptive"]) if migrations else st.just("off"))
+    prompt = data.draw(st.sampled_from([60, 400]))
     times = st.floats(0.0, 4.0)
     faults = data.draw(
         st.lists(st.tuples(st.sampled_from(["silent", "exited", "scheduler", "drain", "add"]), times), max_size=5)
     )
 
     def run() -> list[tuple[float, float, int]]:
-        fleet = fleet_of(3, "ab", seed=seed, migrations=migrations)
+        fleet = fleet_of(3, "ab", seed=seed, migrations=migrations, roles=roles)
 
         def fault(kind: str, number: int) -> None:
             alive = [name for name, one in fleet.instances.items() if not one.is_gone and one.state == "ready"]
@@ -316,7 +331,7 @@ def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObj
         for number, (kind, at_s) in enumerate(faults):
             fleet.events.at(at_s, fault, kind, number)
         Batches(fleet, lines_in_flight=8).begin_at(0.3, "batch", jobs_of(20, models="ab", output=15))
-        records = fleet.run(jobs_of(40, models="ab", output=30)).records
+        records = fleet.run(jobs_of(40, models="ab", prompt=prompt, output=30)).records
         assert len(records) == 60
         check_empty(fleet)
         return [(record.first_s, record.ended_s, record.num_placements) for record in records]
