@@ -187,5 +187,7 @@ class Rescheduler:
         ]
         if not self._roles.is_split:
             return found
-        # Requests that decode do not go to where prompts are computed, unless no other has room.
-        return [one for one in found if self._roles.is_decoder(one.instance_id)] or found
+        # Requests that decode do not go to where prompts are computed, unless no other has room for their model.
+        decoders = {one.instance_id for one in found if self._roles.is_decoder(one.instance_id)}
+        decoded = frozenset[str]().union(*(one.models for one in found if one.instance_id in decoders))
+        return [one for one in found if one.instance_id in decoders or not one.models <= decoded]

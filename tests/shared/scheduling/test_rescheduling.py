@@ -167,6 +167,17 @@ def test_a_request_that_decodes_does_not_go_back_to_where_its_prompt_was_compute
     assert drains or message.rebalance.destinations == ["c"]
 
 
+def test_a_draining_instance_gives_to_one_that_computes_prompts_what_no_other_serves() -> None:
+    driver = cluster("a", "p")
+    driver.up("d", "n")
+    prefill = msgspec.structs.replace(make_info("p"), role=Role.PREFILL, is_role_fixed=True)
+    driver.core.apply(OnRegistry("p", prefill), driver.now)
+    driver.report("a", num_running=2)
+    driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
+    driver.pass_time(0.03)
+    assert sent(driver) == [("a", ["p"])]
+
+
 def test_offline_requests_leave_a_draining_instance_too() -> None:
     driver = cluster("a", "b")
     driver.report("a", waiting={"m": 3}, offline={"m": 3})
