@@ -21,8 +21,8 @@ class Roles:
         """`mode`: off: all instances do both | fixed: those of operators | adaptive: the others' roles follow the load."""
         self.mode = mode
         self._cluster = cluster
-        self._chosen: dict[str, Role] = {}
-        """Roles of instances that follow the load."""
+        self._chosen: dict[str, tuple[str, Role]] = {}
+        """Incarnations and roles of instances that follow the load."""
         self._look_s = 0.0
         self.is_split = False
         """Whether some instance is to compute prompts for others."""
@@ -35,8 +35,12 @@ class Roles:
             return state.info.role
         if self.mode == "fixed":
             return Role.BOTH
-        # A new leader goes on from what the last one told.
-        return self._chosen.setdefault(instance_id, state.info.role)
+        incarnation, role = self._chosen.get(instance_id, ("", Role.BOTH))
+        if incarnation != state.info.incarnation:
+            # A new leader goes on from what the last one told.
+            role = state.info.role
+            self._chosen[instance_id] = state.info.incarnation, role
+        return role
 
     def is_prefill(self, instance_id: str) -> bool:
         return self.of(instance_id) is Role.PREFILL
@@ -46,7 +50,8 @@ class Roles:
 
     def on_registry(self, instance_id: str) -> None:
         """The instance came, went, or says something else of itself."""
-        if self._cluster.get(instance_id) is None:
+        state = self._cluster.get(instance_id)
+        if state is None or state.info.is_role_fixed:
             self._chosen.pop(instance_id, None)
         self._count()
 
@@ -67,7 +72,9 @@ class Roles:
             return []
         self._look_s = now + SETTLE_S
         instance_id, role = change
-        self._chosen[instance_id] = role
+        state = self._cluster.get(instance_id)
+        assert state is not None
+        self._chosen[instance_id] = state.info.incarnation, role
         self._count()
         return [TellRole(instance_id, role)]
 

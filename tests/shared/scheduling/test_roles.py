@@ -140,8 +140,17 @@ def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
             report(core, name, number + 2, now, admitted=[f"r{number}"], ended=[f"r{number}"], freeness=90.0)
     assert told and told[0].role is Role.PREFILL
     assert core.roles.is_split and sum(core.roles.is_prefill(name) for name in ROLES) >= 1
-    heir = make_core("adaptive", {name: core.roles.of(name) for name in ROLES})
-    assert heir.roles.is_split
+    (prefill,) = [name for name in ROLES if core.roles.is_prefill(name)][:1]
+    state = core.cluster.get(prefill)
+    assert state is not None
+    for change in ({"is_role_fixed": True, "role": Role.DECODE}, {"is_role_fixed": False, "role": Role.BOTH}):
+        core.apply(OnRegistry(prefill, msgspec.structs.replace(state.info, **change)), 20.0)
+        assert not core.roles.is_prefill(prefill), "an operator's choice ends that of the scheduler"
+    heir = make_core("adaptive", {**ROLES, "p": Role.PREFILL})
+    assert heir.roles.is_prefill("p")
+    again = make_info("p", incarnation="2", num_merged=100)
+    heir.apply(OnRegistry("p", again), 1.0)
+    assert not heir.roles.is_prefill("p"), "a new process begins with both"
 
 
 def test_the_gateway_hears_of_a_request_that_neither_end_of_a_handoff_told_of() -> None:
