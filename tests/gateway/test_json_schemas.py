@@ -113,6 +113,33 @@ def test_opposites_of_recursive_and_of_huge_schemas_are_not_sought(name: str, ke
     assert keyword in prepared(schema)
 
 
+@pytest.mark.parametrize(
+    ("branches", "good", "bad"),
+    [
+        ([{"anyOf": [{"type": "string"}, {"minimum": 3}]}, {"type": "number"}], ["x", 1, None], [3, 4.5]),
+        ([{"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "b"}}}],
+         [{"k": "a"}, {"k": "b"}], [5, None, [], "x", {"k": "c"}, {}]),
+        ([{"type": ["object", "null"], "properties": {"k": {"const": "a"}}, "required": ["k"]},
+          {"type": ["object", "null"], "properties": {"k": {"const": "b"}}, "required": ["k"]}],
+         [{"k": "a"}, {"k": "b"}], [None, {"k": "c"}]),
+        ([{"anyOf": [{"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "c"}}}]},
+          {"properties": {"k": {"const": "b"}}}], [{"k": "a"}, {"k": "b"}, {"k": "c"}], [None, 5]),
+    ],
+)  # fmt: skip
+def test_values_of_any_type_hold_in_one_branch(branches: list[Any], good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not takes({"oneOf": branches}, value)] == []
+    assert [value for value in bad if takes({"oneOf": branches}, value)] == []
+
+
+def test_branches_that_refer_to_themselves_are_looked_at_once() -> None:
+    again = [{"$ref": "#/$defs/a"}] * 3
+    tagged = {"properties": {"k": {"const": "x"}}}
+    other = {"type": "object", "properties": {"k": {"const": "y"}}}
+    for inner in (again, [*again, tagged]):
+        assert "oneOf" in prepared({"$defs": {"a": {"anyOf": inner}}, "oneOf": [other, {"$ref": "#/$defs/a"}]})
+    assert takes({"oneOf": [{"const": number} for number in range(2000)]}, 1999)
+
+
 @pytest.mark.parametrize("length", [50, 51, 1000])
 def test_an_excluded_string_is_followed_or_stays(length: int) -> None:
     schema: dict[str, Any] = {"type": "string", "not": {"const": "a" * length}}

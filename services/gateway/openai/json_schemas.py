@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.openai.negation import Negation
@@ -23,6 +23,10 @@ MAX_REFERENCES = 32
 """Most references of a schema that are followed for one question."""
 EXACT_INTEGER = 2**53
 """Up to which a double holds every integer, as llguidance reads them."""
+MAX_TAG_STEPS = 100_000
+"""Most schemas that are looked at for values of tags."""
+MAX_COMPARED = 100
+"""Most branches of `oneOf` that are compared with each other, but for those that name their values."""
 MAX_EXCLUDING = 8
 """Most branches of `oneOf` that are told to exclude each other."""
 MAX_ARRANGED = 4
@@ -71,6 +75,7 @@ class _Preparation:
         self._root = root
         self._is_lenient = is_lenient
         self._negation = Negation(self._resolved)
+        self._num_tag_steps = 0
         self._tagged: dict[tuple[str, str], tuple[str, dict[str, Any] | None]] = {}
         """By reference and tag: the name of the definition that has the tag required, and that."""
 
@@ -185,7 +190,7 @@ class _Preparation:
         branches = schema["oneOf"]
         discriminator = schema.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-        if (tag := self._tag(branches, named)) is not None:
+        if self._are_objects_apart(branches) and (tag := self._tag(branches, named)) is not None:
             branches = [self._with_tag(branch, tag) for branch in branches]
         elif not self._is_lenient and not self._are_exclusive(branches):
             if (excluding := self._excluding(branches)) is None:
@@ -196,6 +201,11 @@ class _Preparation:
         else:
             schema["anyOf"] = branches
         del schema["oneOf"]
+
+    def _are_objects_apart(self, branches: Sequence[Any]) -> bool:
+        """No value holds in two branches but an object, if those of which no type is known take objects alone."""
+        kinds = [types_of(branch, self._root) - {"object"} for branch in branches]
+        return sum(map(len, kinds)) == len(set().union(*kinds)) and not {"integer", "number"} <= set().union(*kinds)
 
     def _tag(self, branches: Sequence[Any], named: Any) -> str | None:
         """A property that has another value in each branch."""
@@ -211,12 +221,17 @@ class _Preparation:
         return [one for one in found.get("properties", {}) if isinstance(one, str)]
 
     def _is_tag(self, branches: Sequence[Any], name: str) -> bool:
-        values = [self._tag_values(branch, name) for branch in branches]
-        return all(values) and _are_disjoint(values)
+        values = []
+        for branch in branches:
+            values.append(self._tag_values(branch, name))
+            if not values[-1]:
+                return False
+        return _are_disjoint(values)
 
     def _tag_values(self, branch: Any, name: str, num_followed: int = 0) -> list[Any]:
         """Those that the property may have; empty: any, or it is not known."""
-        if num_followed > MAX_REFERENCES:
+        self._num_tag_steps += 1
+        if num_followed > MAX_REFERENCES or self._num_tag_steps > MAX_TAG_STEPS:
             return []
         found = self._resolved(branch)
         inner = found.get("oneOf") or found.get("anyOf")
@@ -241,7 +256,8 @@ class _Preparation:
             if isinstance(branch.get(name), list):
                 others = {key: value for key, value in branch.items() if key != name}
                 return {**others, "anyOf": [self._with_tag(one, tag) for one in branch[name]]}
-        return {**branch, "required": list(dict.fromkeys([*branch.get("required", []), tag]))}
+        kind = {} if types_of(branch, self._root) else {"type": "object"}
+        return {**branch, **kind, "required": list(dict.fromkeys([*branch.get("required", []), tag]))}
 
     def _excluding(self, branches: Sequence[Any]) -> list[Any] | None:
         """The branches, each of which is told not to hold where another may; None: that cannot be told."""
@@ -259,10 +275,15 @@ class _Preparation:
 
     def _are_exclusive(self, branches: Sequence[Any]) -> bool:
         found = [self._resolved(branch) for branch in branches]
-        return all(self._exclude_each_other(one, other) for one, other in itertools.combinations(found, 2))
+        values = [_values(one) for one in found]
+        if _are_disjoint([one for one in values if one is not None]) and None not in values:
+            return True
+        return len(found) <= MAX_COMPARED and all(
+            self._exclude_each_other(one, other) for one, other in itertools.combinations(found, 2)
+        )
 
     def _exclude_each_other(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        types = [set(types_of(each, self._root)) for each in (one, other)]
+        types = [types_of(each, self._root) for each in (one, other)]
         if all(types) and not types[0] & types[1] and not {"integer", "number"} <= types[0] | types[1]:
             return True
         values = [_values(each) for each in (one, other)]
@@ -332,23 +353,35 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def types_of(schema: Any, root: Any, num_followed: int = 0) -> Iterator[str]:
-    """The types that values of a schema may have, as far as it names them. `root`: in which its references are."""
-    if not isinstance(schema, dict) or num_followed > MAX_REFERENCES:
-        return
+def types_of(schema: Any, root: Any) -> set[str]:
+    """The types that values of a schema may have; empty: any, or it is not known. `root`: in which its references are."""
+    return _types_of(schema, root, {}, 0)
+
+
+def _types_of(schema: Any, root: Any, known: dict[str, set[str]], depth: int) -> set[str]:
+    """`known`: types by reference, none yet of those that are followed."""
+    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
+        return set()
+    found: set[str] = set()
     named = schema.get("type")
     if isinstance(named, str | list):
-        yield from [named] if isinstance(named, str) else [one for one in named if isinstance(one, str)]
+        found.update([named] if isinstance(named, str) else [one for one in named if isinstance(one, str)])
     else:
-        yield from (_KINDS[type(value)] for value in _values(schema) or ())
+        found.update(_KINDS[type(value)] for value in _values(schema) or ())
         for one in ("anyOf", "oneOf", "allOf"):
             if isinstance(schema.get(one), list):
-                for each in schema[one]:
-                    yield from types_of(each, root, num_followed + 1)
-        if (found := referred(schema, root)) is not None:
-            yield from types_of(found, root, num_followed + 1)
-    if schema.get("nullable") is True:
-        yield "null"
+                of_each = [_types_of(each, root, known, depth + 1) for each in schema[one]]
+                if one == "allOf" or all(of_each):
+                    found.update(*of_each)
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            if reference not in known:
+                known[reference] = set()
+                known[reference] = _types_of(referred(schema, root), root, known, depth + 1)
+            found |= known[reference]
+    if schema.get("nullable") is True and found:
+        found.add("null")
+    return found
 
 
 def kind_of(value: Any) -> str:

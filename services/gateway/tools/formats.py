@@ -168,7 +168,7 @@ def _keyed_rules(
             spellings.append((True, text or f"{rule}_text"))
             if not text:
                 rules.append(f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/")
-        if texts is None or (marks.key_attribute and set(types_of(own, schema)) != {"string"}):
+        if texts is None or (marks.key_attribute and types_of(own, schema) != {"string"}):
             named: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             of_value = own | named if isinstance(own, dict) else {}
             spellings.append((False, f"%json {_json_of(of_value, function)} {literal(after)}"))
@@ -200,7 +200,7 @@ def _pythonic_rules(function: FunctionDefinition, schema: dict[str, Any], number
     rules.append(f'{rule}: {head} {rule}_first_0 ")"')
     for place, (key, own) in enumerate(arguments):
         value = "%json " + _json_of(own | named if isinstance(own, dict) else {}, function)
-        if set(types_of(own, schema)) == {"boolean"} and not own.keys() & {"const", "enum"}:
+        if types_of(own, schema) == {"boolean"} and not own.keys() & {"const", "enum"}:
             value = '("True" | "False")'
         rules.append(f"{rule}_{place}: {lark_text(key + '=')} {value}")
         written = f"{rule}_{place} {rule}_more_{place + 1}"

@@ -198,7 +198,7 @@ def typed(text: str, schema: Any, key: str) -> Any:
     one, else JSON, or the text if it is none."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     own = properties.get(key) if isinstance(properties, dict) else None
-    types = set(types_of(own, schema)) if own is not None else set()
+    types = types_of(own, schema) if own is not None else set()
     if types == {"string"}:
         return text
     if not types.difference({"string", "null"}) and types:
@@ -222,7 +222,7 @@ _PYTHON = {"True": True, "False": False, "None": None}
 
 def texts_of(own: Any, schema: Any) -> list[str] | None:
     """The texts that an argument with the schema `own` may be, empty for any; None: it may be no text. See `typed`."""
-    types = set(types_of(own, schema))
+    types = types_of(own, schema)
     if "string" not in types:
         return None
     named = own.get("enum") or ([own["const"]] if "const" in own else [])

@@ -190,4 +190,4 @@ def python_value(text: str, schema: Any, key: str) -> Any:
 def _is_typed(schema: Any, key: str) -> bool:
     """The schema says which types the argument has."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    return isinstance(properties, dict) and any(types_of(properties.get(key), schema))
+    return isinstance(properties, dict) and bool(types_of(properties.get(key), schema))
