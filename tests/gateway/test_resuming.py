@@ -188,6 +188,7 @@ async def test_the_rest_of_a_message_comes_after_whichever_event_was_last(kept: 
     assert other.status_code == 422 and other.json()["type"] == "error"
     bad = await kept.client.get(f"/v1/streams/{stream_id}", headers={"last-event-id": "x"})
     assert bad.status_code == 400 and bad.json()["error"]["type"] == "invalid_request_error"
+    assert (await kept.client.get(f"/v1/responses/{stream_id}?stream=true")).status_code == 404
 
 
 async def test_integers_that_no_record_holds_are_refused(kept: Stack) -> None:

@@ -215,10 +215,11 @@ async def _answer(
 async def get_response(context: GatewayContext, request: Request) -> Response:
     """As it is stored, or as far as it is; with `stream=true` its events, `starting_after` one that the client has, while
     they are kept."""
-    if request.query_params.get("stream") == "true":
-        return await resume_stream(context, request, request.path_params["response_id"])
+    response_id = request.path_params["response_id"]
+    if request.query_params.get("stream") == "true" and response_id.startswith(ID_PREFIX):
+        return await resume_stream(context, request, response_id)
     key = context.admission.authenticate(request.headers)
-    return await _shown(context, request, key, request.path_params["response_id"])
+    return await _shown(context, request, key, response_id)
 
 
 async def _shown(context: GatewayContext, request: Request, key: Key, response_id: str) -> Response:
