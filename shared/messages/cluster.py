@@ -204,6 +204,11 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_role_fixed: bool = False
     """The operator chose the role; else the scheduler may change it."""
 
+    @property
+    def takes_roles(self) -> bool:
+        """Whether it may be sent long prompts alone, or all but those: engines of others hand no prompt over."""
+        return self.engine == "native"
+
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     model: str

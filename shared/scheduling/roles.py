@@ -29,7 +29,7 @@ class Roles:
 
     def of(self, instance_id: str) -> Role:
         state = self._cluster.get(instance_id)
-        if state is None or self.mode == "off" or not _hands_over(state):
+        if state is None or self.mode == "off" or not state.info.takes_roles:
             return Role.BOTH
         if state.info.is_role_fixed:
             return state.info.role
@@ -89,7 +89,7 @@ class Roles:
         return RoleView(
             instance_id=instance_id,
             role=self.of(instance_id),
-            is_fixed=state.info.is_role_fixed or not _hands_over(state),
+            is_fixed=state.info.is_role_fixed or not state.info.takes_roles,
             models=state.names,
             num_running=load.num_running,
             used_merged=max(0.0, state.info.num_merged - state.left_merged),
@@ -99,8 +99,3 @@ class Roles:
             request_s=request_s,
             tpot_s=report.tpot_s,
         )
-
-
-def _hands_over(state: InstanceState) -> bool:
-    """Engines of others tell nothing of the parts of a prompt, so all that they compute stays until it decodes."""
-    return state.info.engine == "native"

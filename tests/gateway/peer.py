@@ -215,6 +215,7 @@ class ScriptedPeer:
         num_running: int = 0,
         kv_address: str = "",
         max_model_len: int = 256,
+        engine: str = "native",
     ) -> None:
         loaded = [
             LoadedModel(name=name, state=state, max_model_len=max_model_len, block_size=16, num_running=num_running)
@@ -229,6 +230,7 @@ class ScriptedPeer:
             num_merged=100,
             merged_bytes=2**20,
             kv_address=kv_address,
+            engine=engine,
             dispatch_freeness=(100 - num_running) / num_running if num_running else math.inf,
         )
         if instance_id not in self._served:

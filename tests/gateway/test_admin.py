@@ -212,6 +212,15 @@ async def test_an_instance_that_crashed_is_in_no_sum(stack: Stack) -> None:
     await until(lambda: list(catalog.alive) == ["a", "b"], "its successor")
 
 
+async def test_instances_of_other_engines_take_no_role(pair: Stack) -> None:
+    await pair.peer.add_instance("v", MODEL, engine="vllm", kv_address="tcp://node:1")
+    await until(lambda: "v" in pair.gateway.context.catalog.alive)
+    for instance_id, status, code in (("v", 400, "unsupported_value"), ("nobody", 404, "instance_not_found")):
+        answer = await pair.client.post(f"/admin/instances/{instance_id}/role", json={"role": "prefill"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (status, code, "instance_id")
+
+
 async def test_draining(pair: Stack) -> None:
     answer = await pair.client.post("/admin/instances/b/drain")
     assert (answer.status_code, answer.json()["draining"]) == (200, ["b"])

@@ -97,7 +97,7 @@ async def test_lines_of_responses_and_messages(stack: Stack) -> None:
 
     bodies = [
         {"max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}], "system": "Be short."},
-        {"max_tokens": 0, "messages": [{"role": "user", "content": "Hi"}]},
+        {"max_tokens": 20, "messages": [{"role": "user", "content": "x " * 3000}]},
     ]
     lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/messages", "body": {"model": MODEL, **body}}
              for i, body in enumerate(bodies)]  # fmt: skip
@@ -107,7 +107,7 @@ async def test_lines_of_responses_and_messages(stack: Stack) -> None:
     assert message["content"] == [{"type": "text", "text": "Hello world"}] and message["stop_reason"] == "end_turn"
     assert message["type"] == "message" and message["usage"]["output_tokens"] > 2
     (refused,) = await read(client, batch.error_file_id)
-    assert refused["response"]["body"]["error"]["param"] == "max_tokens"
+    assert refused["response"]["body"]["error"]["param"] == "messages"
 
 
 async def test_what_a_batch_of_responses_cannot_have(stack: Stack) -> None:

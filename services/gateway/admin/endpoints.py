@@ -369,9 +369,14 @@ async def set_role(context: GatewayContext, request: Request) -> Response:
     """Says what the instance is sent from now on, which is also the answer."""
     authenticate_operator(context, request)
     message, instance_id = await read_audited(context, request, _SET_ROLE), request.path_params["instance_id"]
-    if instance_id not in context.catalog.alive:
+    if (info := context.catalog.alive.get(instance_id)) is None:
         what = f"There is no instance {instance_id!r}."
         raise ApiError(404, what, param="instance_id", code="instance_not_found")
+    if not info.takes_roles:
+        what = (
+            f"The instance {instance_id!r} has the engine {info.engine}, which hands no prompts over: it takes no role."
+        )
+        raise ApiError(400, what, param="instance_id", code="unsupported_value")
     query = SetRole(None if message.role == "auto" else Role(message.role), is_operators=True)
     endpoint = INSTANCE_ROLE.at(instance_id=instance_id)
     await api_errors(context.bus.request(endpoint, query, timeout_s=ROLE_TIMEOUT_S))
