@@ -354,7 +354,7 @@ async def test_the_page_is_no_wider_than_any_window(stack: Stack, browser: Brows
     def look() -> None:
         _enter(browser, f"{stack.url}/console")
         browser.until_text("#models", MODEL)
-        for width, is_phone in ((1280, False), (1366, False), (420, True)):
+        for width, is_phone in ((1280, False), (1366, False), (1400, False), (1600, False), (420, True)):
             browser.resize(width, 800)
             overflow = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
             assert browser.run(overflow) == 0, width

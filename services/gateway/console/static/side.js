@@ -49,7 +49,7 @@ export function showModels(models, {onScale, onRemove}) {
     ["run+wait", (model) => `${model.num_running}+${model.num_waiting + (model.num_queued ?? 0)}`],
     ["req/s", (model) => online(model)?.arrivals_per_s.toFixed(2) ?? "–"],
     ["TTFT P99", (model) => (online(model)?.num_finished ? seconds(online(model).ttft_s.p99) : "–"), {class: "roomy"}],
-    ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–"), {class: "roomy"}],
+    ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–"), {class: "spare"}],
     ["in SLO", (model) => percent(online(model)?.attainment)],
     ["", (model) => ({key: `${model.name} ${numberOf(model)}`, make: () => {
       const number = numberOf(model);
@@ -116,10 +116,12 @@ export function showPlan(plan, {onPlan}) {
 
 const OVER = ["completed", "failed", "expired", "cancelled"];
 
-/** How far it is: what a batch that was ended did not come to is no failure of its lines. */
+/** What a batch that was ended did not come to is no failure of its lines. */
+const wasEnded = (batch) => ["cancelled", "expired"].includes(batch.status);
+
 function told(batch) {
   const [done, failed] = [batch.num_completed, batch.num_failed];
-  if (["cancelled", "expired"].includes(batch.status)) return `${done} of ${batch.num_total}, ${failed} not`;
+  if (wasEnded(batch)) return `${done} of ${batch.num_total}, ${failed} not`;
   return `${done + failed} of ${batch.num_total}${failed ? ` (${failed} failed)` : ""}`;
 }
 
@@ -132,9 +134,9 @@ export function showBatches(batches, nowS, onBatch) {
     ["batch", (batch) => ({key: batch.batch_id, make: () => element("button", {class: "link", type: "button", title: batch.batch_id, onclick: () => onBatch(batch.batch_id)}, `…${batch.batch_id.slice(-8)}`)}), {class: "name"}],
     ["status", (batch) => batch.status.replace("_", " ")],
     ["done", told],
-    ["", (batch) => ({key: `${batch.num_completed} ${batch.num_failed} ${batch.num_total}`, make: () => {
-      const [done, failed] = [batch.num_completed, batch.num_failed].map((number) => (batch.num_total ? (100 * number) / batch.num_total : 0));
-      return element("div", {class: "bar", role: "progressbar", "aria-valuenow": Math.round(done), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": `Batch ${batch.batch_id}`, style: {width: "70px"}},
+    ["", (batch) => ({key: `${batch.status} ${batch.num_completed} ${batch.num_failed} ${batch.num_total}`, make: () => {
+      const [done, failed] = [batch.num_completed, wasEnded(batch) ? 0 : batch.num_failed].map((number) => (batch.num_total ? (100 * number) / batch.num_total : 0));
+      return element("div", {class: "bar", role: "progressbar", "aria-valuenow": Math.round(done), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": `Batch ${batch.batch_id}`, style: {width: "50px"}},
         element("i", {style: {width: `${done}%`}}), element("i", {class: "failed", style: {width: `${failed}%`}}));
     }}), {class: "roomy"}],
     ["predicted end", (batch) => (batch.predicted_finish_s && !OVER.includes(batch.status) ? ahead(batch.predicted_finish_s) : "–")],
