@@ -295,7 +295,8 @@ class RequestTable:
         )
         self.outputs.setdefault(request.gateway_id, []).append(entry)
         numbers = (sequence.device_s, sequence.num_output)
-        self._memory.events.add(sequence, EventKind.ENDED, now, reason.value, numbers)
+        cause = reason.value if error is None else f"{reason.value}: {error.message}"
+        self._memory.events.add(sequence, EventKind.ENDED, now, cause, numbers)
         self._ended.append(
             Ended(
                 request=request,

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from shared.engine import events
-from shared.engine.calls import Cancel, Submit
+from shared.engine.calls import Cancel, OnTime, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.requests import RequestClass
@@ -69,6 +69,14 @@ def test_preemptions_and_what_comes_after_them() -> None:
     assert preempted == node.engine.counters.num_preemptions > 0
     assert told[EventKind.ADMITTED] == 3 + preempted and told[EventKind.FIRST_TOKEN] == told[EventKind.ENDED] == 3
     assert told[EventKind.GOES_ON] == preempted
+
+
+def test_an_end_that_is_an_error_is_told_with_its_reason() -> None:
+    node = make()
+    node.engine.apply(Submit(request("late", [1, 2, 3], 80, timeout_s=9.0)), 0.0)
+    node.engine.apply(OnTime(), 9.5)
+    ended = [event for _, event in node.engine.memory.events.take() if event.kind is EventKind.ENDED]
+    assert [event.cause for event in ended] == ["deadline: the request's time of 9 s is over"]
 
 
 def test_a_suspension_is_told_with_its_end() -> None:
