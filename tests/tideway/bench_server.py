@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 TOKEN_INTERVAL_S = 0.003
 FIRST_TOKEN_S = 0.01
+WRONG_KEY = "wrong"
 
 
 class BenchServer:
@@ -45,6 +46,8 @@ class BenchServer:
         return Starlette(routes=routes)
 
     async def models(self, request: Request) -> Response:
+        if request.headers.get("authorization") == f"Bearer {WRONG_KEY}":
+            return JSONResponse({"error": {"message": "Incorrect API key.", "code": "invalid_api_key"}}, 401)
         return JSONResponse({"data": [{"id": "ok"}, {"id": "plain"}]})
 
     async def metrics(self, request: Request) -> Response:

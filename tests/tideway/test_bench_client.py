@@ -20,10 +20,10 @@ import pytest
 
 from shared.messages.requests import RequestClass
 from tests.conftest import free_port
-from tests.tideway.bench_server import FIRST_TOKEN_S, TOKEN_INTERVAL_S, BenchServer, serving
+from tests.tideway.bench_server import FIRST_TOKEN_S, TOKEN_INTERVAL_S, WRONG_KEY, BenchServer, serving
 from tests.tideway.conftest import InThisProcess
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Poisson
-from tideway.bench.client import BenchError, Connections, Target, calibrate
+from tideway.bench.client import BenchError, Connections, Target, calibrate, list_models
 from tideway.bench.lengths import Fixed, Uniform
 from tideway.bench.records import INTERRUPTED, UNFINISHED, RequestRecord
 from tideway.bench.report import Result, write_result
@@ -196,6 +196,15 @@ async def test_a_server_that_is_not_there() -> None:
     session = Session(target=Target(url=f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(BenchError, match="ok does not answer"):
         await run_session(session, Workload(streams=[stream(Constant(rate_rps=1), num_requests=1)]))
+
+
+async def test_a_server_that_wants_another_key_is_told_in_its_own_words(server: BenchServer) -> None:
+    async with Connections() as connections:
+        with pytest.raises(BenchError) as refused:
+            await list_models(connections, server.url, WRONG_KEY)
+    assert str(refused.value) == (
+        f"{server.url}/v1/models does not name the models (401: Incorrect API key.); give --api-key or --model"
+    )
 
 
 async def test_a_key_of_a_tenant(server: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:

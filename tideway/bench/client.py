@@ -265,6 +265,9 @@ async def list_models(connections: Connections, url: str, api_key: str) -> list[
         return [model["id"] for model in response.json()["data"]]
     except httpx.TransportError as error:
         raise BenchError(f"{url} does not answer ({error}); --url says where the server is") from None
+    except httpx.HTTPStatusError as error:
+        told = f"{error.response.status_code}: {_message_of(error.response.text)}"
+        raise BenchError(f"{url}/v1/models does not name the models ({told}); give --api-key or --model") from None
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{url}/v1/models does not name the models ({error}); give --api-key or --model") from None
 
