@@ -21,11 +21,11 @@ from tideway.operations import AdminClient, drained_and_gone
 INTERVAL_S = 1.0
 LEAST_WANTED = (
     "engine",
-    "role",
     "high",
     "off-\nline",
     "models\nready",
     "moved\nout/in",
+    "role",
     "steps\nleft",
     "KV pool",
     "moving\nout/in",

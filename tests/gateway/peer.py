@@ -34,6 +34,7 @@ from shared.messages.catalogue import (
     GATEWAY_LOST,
     INSTANCE_CANCEL,
     INSTANCE_REPLAY,
+    INSTANCE_ROLE,
     INSTANCE_SUBMIT,
     INSTANCES,
     LOAD_REPORTS,
@@ -61,6 +62,7 @@ from shared.messages.cluster import (
     LoadReport,
     ModelSpec,
     PlacementPlan,
+    SetRole,
 )
 from shared.messages.requests import (
     Accepted,
@@ -127,6 +129,8 @@ class ScriptedPeer:
         self.cancelled_epochs: list[int | None] = []
         """Epochs of those."""
         self.replay_queries: list[tuple[str, ReplayQuery]] = []
+        self.roles: list[tuple[str, SetRole]] = []
+        """Told to which instance."""
         self.plan = PlacementPlan(1, [])
         self.replacement = ReplacementState(mode="advise", interval_s=600.0, since_s=1.0)
         self.changed_plan = ChangePlan("search")
@@ -253,8 +257,13 @@ class ScriptedPeer:
                 self.instance_cancelled.append((instance_id, message.request_id))
                 self.cancelled_epochs.append(message.epoch)
 
+            def set_role(query: SetRole) -> Done:
+                self.roles.append((instance_id, query))
+                return Done()
+
             self._served[instance_id] = [
                 await self.bus.serve(endpoint, submit),
+                await self.bus.serve(INSTANCE_ROLE.at(instance_id=instance_id), set_role),
                 await self.bus.serve(INSTANCE_REPLAY.at(instance_id=instance_id), replay),
                 await self.bus.subscribe(cancel, on_cancel),
             ]

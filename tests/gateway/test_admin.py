@@ -21,6 +21,8 @@ from shared.messages.cluster import (
     ModelLoad,
     ModelSpec,
     ModelStatistics,
+    Role,
+    SetRole,
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode
@@ -210,6 +212,13 @@ async def test_an_instance_that_crashed_is_in_no_sum(stack: Stack) -> None:
     assert (model["instances"], model["num_running"]) == ({"a": "ready"}, 0)
     await stack.peer.add_instance("b", MODEL, incarnation="2")
     await until(lambda: list(catalog.alive) == ["a", "b"], "its successor")
+
+
+async def test_an_instance_is_told_its_role(pair: Stack) -> None:
+    for role in ("prefill", "auto"):
+        answer = await pair.client.post("/admin/instances/b/role", json={"role": role})
+        assert (answer.status_code, answer.json()) == (200, {"role": role})
+    assert pair.peer.roles == [("b", SetRole(Role.PREFILL, is_operators=True)), ("b", SetRole(None, is_operators=True))]
 
 
 async def test_instances_of_other_engines_take_no_role(pair: Stack) -> None:
