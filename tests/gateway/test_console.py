@@ -381,6 +381,22 @@ async def test_durations_are_written_as_they_are(stack: Stack, browser: Browser)
     await asyncio.to_thread(read)
 
 
+async def test_an_instance_that_is_gone_has_no_empty_rows(stack: Stack, browser: Browser) -> None:
+    shown = (
+        "return import('/console/instances.js').then(({showInstances}) => {"
+        " showInstances({instances: [], draining: ['gone'], pools: {}, moves: []}, {});"
+        " const panel = document.getElementById('instance-gone');"
+        " return [panel.querySelector('.badge').textContent,"
+        "   [...panel.querySelectorAll('.row')].filter((one) => one.checkVisibility()).length]; })"
+    )
+
+    def look() -> None:
+        _enter(browser, f"{stack.url}/console")
+        assert browser.run(shown) == ["drained", 0]
+
+    await asyncio.to_thread(look)
+
+
 async def test_an_adapter_is_added(stack: Stack, browser: Browser, tmp_path: Path) -> None:
     def add() -> None:
         browser.open(f"{stack.url}/console")

@@ -38,6 +38,7 @@ function create(item) {
 function update(panel, item, isOut, pool, onRequest) {
   const badge = panel.querySelector(".badge"), state = isOut && item.state === "ready" ? "draining" : item.state;
   put(badge, state);
+  panel.classList.toggle("out", state === "drained");
   badge.className = `badge ${{ready: "good", draining: "warn", drained: "dim"}[state] ?? "warn"}`;
   const where = item.devices?.length ? `${item.device}${item.devices.length > 1 ? ` × ${item.devices.length}` : ""}` : "";
   const role = item.role && item.role !== "both" ? `${item.role}${item.is_role_fixed ? " (fixed)" : ""}` : "";
