@@ -352,8 +352,9 @@ def role(
 ) -> None:
     """Choose what an instance is sent: `prefill` computes long prompts that others decode. Holds until the instance ends."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
         client.set_role(instance, role)
-        print(f"The role of {instance} is {role}.")
+        print(f"The role of {instance} is {'left to the scheduler' if role == 'auto' else role}.")
 
 
 @app.command()

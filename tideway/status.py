@@ -64,7 +64,7 @@ async def show_status(data: DataFolder, console: Console, *, as_json: bool = Fal
             return
         for role in LEADERS:
             console.print(f"{role}: {leaders.get(role, 'none is active')}")
-        instances = _instances(view.instances, view.nodes)
+        instances = instances_table(view.instances, view.nodes)
         console.print(fit(instances, console, ("device", "KV moves", "metrics", "KV pool")))
         console.print(
             fit(_models(plan, view.instances, await _num_queued(view)), console, ("step times", "queued", "instances"))
@@ -157,15 +157,16 @@ def _processes(state: State, answering: Set[str]) -> Table:
     return table
 
 
-def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeInfo]) -> Table:
-    columns = ("instance", "state", "device", "KV pool", "KV moves", "metrics", "models (running+waiting)")
+def instances_table(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeInfo]) -> Table:
+    columns = ("instance", "state", "device", "KV pool", "KV moves", "metrics", "models (run+wait)")
     table = Table(*columns, title="Instances")
     for instance_id, info in sorted(instances.items()):
         models = ", ".join(
             f"{m.name} ({m.num_running}+{m.num_waiting})" if m.state == "ready" else f"{m.name} ({m.state})"
             for m in info.models
         )
-        pool = f"{info.num_merged * info.merged_bytes / 2**20:,.0f} MiB"
+        pool_bytes = info.num_merged * info.merged_bytes
+        pool = f"{pool_bytes / 2**20:,.0f} MiB" if pool_bytes else "-"  # where another engine does not tell
         port = f":{info.metrics_port}" if info.metrics_port else ""
         num_devices = info.group.num_ranks
         device = info.device if num_devices == 1 else f"{num_devices} x {info.device}"

@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from shared.messages.cluster import InstanceInfo
 from tideway.console import LOOK, fit, show_listing, turned
+from tideway.status import instances_table
 
 
 def lines(table: Table, width: int) -> list[str]:
@@ -56,3 +58,20 @@ def test_a_listing_is_one_object_or_a_sentence_where_it_is_empty() -> None:
     show_listing(console, {"items": ["x" * 30]}, wide(), as_json=True)
     show_listing(console, {}, Table("name", "note"), as_json=False, empty="There is none.")
     assert output.getvalue() == f'{{"items":["{"x" * 30}"]}}\nThere is none.\n'
+
+
+def test_a_pool_that_another_engine_does_not_tell_has_no_size() -> None:
+    def of(name: str, merged_bytes: int) -> InstanceInfo:
+        return InstanceInfo(
+            instance_id=name,
+            incarnation="1",
+            node_id="n",
+            state="ready",
+            models=[],
+            num_merged=8,
+            merged_bytes=merged_bytes,
+        )
+
+    table = instances_table({"n-0": of("n-0", 1 << 20), "n-1": of("n-1", 0)}, {})
+    pool = next(column for column in table.columns if column.header == "KV pool")
+    assert list(pool.cells) == ["8 MiB", "-"]
