@@ -617,7 +617,7 @@ async def test_a_gateway_that_stops_hands_its_streams_over(
         stack = await resources.enter_async_context(logging_stack(nats_settings, checkpoint))
         peer = stack.peer
         assert isinstance(peer, LoggingPeer)
-        peer.interval_s = 0.02
+        peer.interval_s = 0.1  # so that none has ended when the last one has begun
         conversations = [Conversation(number) for number in range(4)]
         leaving = AsyncExitStack()
         gateway = await leaving.enter_async_context(running_gateway(nats_settings, gateway_id="b", stop_grace_s=0))
@@ -627,6 +627,7 @@ async def test_a_gateway_that_stops_hands_its_streams_over(
             await leaving.aclose()
             await begun
         assert {each.error for each in conversations} == {"handed_over"}
+        peer.interval_s = 0.02
         if instance_dies:
             peer.lose_all()
         async with asyncio.timeout(20), client_of(stack.gateway) as client:

@@ -399,7 +399,7 @@ def test_the_documented_workload_and_options_are_taken(tmp_path: Path) -> None:
     assert {request.stream for request in plan_requests(workload, load_traces(workload))} == {"chat", "summaries"}
     bench = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
     known = {name for parameter in bench.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    readme = (REPOSITORY / "README.md").read_text().split("tideway bench", 1)[1].split("##", 1)[0]
+    readme = (REPOSITORY / "README.md").read_text().split("## Benchmark", 1)[1].split("##", 1)[0]
     named = set(re.findall(r"(--[a-z][\w-]+)", text + readme))
     assert len(named) > 15 and named <= known, named - known
     assert all(f"`{form}`" in text for form in ARRIVALS.split(";")[0].split(", "))
