@@ -113,7 +113,7 @@ class _Instance:
 
     @property
     def load(self) -> _Load:
-        """As reported last."""
+        """The load that was reported last."""
         return self._walk[self.sequence % NUM_STEPS]
 
     def hold(self, keys: list[bytes]) -> None:
