@@ -309,7 +309,7 @@ class ActiveScheduler:
                 break
         self._acted_s = self._bus.now()
         if not self._is_closed:
-            if self._core.is_behind:
+            if self._core.has_unread:
                 self._act_soon()
             self._set_timer()
             if is_anybody_missing and not self._is_demand_due:

@@ -460,8 +460,8 @@ class CandidatesFor:
         self._owners: list[Seen] | None = None
         self._is_allowed: Callable[[str], bool] | None = None
 
-    def narrow(self, is_allowed: Callable[[str], bool] | None) -> None:
-        """From now on only instances of these ids are candidates; None: all."""
+    def narrow(self, is_allowed: Callable[[str], bool]) -> None:
+        """Lets only instances of these ids be candidates from now on."""
         self._is_allowed, self._owners = is_allowed, None
 
     @property

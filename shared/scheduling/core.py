@@ -116,7 +116,7 @@ class SchedulerCore:
             self.life.dispatch(tracked, instance_id, now)
         if not self.dispatcher.has_more:
             self.life.tell_who_waits(now)
-        actions = self._actions + self.rescheduler.due(now) + self.roles.due(self.dispatcher.long_work(now), now)
+        actions = self._actions + self.rescheduler.due(now) + self.roles.due(self.dispatcher.long_work, now)
         self._actions.clear()
         if self._record is not None:
             self._record(actions, now)
@@ -128,9 +128,9 @@ class SchedulerCore:
         return self.dispatcher.has_more
 
     @property
-    def is_behind(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether `actions` is to be called again when nothing else is to be done: to note what caches hold."""
-        return self.dispatcher.is_behind
+        return self.dispatcher.has_unread
 
     def next_wakeup(self) -> float | None:
         """When `OnTime` must be applied next, if nothing else happens before."""

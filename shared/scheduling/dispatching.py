@@ -116,8 +116,8 @@ class Dispatcher:
                 self._read_one(self._prefixes)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether cached blocks of some reports are to be noted."""
+    def has_unread(self) -> bool:
+        """Whether cached blocks of some reports are still to be noted."""
         return bool(self._unread)
 
     def _read_one(self, prefixes: PrefixIndex) -> None:
@@ -170,7 +170,8 @@ class Dispatcher:
         return work
 
     def long_work(self, now: float) -> float:
-        """Predicted seconds of long prompts (`roles.is_short`) that are dispatched each second lately, of all models."""
+        """Predicted seconds of long prompts (`roles.is_short`) that are dispatched each second lately, of all models; 0
+        unless roles follow the load."""
         return self._long_s.per_second(now)
 
     def picks(self, now: float, limit: int | None = None) -> Iterator[tuple[TrackedRequest, str]]:
@@ -337,9 +338,9 @@ class Dispatcher:
         )
         self.ledger.add(tracked.request_id, instance_id, entry)
         self.queue.tenants.place(tracked, entry.prompt_s)
-        if tracked.is_online and not is_short(entry.prompt_s, chosen.step_s):
-            self._long_s.count(now, entry.prompt_s)
         if tracked.is_online:
+            if self._roles.follow_load and not is_short(entry.prompt_s, chosen.step_s):
+                self._long_s.count(now, entry.prompt_s)
             for outflows, amount in (self._prompts_s, entry.prompt_s), (self._num_dispatched, 1.0):
                 outflows.setdefault(tracked.model, Outflow(WORK_WINDOW_S)).count(now, amount)
         if self._prefixes is not None and tracked.is_online and tracked.request is not None:

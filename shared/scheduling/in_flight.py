@@ -29,10 +29,10 @@ class InFlightLedger:
         self._instance_of: dict[str, str] = {}
         self._online: dict[str, dict[str, InFlight]] = {}
         self._offline: dict[str, dict[str, InFlight]] = {}
-        self._promised: dict[str, tuple[str, float]] = {}
-        """By request: the instance that is to decode it, and the merged blocks that it takes there."""
+        self._decoder_of: dict[str, str] = {}
+        """By request: the instance that is to decode it."""
         self._coming: dict[str, dict[str, float]] = {}
-        """The same by instance."""
+        """By that instance and request: the merged blocks that it takes there."""
         self._offline_tokens: Counter[tuple[str, str]] = Counter()
         """By instance and model."""
 
@@ -67,13 +67,13 @@ class InFlightLedger:
 
     def promise(self, request_id: str, instance_id: str, demand_merged: float) -> None:
         """The instance is to decode a request that is being computed elsewhere."""
-        assert request_id not in self._promised, f"{request_id} is promised to another already"
-        self._promised[request_id] = instance_id, demand_merged
+        assert request_id not in self._decoder_of, f"{request_id} is promised to another already"
+        self._decoder_of[request_id] = instance_id
         self._coming.setdefault(instance_id, {})[request_id] = demand_merged
 
     def end_promise(self, request_id: str) -> str | None:
         """It is there, or will not come. The instance that was to decode it, or None if none was."""
-        instance_id, _ = self._promised.pop(request_id, (None, 0.0))
+        instance_id = self._decoder_of.pop(request_id, None)
         if instance_id is not None:
             del self._coming[instance_id][request_id]
             if not self._coming[instance_id]:

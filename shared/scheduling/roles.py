@@ -3,6 +3,7 @@ where settings say so, those that follow the load."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from shared.messages.cluster import Role
@@ -58,16 +59,22 @@ class Roles:
     def _count(self) -> None:
         self.is_split = self.mode != "off" and any(self.is_prefill(name) for name, _ in self._cluster)
 
-    def next_wakeup(self) -> float | None:
-        return self._look_s if self.mode == "adaptive" else None
+    @property
+    def follow_load(self) -> bool:
+        """Whether roles that no operator chose change with the load."""
+        return self.mode == "adaptive"
 
-    def due(self, work: float, now: float) -> list[TellRole]:
-        """What to tell instances, if it is time to look. `work`: seconds of long prompts that come each second."""
-        if self.mode != "adaptive" or now < self._look_s:
+    def next_wakeup(self) -> float | None:
+        return self._look_s if self.follow_load else None
+
+    def due(self, work_at: Callable[[float], float], now: float) -> list[TellRole]:
+        """What to tell instances, if it is time to look. `work_at`: seconds of long prompts that come each second, at a
+        time."""
+        if not self.follow_load or now < self._look_s:
             return []
         self._look_s = now + LOOK_S
         views = [view for name, state in self._cluster if (view := self._view_of(name, state)) is not None]
-        change = next_role(views, work)
+        change = next_role(views, work_at(now))
         if change is None:
             return []
         self._look_s = now + SETTLE_S

@@ -263,7 +263,7 @@ def test_cached_blocks_of_many_reports_are_noted_little_by_little_and_none_is_fo
         held = keys[number] if number < len(keys) else number.to_bytes(KEY_BYTES, "big")
         driver.report("b", cache_held=held)
     calls = 0
-    while driver.core.is_behind or not calls:
+    while driver.core.has_unread or not calls:
         driver.core.actions(driver.now)
         calls += 1
     assert calls == 3
