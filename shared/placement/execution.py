@@ -39,9 +39,10 @@ def alone_s(cost: CostModel, prompt_tokens: np.ndarray, output_tokens: np.ndarra
     return seconds
 
 
-def least_group(problem: Problem, model: ModelFacts) -> tuple[str, int] | None:
-    """Kind and number of the fewest devices that hold the model alone; None where it fits nowhere."""
-    nodes, memory = {node.kind: node for node in problem.nodes}, Memory(problem)
+def least_group(problem: Problem, model: ModelFacts, memory: Memory | None = None) -> tuple[str, int] | None:
+    """Kind and number of the fewest devices that hold the model alone; None where it fits nowhere. `memory`: of the problem,
+    where the caller has it."""
+    nodes, memory = {node.kind: node for node in problem.nodes}, memory or Memory(problem)
     fitting = [
         (p, kind) for kind, p in model.costs if kind in nodes and not memory.why_not([model.name], nodes[kind], p)
     ]
@@ -52,15 +53,14 @@ def execution_s(problem: Problem) -> dict[str, float]:
     """Mean execution time of each model of the problem: `problem.execution_s`, else what its online requests (without any,
     all of its requests) take alone on its least group. Models without a request, or that fit nowhere, are left out."""
     found = dict(problem.execution_s)
-    traffic = problem.traffic
+    traffic, memory = problem.traffic, Memory(problem)
     for model in problem.models:
-        group = least_group(problem, model)
-        if model.name in found or group is None or model.name not in traffic.models:
+        if model.name in found or model.name not in traffic.models:
             continue
         rows = traffic.model == traffic.models.index(model.name)
         if (online := rows & traffic.is_online).any():
             rows = online
-        if rows.any():
+        if rows.any() and (group := least_group(problem, model, memory)) is not None:
             cost = model.costs[group]
             seconds = alone_s(cost, traffic.prompt_tokens[rows], traffic.output_tokens[rows], step_tokens(group[0]))
             found[model.name] = float(seconds.mean())
