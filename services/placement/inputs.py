@@ -32,7 +32,7 @@ class Inputs:
         return [model for model in self.models if not model.asleep]
 
     def cluster(self) -> Cluster:
-        """As changes of the plan are decided by."""
+        """The plan with its models and nodes, by which changes of the plan are decided."""
         plan = self.incumbent or PlacementPlan(0, [])
         return Cluster(plan, planner_of(self.models, self.nodes, plan.instances), self.held_nodes)
 

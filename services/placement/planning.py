@@ -58,7 +58,7 @@ def _planned_model(model: ConfiguredModel) -> PlannedModel:
 
 
 def _planned_node(node: NodeInfo) -> PlannedNode:
-    """With the devices that it offers now."""
+    """The node with the devices that it offers now."""
     facts, num = DeviceFacts.of(node), node.num_instances * num_ranks(node)
     known = node.devices or tuple(device for group in node.groups for device in group.devices)
     devices = (known + ("",) * num)[:num]
@@ -168,7 +168,7 @@ def _home(incumbent: PlacementPlan, instances: Iterable[InstancePlan], draining:
 def _budgets(
     planner: Planner, held_nodes: Collection[str], draining: Collection[str], layout: Layout
 ) -> list[InstanceBudget]:
-    """Without those that drain; with those of nodes that are away for a moment."""
+    """Instances of a layout without those that drain, and with those of nodes that are away for a moment."""
     budgets = [budget for budget in planner.budgets(layout) if budget.instance_id not in draining]
     for place in planner.running.values():
         if place.node_id in held_nodes and place.node_id not in planner.nodes:

@@ -14,7 +14,7 @@ second none came in 8 s. A young one looks only at what lives by then of what wa
 
 
 def collect_rarely() -> None:
-    """Once, when all is imported: what exists now is not looked at again, nor is what outlives a collection."""
+    """Exempts what exists now, and what outlives a collection, from later ones. Called once, when all is imported."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

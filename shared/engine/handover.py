@@ -63,7 +63,7 @@ class PromptChunk(msgspec.Struct, frozen=True):
 
     request_id: str
     decoder: str
-    """As of `GenerationRequest`."""
+    """`GenerationRequest.decoder`."""
 
 
 class Reservation(msgspec.Struct, frozen=True):

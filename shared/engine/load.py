@@ -231,7 +231,7 @@ def instance_load(
 
 
 def next_moves(memory: Allocator, given_away: Container[str] = ()) -> tuple[NextMove, ...]:
-    """As of `LoadReport`, in the order of `Outgoing.candidates`."""
+    """`LoadReport.next_moves`, in the order of `Outgoing.candidates`."""
     leaving = [s for queue in memory.queues.values() if queue.name in given_away for s in queue.all_held()]
     leaving.sort(key=lambda sequence: (not sequence.is_online, *_moving_order(sequence)))
     staying = [queue for queue in memory.queues.values() if queue.name not in given_away]

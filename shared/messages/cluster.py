@@ -166,7 +166,7 @@ class Role(StrEnum):
 
 
 class SetRole(msgspec.Struct, frozen=True, array_like=True):
-    """To an instance: what role it has from now on."""
+    """Tells an instance what role it has from now on."""
 
     role: Role | None
     """None: no operator's any more."""

@@ -122,7 +122,7 @@ class NotHandedOver(Command, frozen=True):
 
     outcome: MigrationOutcome
     request: GenerationRequest
-    """As it is held."""
+    """The request as it is held."""
 
 
 class WindUp(Command, frozen=True):

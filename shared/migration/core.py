@@ -85,7 +85,7 @@ class _Order(msgspec.Struct, frozen=True):
     model: str = ""
     """Model whose requests leave; empty: those of all models."""
     preferred: Mapping[str, str] = {}
-    """As of `Rebalance`; holds for requests of all orders."""
+    """`Rebalance.preferred`; it holds for requests of all orders."""
 
 
 class _Departure(msgspec.Struct):

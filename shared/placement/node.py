@@ -16,10 +16,10 @@ Life of an instance's process (one row each; anything else is ignored):
 | any      | process exited                          | absent   | (back-off, unless it was to stop)       |
 
 Rules: no device is of two processes at once: an instance starts when all that had its devices have ended. What the plan
-leaves unchanged is not touched. A pool changes only by a restart, of one instance at a time, and
-only while all others of this node that are planned are up and load nothing. Models on demand that are put away leave before
-others are loaded. A request to an instance is repeated while
-its effect does not show in the registry. Registry entries of other processes are the caller's to filter out.
+leaves unchanged is not touched. A pool changes only by a restart, of one instance at a time, and only while all others of
+this node that are planned are up and load nothing. Models on demand that are put away leave before others are loaded. A
+request to an instance is repeated while its effect does not show in the registry. Registry entries of other processes are
+the caller's to filter out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ask:
-    """To be sent to the instance."""
+    """Send the query to the instance."""
 
     instance_id: str
     query: Query
@@ -152,7 +152,7 @@ class _Process:
     stop: _Stop | None = None
 
     def loaded(self) -> dict[str, LoadedModel]:
-        """Without those of which it has but the weights, in host memory."""
+        """Entries without those of which it has but the weights, in host memory."""
         return {name: model for name, model in self.entries().items() if model.state != "host"}
 
     def entries(self) -> dict[str, LoadedModel]:
@@ -173,11 +173,11 @@ class _Process:
 
     @property
     def is_draining(self) -> bool:
-        """As the registry shows it."""
+        """Whether the registry shows it so."""
         return self.info is not None and self.info.state == "draining"
 
     def has_pool_of(self, plan: InstancePlan) -> bool:
-        """And computes on its devices, where both name any."""
+        """Whether it has the plan's pool, and computes on its devices, where both name any."""
         if self.plan.group != plan.group and ONE_DEVICE not in (self.plan.group, plan.group):
             return False
         if self.plan.group.num_ranks != plan.group.num_ranks:

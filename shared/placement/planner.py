@@ -501,8 +501,8 @@ class Assignment:
         return budget.incumbent is None or budget.keeps_pool(self._added(name, budget))
 
     def _put_in_best(self, name: str) -> bool:
-        """Where no pool must change, if there is such an instance (a model on demand goes nowhere else); among those, where
-        its weights are in host memory, on the fewest devices, where the most is left."""
+        """Puts it where no pool must change, if there is such an instance (a model on demand goes nowhere else); among
+        those, where its weights are in host memory, on the fewest devices, where the most is left. False: it has no place."""
         may_change = not self._models[name].spec.on_demand
         best = max(
             (

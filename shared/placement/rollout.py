@@ -30,9 +30,9 @@ class Cluster(NamedTuple):
     """What is known at one moment."""
 
     plan: PlacementPlan
-    """As it is stored."""
+    """The stored one."""
     planner: Planner
-    """With all models and nodes, and the plan's instances as those that run."""
+    """It has all models and nodes, and the plan's instances as those that run."""
     held_nodes: Collection[str] = ()
     """Nodes that are away, but may be back in a moment."""
 
@@ -181,7 +181,8 @@ def begin(
 
 
 def roll_back(cluster: Cluster, now_s: float, ready: Collection[tuple[str, str]]) -> PlacementPlan:
-    """As an operator asks for it: of the change that is under way, or of the last one. Raises `ProblemError`."""
+    """The plan on its way back, as an operator asks for it: from the change that is under way, or from the last one. Raises
+    `ProblemError`."""
     plan = cluster.plan
     if change_of(plan) is not None:
         return abandoned(plan, "operator", "the operator asked for it", now_s)

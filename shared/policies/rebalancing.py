@@ -638,7 +638,7 @@ class Rebalancer:
     def _holders(
         self, source: InstanceView, held: Held, bar: float, known: list[InstanceView], view_of: ViewOf, now: float
     ) -> list[InstanceView]:
-        """Those with most of a request's prefix that may take requests, are as free as `bar`, and are not `known` yet."""
+        """Instances with most of a request's prefix that may take requests, are as free as `bar` and not `known` yet."""
         names = {source.instance_id, *(view.instance_id for view in known)}
         found = []
         for name, _ in islice(held.longest(), MAX_HOLDERS):

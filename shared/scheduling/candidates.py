@@ -515,7 +515,7 @@ class CandidatesFor:
         return [self.held_tokens(block_size) for block_size in {way.block_size for way in ways}]
 
     def _fitting(self, instance_id: str) -> Seen | None:
-        """If the request can grow to its end there."""
+        """The instance as the request sees it; None: it is not to go there, or cannot grow to its end there."""
         if self._is_allowed is not None and not self._is_allowed(instance_id):
             return None
         if instance_id in self._seen:

@@ -261,7 +261,7 @@ class InstanceState:
 
 
 def _next_moves(report: LoadReport) -> tuple[NextMove, ...]:
-    """Those told, or the one request that an instance of an older version tells of."""
+    """Requests that the report names, or the one that an instance of an older version tells of."""
     if report.next_moves or not report.next_migration_tokens:
         return report.next_moves
     return (NextMove(report.next_migration_model, report.next_migration_tokens),)

@@ -520,7 +520,7 @@ class Fleet:
             self.migrations.end_drain(instance_id)
 
     def watch_drain(self, instance: Instance, deadline_s: float = math.inf) -> None:
-        """Until it is empty, or the deadline, at which it is removed."""
+        """Watches it until it is empty, or the deadline, at which it is removed."""
         if instance.is_gone or instance.state != "draining":
             return
         is_empty = not instance.engine.all_held()

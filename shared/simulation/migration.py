@@ -377,7 +377,7 @@ class FleetMigrations:
 
     @property
     def num_held_blocks(self) -> int:
-        """As of `VirtualMigrations`, of all."""
+        """`VirtualMigrations.num_held_blocks`, of all."""
         return self._num_held_blocks + sum(host.num_held_blocks for host in self._hosts.values())
 
     def add(self, instance: Instance, /) -> VirtualMigrations:
