@@ -463,10 +463,15 @@ class InstancePlan(msgspec.Struct, frozen=True):
     group: DeviceGroup = ONE_DEVICE
 
 
+def first_device(instance_id: str) -> int:
+    """Index of the first device of its node that an instance computes on."""
+    return int(instance_id.rpartition("-")[2])
+
+
 def instance_devices(instance_id: str, num_ranks: int) -> set[tuple[str, int]]:
     """(node, index) of those that an instance computes on."""
-    node_id, _, first = instance_id.rpartition("-")
-    return {(node_id, int(first) + rank) for rank in range(num_ranks)}
+    node_id, first = instance_id.rpartition("-")[0], first_device(instance_id)
+    return {(node_id, first + rank) for rank in range(num_ranks)}
 
 
 class PlanChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.engine.memory import slab
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, first_device
 from shared.placement.footprint import Footprint
 from shared.placement.hardware import RANKS
 from shared.placement.plan import Group
@@ -336,7 +336,7 @@ class Planner:
         names, node = sorted({spec.name for spec in specs}), self.nodes.get(place.node_id)
         if node is None or not self.models.keys() >= set(names):
             return False
-        first, num_ranks = int(place.instance_id.rpartition("-")[2]), place.group.num_ranks
+        first, num_ranks = first_device(place.instance_id), place.group.num_ranks
         if first + num_ranks > node.num_devices:
             return False
         budget = self.budget(node, first, num_ranks)
@@ -353,7 +353,7 @@ class Planner:
         layout: dict[str, list[tuple[int, int]]] = {}
         for node in self.nodes.values():
             groups = [
-                (int(place.instance_id.rpartition("-")[2]), place.group.num_ranks)
+                (first_device(place.instance_id), place.group.num_ranks)
                 for place in self.running.values()
                 if place.node_id == node.node_id
             ]
@@ -502,7 +502,8 @@ class Assignment:
 
     def _put_in_best(self, name: str) -> bool:
         """Puts it where no pool must change, if there is such an instance (a model on demand goes nowhere else); among
-        those, where its weights are in host memory, on the fewest devices, where the most is left. False: it has no place."""
+        those, where its weights are in host memory, on the fewest devices, where the most is left. False: it has no
+        place."""
         may_change = not self._models[name].spec.on_demand
         best = max(
             (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from services.worker.node.machine import Machine
-from shared.messages.cluster import ONE_DEVICE, DeviceGroup, DeviceGroupError, InstancePlan
+from shared.messages.cluster import ONE_DEVICE, DeviceGroup, DeviceGroupError, InstancePlan, first_device
 from shared.runtime.settings import BusSettings, WorkerSettings
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
@@ -24,7 +24,7 @@ def instance_environment(
     that a scraper can be told; else on any free port (see the registry). Rank 0 sees its own device alone, and gives the
     other ranks theirs (ranks/). Raises `DeviceGroupError` for devices that the machine does not offer.
     """
-    k = int(plan.instance_id.rpartition("-")[2])
+    k = first_device(plan.instance_id)
     size, num_stages = machine.group_size, machine.groups[0].num_stages
     group = plan.group if plan.group != ONE_DEVICE else DeviceGroup(machine.devices[k : k + size], num_stages)
     if not group.devices or not set(group.devices) <= set(machine.devices):
