@@ -26,6 +26,7 @@ from shared.placement.lengths import drawn_like
 from shared.placement.memory import planner_of
 from shared.placement.places import places, pools, with_new_models
 from shared.placement.plan import group_of, plan_of
+from shared.placement.planner import DoesNotFit
 from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
 from shared.placement.rollout import Cluster, assess, begin, change_of, go_on
@@ -81,6 +82,8 @@ class FleetReplacement:
         self.searches: list[Search] = []
         self.changes: list[PlanChange] = []
         """Changes that are over."""
+        self.problems: list[str] = []
+        """Why what a search found could not be had, of each such search."""
         self._fleet, self._problem, self._search, self._serving = fleet, problem, search, serving
         self._carry_out, self._search_s, self._fetch_bytes_s = carry_out or CarryOutSettings(), search_s, fetch_bytes_s
         self._past = past or traffic([], 0.0, [])
@@ -160,15 +163,19 @@ class FleetReplacement:
         if not self._problem.execution_s:
             self._alone_s |= execution_s(problem)
             problem = msgspec.structs.replace(problem, execution_s=dict(self._alone_s))
-        proposal = self._search(problem)
-        verdict, target, _ = assess(self._cluster(), problem, proposal, self.core, seen)
+        proposal, now = self._search(problem), self._fleet.events.now
+        try:
+            verdict, target, _ = assess(self._cluster(), problem, proposal, self.core, seen)
+        except DoesNotFit as error:
+            self.problems.append(str(error))
+            self.core.settled(now, None)
+            return
         self.searches.append(
             Search(
                 at_s=at_s, why=why, interval_s=self.core.interval_s, deviation=self.core.state.deviation,
                 measured=measured, verdict=verdict, num_groups=len(proposal.plan.groups),
             )
         )  # fmt: skip
-        now = self._fleet.events.now
         if not verdict.is_worth:
             self.core.settled(now, proposal.incumbent)
             return

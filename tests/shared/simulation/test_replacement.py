@@ -139,6 +139,21 @@ def test_searches_go_by_what_came_before_the_run_too() -> None:
     assert evidence.arrival_s[:2].tolist() == [0.5, 1.5]
 
 
+def test_a_plan_that_cannot_be_had_is_told_and_the_next_search_comes() -> None:
+    given = problem(A, B)
+
+    def search(one: Problem) -> Proposal:
+        nowhere = plan(*((group.devices, group.models) for group in MOSTLY_B.groups[:3]), ((9,), (B,)))
+        return msgspec.structs.replace(by_share(one), plan=nowhere)
+
+    fleet = LIVE.fleet(1)
+    deploy(fleet, given, MOSTLY_A)
+    replacement = FleetReplacement(fleet, given, MOSTLY_A, search, settings=SETTINGS)
+    fleet.run(jobs(1, 60, 0, 2.0))
+    assert len(replacement.problems) > 1 and "n-9" in replacement.problems[0]
+    assert not replacement.searches and not replacement.changes and replacement.plan == MOSTLY_A
+
+
 def test_a_new_model_is_placed_at_once_where_there_is_room() -> None:
     given = problem(A, B)
     fleet = LIVE.fleet(1)
