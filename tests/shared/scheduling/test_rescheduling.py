@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 import shared.scheduling.rescheduling as rescheduling
-from shared.messages.cluster import KEY_BYTES, MigrationOutcome, NextMove, Role, mark_positions
+from shared.messages.cluster import KEY_BYTES, LoadReport, MigrationOutcome, NextMove, Role, mark_positions
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
-from shared.scheduling.calls import OnRegistry
+from shared.scheduling.calls import OnRegistry, OnReport
 from shared.scheduling.prefixes import prompt_keys
 from tests.shared.scheduling.driver import Driver
-from tests.shared.scheduling.samples import BLOCK_SIZE, make_info, make_request
+from tests.shared.scheduling.samples import BLOCK_SIZE, make_info, make_report, make_request
 
 LEASE_S = 0.5
 
@@ -49,6 +49,20 @@ def test_a_source_is_told_at_once_again_and_at_the_end() -> None:
     assert sent(driver) == [("a", [])]
     driver.pass_time(1.0)
     assert sent(driver) == [] and driver.core.rescheduler.next_wakeup() is None, "no work where nothing is wrong"
+
+
+def test_a_report_of_an_older_version_names_the_requests_that_may_move() -> None:
+    driver = cluster("a")
+    of_now = msgspec.structs.replace(
+        make_report("a", 2), next_migration_model="m", next_migration_tokens=300, late_model="n", late_tokens=40,
+        late_starts_s=2.0,
+    )  # fmt: skip
+    told: list[object] = msgspec.msgpack.decode(msgspec.msgpack.encode(of_now))
+    older = msgspec.msgpack.encode(told[: LoadReport.__struct_fields__.index("next_moves")])
+    driver.core.apply(OnReport(msgspec.msgpack.decode(older, type=LoadReport)), driver.now)
+    state = driver.core.cluster.get("a")
+    view = state.rebalancing_view() if state is not None else None
+    assert view is not None and (view.next_moves, view.late_move) == ((NextMove("m", 300),), NextMove("n", 40))
 
 
 def test_leases_outlast_the_rarer_looks_of_a_large_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
