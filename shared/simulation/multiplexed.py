@@ -50,11 +50,11 @@ def deploy(
     overlaps: bool = True,
 ) -> dict[str, SpatialGroup]:
     """Groups by model. Raises `NoPlacement` where a pool does not hold a longest request of each of its models."""
-    kv, needs, groups = kv or SplitKv(), needs_of(problem), dict[str, SpatialGroup]()
+    kv, needs, memory, groups = kv or SplitKv(), needs_of(problem), Memory(problem), dict[str, SpatialGroup]()
     for unit in units:
         node, size = node_of(problem, unit.group), unit.group.num_ranks
         held = models_of(problem, unit.group)
-        geometry = Memory(problem).pool(unit.group.models, node, size)
+        geometry = memory.pool(unit.group.models, node, size)
         models = [
             SpatialModel(
                 name=model.name, cost_model=model.costs[node.kind, size], units=unit.units[model.name],
