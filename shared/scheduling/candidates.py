@@ -120,6 +120,10 @@ class CandidateIndex:
             else:
                 at += 1
 
+    def ranked(self, instance_ids: Iterable[str]) -> list[str]:
+        """Those of these that are candidates, in the order of `best`. It ranks all of them."""
+        return sorted((name for name in instance_ids if name in self), key=lambda name: (self._ranks[name], name))
+
     def _follow_bound(self) -> None:
         """Puts the instance of the least bound where it would stand at best, if it may still stand too far back."""
         bound, instance_id = heappop(self._bounds)
@@ -459,10 +463,12 @@ class CandidatesFor:
         self._seen: dict[str, Seen | None] = {}
         self._owners: list[Seen] | None = None
         self._is_allowed: Callable[[str], bool] | None = None
+        self._among: Collection[str] | None = None
 
-    def narrow(self, is_allowed: Callable[[str], bool]) -> None:
-        """Lets only instances of these ids be candidates from now on."""
-        self._is_allowed, self._owners = is_allowed, None
+    def narrow(self, is_allowed: Callable[[str], bool], among: Collection[str] | None = None) -> None:
+        """Lets only instances of these ids be candidates from now on. `among`: all of them, where they are few: the others
+        are not looked at."""
+        self._is_allowed, self._among, self._owners = is_allowed, among, None
 
     @property
     def num_serving(self) -> int:
@@ -478,7 +484,10 @@ class CandidatesFor:
             found.append(seen)
             return len(found) == limit or (until is not None and until(seen))
 
-        self._index.best(is_last)
+        if self._among is None:
+            self._index.best(is_last)
+        else:
+            next(filter(is_last, self._index.ranked(self._among)), None)
         return found
 
     def cached(self, limit: int) -> list[Seen]:

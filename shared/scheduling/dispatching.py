@@ -19,7 +19,7 @@ last one may overdraw it, so that a long request is not passed by for ever.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from shared.messages.cluster import LoadReport, NextMove
@@ -45,6 +45,9 @@ BACKLOG_S = 30.0
 READ_AT_ONCE = 16
 READ_WHILE_PICKING = 1
 """Reports of which `catch_up` notes the cached blocks, at most; and while there is more to pick."""
+MAX_RANKED = 64
+"""Prefill instances that are ranked for each request where they are so few: among many instances, the first of them may come
+late."""
 MAX_UNREAD = 4096
 """Reports whose cached blocks are not noted yet, at most."""
 
@@ -265,8 +268,10 @@ class Dispatcher:
         """The instance that computes its prompt, where some do so for others; names the one that decodes it then, if that
         is another."""
         roles = self._roles
-        here = self._choice_among(roles.is_decoder, tracked, candidates)
-        there = self._choice_among(roles.is_prefill, tracked, candidates)
+        candidates.narrow(roles.is_decoder)
+        here = self._choice_of(tracked, candidates)
+        candidates.narrow(roles.is_prefill, roles.prefills if len(roles.prefills) <= MAX_RANKED else None)
+        there = self._choice_of(tracked, candidates)
         if here is None or there is None or not is_apart(here, there, here.step_s, here.ttft_s):
             return here or there
         candidates.narrow(lambda name: self._may_decode(name, there))
@@ -284,10 +289,8 @@ class Dispatcher:
         is_alike = state is not None and state.can_take and state.info.engine == there.state.info.engine
         return is_alike and self._roles.is_decoder(instance_id)
 
-    def _choice_among(
-        self, is_allowed: Callable[[str], bool], tracked: TrackedRequest, candidates: CandidatesFor
-    ) -> Seen | None:
-        candidates.narrow(is_allowed)
+    def _choice_of(self, tracked: TrackedRequest, candidates: CandidatesFor) -> Seen | None:
+        """The policy's choice, where there are any."""
         return cast(Seen | None, self._policy.choose(tracked, candidates)) if candidates.first(1) else None
 
     def _why(self, tracked: TrackedRequest, chosen: Seen, first: Seen) -> str:

@@ -25,8 +25,13 @@ class Roles:
         self._chosen: dict[str, tuple[str, Role]] = {}
         """Incarnations and roles of instances that follow the load."""
         self._look_s = 0.0
-        self.is_split = False
+        self.prefills: set[str] = set()
+        """Instances that are to compute prompts for others."""
+
+    @property
+    def is_split(self) -> bool:
         """Whether some instance is to compute prompts for others."""
+        return bool(self.prefills)
 
     def of(self, instance_id: str) -> Role:
         state = self._cluster.get(instance_id)
@@ -44,20 +49,23 @@ class Roles:
         return role
 
     def is_prefill(self, instance_id: str) -> bool:
-        return self.of(instance_id) is Role.PREFILL
+        return instance_id in self.prefills
 
     def is_decoder(self, instance_id: str) -> bool:
-        return self.of(instance_id) is not Role.PREFILL
+        return instance_id not in self.prefills
 
     def on_registry(self, instance_id: str) -> None:
         """The instance came, went, or says something else of itself."""
         state = self._cluster.get(instance_id)
         if state is None or state.info.is_role_fixed:
             self._chosen.pop(instance_id, None)
-        self._count()
+        self._note(instance_id)
 
-    def _count(self) -> None:
-        self.is_split = self.mode != "off" and any(self.is_prefill(name) for name, _ in self._cluster)
+    def _note(self, instance_id: str) -> None:
+        if self.of(instance_id) is Role.PREFILL:
+            self.prefills.add(instance_id)
+        else:
+            self.prefills.discard(instance_id)
 
     @property
     def follow_load(self) -> bool:
@@ -82,7 +90,7 @@ class Roles:
         state = self._cluster.get(instance_id)
         assert state is not None
         self._chosen[instance_id] = state.info.incarnation, role
-        self._count()
+        self._note(instance_id)
         return [TellRole(instance_id, role)]
 
     def _view_of(self, instance_id: str, state: InstanceState) -> RoleView | None:

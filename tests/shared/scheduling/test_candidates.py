@@ -83,6 +83,7 @@ class TestCandidateIndex:
             seen: list[str] = []
             index.best(lambda name, seen=seen: bool(seen.append(name)))  # type: ignore[misc]
             assert seen == [name for _, name in sorted((rank, name) for name, rank in ranks.items())]
+            assert index.ranked(f"i{number}" for number in range(3, 8)) == [name for name in seen if name > "i2"]
             assert index.is_empty() == (not ranks)
             assert (name in index) == (name in ranks)
 

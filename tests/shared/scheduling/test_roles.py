@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+import shared.scheduling.dispatching as dispatching
 from shared.messages.cluster import MigrationOutcome, Role
 from shared.messages.requests import HeldRequest
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, AskHeld, Dispatch, NotifyLost, TellRole
 from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, Submit
+from shared.scheduling.candidates import CandidatesFor
 from shared.scheduling.core import SchedulerCore
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
@@ -151,6 +153,28 @@ def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
     again = make_info("p", incarnation="2", num_merged=100)
     heir.apply(OnRegistry("p", again), 1.0)
     assert not heir.roles.is_prefill("p"), "a new process begins with both"
+
+
+def test_few_prefill_instances_are_found_without_a_look_at_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {f"i{number:02}": Role.PREFILL if number % 20 == 19 else Role.DECODE for number in range(60)}
+
+    def sent() -> list[tuple[str, str]]:
+        core, found = make_core(roles=names), []
+        for number in range(30):
+            made = dispatch(core, f"r{number}", 500 if number % 2 else 10)
+            found.append((made.instance_id, made.request.decoder))
+            report(core, f"i{number:02}", 2, freeness=10.0 * (number % 7))
+        return found
+
+    found = sent()
+    assert {name for name, decoder in found if decoder} <= {"i19", "i39", "i59"} and any(dict(found).values())
+    seen: list[str] = []
+    fitting = CandidatesFor._fitting
+    monkeypatch.setattr(CandidatesFor, "_fitting", lambda self, name: seen.append(name) or fitting(self, name))
+    assert sent() == found
+    num_seen = len(seen)
+    monkeypatch.setattr(dispatching, "MAX_RANKED", 0)
+    assert sent() == found and len(seen) - num_seen > 4 * num_seen
 
 
 def test_the_gateway_hears_of_a_request_that_neither_end_of_a_handoff_told_of() -> None:
