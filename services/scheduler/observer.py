@@ -151,11 +151,9 @@ class Observer:
         self._recovered.inc(lost.num_requests)
 
     def on_paired(self, paired: Paired) -> None:
-        reason, names = paired.rebalance.reason, paired.rebalance.destinations
-        self._pairings.labels(reason).inc()
-        logger.debug(
-            "%s (freeness %.1f) gives to %s: %s", paired.instance_id, paired.freeness, ", ".join(names), reason
-        )
+        self._pairings.labels(paired.reason).inc()
+        names = ", ".join(paired.destinations)
+        logger.debug("%s (freeness %.1f) gives to %s: %s", paired.instance_id, paired.freeness, names, paired.reason)
 
     def on_move(self, ended: MigrationEnded) -> None:
         self._migrations.labels("aborted" if ended.reason else "moved", ended.reason).inc()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.messages.cluster import Role
-from shared.messages.migration import Rebalance
+from shared.messages.migration import MigrationReason, Rebalance
 from shared.messages.requests import GenerationRequest, RequestsLost, TokenEntry
 
 
@@ -111,7 +111,8 @@ class Paired(msgspec.Struct, frozen=True, tag=True):
     """For the log and metrics: an instance gives requests away from now on."""
 
     instance_id: str
-    rebalance: Rebalance
+    destinations: list[str]
+    reason: MigrationReason
     freeness: float
 
 

@@ -124,7 +124,8 @@ class Rescheduler:
             self._ended.clear()
         for pair in changes.begun:
             view = self._view_of(pair.source)
-            actions.append(Paired(pair.source, self._message(pair, now), view.freeness if view else 0.0))
+            freeness = view.freeness if view else 0.0
+            actions.append(Paired(pair.source, list(pair.destinations), pair.reason, freeness))
             self._told_s.pop(pair.source, None)
         if is_over:
             self._slices = None
