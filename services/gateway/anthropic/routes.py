@@ -11,12 +11,7 @@ from starlette.responses import Response
 
 from services.gateway.access.admission import Key
 from services.gateway.anthropic.conversion import chat_request, renamed
-from services.gateway.anthropic.messages import (
-    ID_PREFIX,
-    CountReply,
-    CountRequest,
-    MessageRequest,
-)
+from services.gateway.anthropic.messages import ID_PREFIX, CountReply, CountRequest, MessageRequest
 from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
@@ -28,6 +23,7 @@ from services.gateway.requests.answering import (
     first_deltas,
     keep_alive_of,
     num_prompt_tokens,
+    resumed,
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.requests.kept_calls import STREAM_HEADER
@@ -57,11 +53,16 @@ async def in_its_shape(work: Awaitable[Response]) -> Response:
 
 
 def authenticate(context: GatewayContext, request: Request) -> Key:
-    """By `x-api-key`, or an Authorization header."""
+    """The key in `x-api-key`, or in an Authorization header. Raises as `Admission.authenticate`."""
+    return context.admission.authenticate(_with_key(request))
+
+
+def _with_key(request: Request) -> dict[str, str]:
+    """The request's headers, with its key where others look for it."""
     headers = dict(request.headers)
     if "authorization" not in headers and (key := headers.get("x-api-key")):
         headers["authorization"] = f"Bearer {key}"
-    return context.admission.authenticate(headers)
+    return headers
 
 
 async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
@@ -73,10 +74,10 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     async def anew() -> Response:
         chat = chat_request(message)
         generation, _, headers = await begin(context, request, exchange, key, chat, wish, counted_prefix=ID_PREFIX)
-        return await _answer(request, exchange, generation, headers, keep_alive)
+        return await _answer(exchange, generation, headers, keep_alive)
 
     async def again(record: KeptCall) -> Response:
-        return await _answer_again(context, request, exchange, key, record, keep_alive)
+        return await _answer_again(exchange, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
 
@@ -84,31 +85,16 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
 async def resume_message(context: GatewayContext, request: Request, call_id: str) -> Response:
     """The rest of a message that another connection began."""
     exchange = Exchange(context, request, "chat")
-    return await in_its_shape(answered(exchange, _resume(context, request, exchange, call_id)))
+    return await in_its_shape(answered(exchange, resumed(exchange, call_id, _with_key(request), _answer_again)))
 
 
-async def _resume(context: GatewayContext, request: Request, exchange: Exchange, call_id: str) -> Response:
-    key = exchange.key = authenticate(context, request)
-    record = await context.kept.find(call_id, key.tenant)
-    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    return await _answer_again(context, request, exchange, key, record, keep_alive)
-
-
-async def _answer_again(
-    context: GatewayContext,
-    request: Request,
-    exchange: Exchange,
-    key: Key,
-    record: KeptCall,
-    keep_alive: KeepAlive | None,
-) -> Response:
-    num_seen = num_events_seen(request)
-    generation, _, headers = await attach(context, request, exchange, key, record, nothing_seen)
-    return await _answer(request, exchange, generation, headers, keep_alive, num_seen)
+async def _answer_again(exchange: Exchange, record: KeptCall, keep_alive: KeepAlive | None) -> Response:
+    num_seen = num_events_seen(exchange.request)
+    generation, _, headers = await attach(exchange, record, nothing_seen)
+    return await _answer(exchange, generation, headers, keep_alive, num_seen)
 
 
 async def _answer(
-    request: Request,
     exchange: Exchange,
     generation: Generation,
     headers: dict[str, str],
@@ -116,7 +102,7 @@ async def _answer(
     num_seen: int = 0,
 ) -> Response:
     """`num_seen`: events that the client has."""
-    headers["request-id"] = request.state.request_id
+    headers["request-id"] = exchange.request.state.request_id
     builder = MessageBuilder(exchange.call.call_id, exchange.call.shown_model, generation)
     if generation.options.is_stream:
         # Its own sign of life is an event.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -119,7 +119,7 @@ async def _generate(
         return await answer(exchange, generation, headers, keep_alive)
 
     async def again(record: KeptCall) -> Response:
-        return await answer_again(context, request, exchange, key, record, keep_alive)
+        return await answer_again(exchange, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
 
@@ -141,16 +141,22 @@ async def answered_once(
     return await again(record)
 
 
-async def answer_again(
-    context: GatewayContext,
-    request: Request,
+async def resumed(
     exchange: Exchange,
-    key: Key,
-    record: KeptCall,
-    keep_alive: KeepAlive | None,
+    call_id: str,
+    headers: Mapping[str, str],
+    again: Callable[[Exchange, KeptCall, KeepAlive | None], Awaitable[Response]],
 ) -> Response:
+    """The rest of an answer that another connection began, as `again` makes it. `headers`: the request's, with its key."""
+    context = exchange.context
+    key = exchange.key = context.admission.authenticate(headers)
+    record = await context.kept.find(call_id, key.tenant)
+    return await again(exchange, record, keep_alive_of(exchange.request, context.settings.stream_keep_alive_s))
+
+
+async def answer_again(exchange: Exchange, record: KeptCall, keep_alive: KeepAlive | None) -> Response:
     """The rest of a chat's or completion's answer that another connection began, or the whole where it has no events."""
-    generation, _, headers = await attach(context, request, exchange, key, record, seen_by)
+    generation, _, headers = await attach(exchange, record, seen_by)
     return await answer(exchange, generation, headers, keep_alive)
 
 

@@ -348,7 +348,7 @@ class Exchange:
         self.key: Key | None = None
         self.ticket: Ticket | None = None
         self.is_client_gone = False
-        self._request = request
+        self.request = request
         self._has_ended = False
         self._watch: asyncio.Task[None] | None = None
 
@@ -380,7 +380,7 @@ class Exchange:
             self._watch.cancel()
 
     async def _wait_until_gone(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
+        while (await self.request.receive())["type"] != "http.disconnect":
             pass
         self.is_client_gone = True
         if self.call.generation is not None:

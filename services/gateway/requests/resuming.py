@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 
-from services.gateway.access.admission import Key
-from services.gateway.context import GatewayContext
 from services.gateway.openai.parsing import whole_number_of
 from services.gateway.requests.answers import seen_of
 from services.gateway.requests.exchange import Exchange
@@ -45,26 +43,25 @@ def num_events_seen(request: Request) -> int:
 
 
 async def attach(
-    context: GatewayContext,
-    request: Request,
     exchange: Exchange,
-    key: Key,
     record: KeptCall,
     seen: Callable[[Request, Plan], Sequence[Seen]],
     *,
     is_counted: bool = False,
 ) -> tuple[Generation, Plan, dict[str, str]]:
     """The call's generation, whose tokens come from wherever they are; also how the answer is made, and its headers.
-    `is_counted`: the call counts under its key's limits already. Raises `ApiError`, `BusError`."""
-    plan = plan_of(record)
-    client_has = seen(request, plan)
+    `is_counted`: the call counts under its key's limits already; else `exchange.key` has to be set. Raises `ApiError`,
+    `BusError`."""
+    context, plan = exchange.context, plan_of(record)
+    client_has = seen(exchange.request, plan)
     spec = context.catalog.spec(record.model)
     exchange.resume(record)
     if exchange.ticket is None:
         if not is_counted:
+            assert exchange.key is not None
             num_sequences = len(plan.prompts) * plan.options.num_choices
             exchange.ticket = await context.admission.enter(
-                key, num_sequences, plan.options.request_class, plan.options.priority, context.bus.now()
+                exchange.key, num_sequences, plan.options.request_class, plan.options.priority, context.bus.now()
             )
         exchange.watch_client()
     tokenizer = await exchange.unless_gone(context.tokenizers.get(spec))

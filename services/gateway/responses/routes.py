@@ -16,14 +16,15 @@ from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.parsing import Options, whole_number_of
-from services.gateway.requests import answering
 from services.gateway.requests.answering import (
+    answer_again,
     answered,
     answered_once,
     begin,
     first_deltas,
     keep_alive_of,
     num_prompt_tokens,
+    resumed,
 )
 from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
 from services.gateway.requests.kept_calls import Plan, Wish, plan_of
@@ -100,13 +101,13 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
             raise renamed(error) from None
         if message.background:
             return await _begin_in_background(context, exchange, *begun)
-        return await _answer(context, exchange, *begun, keep_alive)
+        return await _answer(exchange, *begun, keep_alive)
 
     async def again(record: KeptCall) -> Response:
         if message.background and not message.stream:
             exchange.end(None)
             return await _shown_of(context, request, key, record)
-        return await answer_again(context, request, exchange, key, record, keep_alive)
+        return await _answer_again(exchange, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
 
@@ -156,29 +157,21 @@ def _queued(response: ResponseObject) -> ResponseObject:
 
 async def _read(context: GatewayContext, request: Request, exchange: Exchange, record: KeptCall) -> Response:
     """The events of a call of this request, which was begun in the background."""
-    key = exchange.key = context.admission.authenticate(request.headers)
+    exchange.key = context.admission.authenticate(request.headers)
     keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    begun = await attach(context, request, exchange, key, record, nothing_seen, is_counted=True)
-    return await _answer(context, exchange, *begun, keep_alive)
+    begun = await attach(exchange, record, nothing_seen, is_counted=True)
+    return await _answer(exchange, *begun, keep_alive)
 
 
-async def answer_again(
-    context: GatewayContext,
-    request: Request,
-    exchange: Exchange,
-    key: Key,
-    record: KeptCall,
-    keep_alive: KeepAlive | None,
-) -> Response:
+async def _answer_again(exchange: Exchange, record: KeptCall, keep_alive: KeepAlive | None) -> Response:
     """The rest of a response that another connection began, or the whole where it is no stream."""
-    num_seen = num_events_seen(request)
-    begun = await attach(context, request, exchange, key, record, nothing_seen)
-    is_stream = request.method == "GET" or begun[1].options.is_stream
-    return await _answer(context, exchange, *begun, keep_alive, num_seen, is_stream=is_stream)
+    num_seen = num_events_seen(exchange.request)
+    begun = await attach(exchange, record, nothing_seen)
+    is_stream = exchange.request.method == "GET" or begun[1].options.is_stream
+    return await _answer(exchange, *begun, keep_alive, num_seen, is_stream=is_stream)
 
 
 async def _answer(
-    context: GatewayContext,
     exchange: Exchange,
     generation: Generation,
     plan: Plan,
@@ -197,7 +190,7 @@ async def _answer(
     tenant = exchange.call.tenant
 
     async def keep(response: ResponseObject) -> None:
-        await context.responses.keep(response, tenant, items)
+        await exchange.context.responses.keep(response, tenant, items)
 
     if generation.options.is_stream if is_stream is None else is_stream:
         writer = ResponseWriter(builder, keep, num_seen)
@@ -258,7 +251,7 @@ async def _attached(context: GatewayContext, request: Request, key: Key, respons
     failure: BaseException | None = None
     try:
         record = await context.kept.find(response_id, key.tenant)
-        generation, plan, _ = await attach(context, request, exchange, key, record, nothing_seen, is_counted=True)
+        generation, plan, _ = await attach(exchange, record, nothing_seen, is_counted=True)
         context.background.make(exchange, generation, plan)
         return plan.response
     except ApiError as error:
@@ -363,16 +356,8 @@ async def get_stream(context: GatewayContext, request: Request) -> Response:
 
 async def resume_stream(context: GatewayContext, request: Request, call_id: str) -> Response:
     exchange = Exchange(context, request, "chat")
-    return await answered(exchange, _resume(context, request, exchange, call_id))
-
-
-async def _resume(context: GatewayContext, request: Request, exchange: Exchange, call_id: str) -> Response:
-    key = exchange.key = context.admission.authenticate(request.headers)
-    record = await context.kept.find(call_id, key.tenant)
-    again = answer_again if call_id.startswith(ID_PREFIX) else answering.answer_again
-    return await again(
-        context, request, exchange, key, record, keep_alive_of(request, context.settings.stream_keep_alive_s)
-    )
+    again = _answer_again if call_id.startswith(ID_PREFIX) else answer_again
+    return await answered(exchange, resumed(exchange, call_id, request.headers, again))
 
 
 async def delete_response(context: GatewayContext, request: Request) -> Response:
