@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from enum import Enum, auto
+from typing import Any
 
 from services.gateway.openai.conversations import arguments_object
 
@@ -88,6 +89,23 @@ class ArgumentsText:
         return in_utf8(
             json.dumps(arguments_object(_text_of(written) if written[:1] == '"' else written), ensure_ascii=False)
         )
+
+
+class ArgumentsObject:
+    """Arguments that are read one by one, on their way to the JSON object of an answer."""
+
+    def __init__(self) -> None:
+        self._is_empty = True
+
+    def put(self, name: str, value: Any) -> str:
+        """What is told of the next one."""
+        before = "{" if self._is_empty else ", "
+        self._is_empty = False
+        return before + in_utf8(f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")
+
+    def end(self) -> str:
+        """What is told when there are no more."""
+        return "{}" if self._is_empty else "}"
 
 
 class CallReader:

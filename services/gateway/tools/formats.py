@@ -59,9 +59,9 @@ class ToolFormat:
     new_id: Callable[[str], str] = _long_id
     """Where the model gives a call none; of what it alone is known by: whoever makes the answer again makes the same."""
     keyed: KeyedMarks | None = None
-    """Where arguments stand between marks; `head` and `tail` are of no account then."""
+    """Marks around arguments, where a call has them; `head` and `tail` are of no account then."""
     is_pythonic: bool = False
-    """Arguments are those of a call in Python, between `head` and `tail`."""
+    """Arguments are written as in a call in Python, between `head` and `tail`."""
     has_reasoning: bool = False
     """The parser finds it too."""
     may_be_parallel: bool = True
@@ -146,6 +146,17 @@ def _json_of(schema: dict[str, Any], function: FunctionDefinition) -> str:
     return json.dumps(json_grammar(schema, "tools", is_lenient=not function.strict)["json_schema"])
 
 
+def _json_value(own: Any, schema: dict[str, Any], function: FunctionDefinition) -> str:
+    """An argument's value in JSON, spelled in Lark. `own`: its schema within `schema`, that of all arguments."""
+    named: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return f"%json {_json_of(own | named if isinstance(own, dict) else {}, function)}"
+
+
+def _takes_any(schema: dict[str, Any]) -> bool:
+    """Whether no argument is named, and any may be given."""
+    return "properties" not in schema and schema.get("additionalProperties") is not False
+
+
 def _keyed_rules(
     marks: KeyedMarks,
     function: FunctionDefinition,
@@ -154,7 +165,7 @@ def _keyed_rules(
     literal: Callable[[str], str],
     special_token_id: Callable[[str], int | None],
 ) -> list[str]:
-    """Those of a call whose arguments stand between marks, in the schema's order; `call_<number>` is the first."""
+    """Rules of a call whose arguments stand between marks, in the schema's order; `call_<number>` is the first."""
     before, after = marks.around_value
     ends_in_token = special_token_id(marks.value_end) is not None
     text = f"/(?s:.*)/ {literal(after)}" if ends_in_token else ""
@@ -169,16 +180,14 @@ def _keyed_rules(
             if not text:
                 rules.append(f"{rule}_text[suffix={lark_text(after)}]: /(?s:.*)/")
         if texts is None or (marks.key_attribute and types_of(own, schema) != {"string"}):
-            named: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            of_value = own | named if isinstance(own, dict) else {}
-            spellings.append((False, f"%json {_json_of(of_value, function)} {literal(after)}"))
+            spellings.append((False, f"{_json_value(own, schema, function)} {literal(after)}"))
         marked = [
             f"{literal(marks.key_begin + key + marks.after_key(is_text=is_text) + before)} {value}"
             for is_text, value in spellings
         ]
         rules.append(f"{rule}: {' | '.join(marked)}")
         parts.append(rule if key in required else f"({rule})?")
-    if "properties" not in schema and schema.get("additionalProperties") is not False:
+    if _takes_any(schema):
         rule = f"call_{number}_any"
         value = text or f"{rule}_text"
         behind_key = literal(marks.after_key(is_text=True) + before)
@@ -194,12 +203,10 @@ def _pythonic_rules(function: FunctionDefinition, schema: dict[str, Any], number
     says what may come from there on where none is written yet, `more` where one is."""
     required, rules = schema.get("required") or [], []
     arguments = list((schema.get("properties") or {}).items())
-    named: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    is_open = "properties" not in schema and schema.get("additionalProperties") is not False
     rule = f"call_{number}"
     rules.append(f'{rule}: {head} {rule}_first_0 ")"')
     for place, (key, own) in enumerate(arguments):
-        value = "%json " + _json_of(own | named if isinstance(own, dict) else {}, function)
+        value = _json_value(own, schema, function)
         if types_of(own, schema) == {"boolean"} and not own.keys() & {"const", "enum"}:
             value = '("True" | "False")'
         rules.append(f"{rule}_{place}: {lark_text(key + '=')} {value}")
@@ -207,10 +214,11 @@ def _pythonic_rules(function: FunctionDefinition, schema: dict[str, Any], number
         rules.append(f"{rule}_first_{place}: {written}" + ("" if key in required else f" | {rule}_first_{place + 1}"))
         rest = f'", " {rule}_{place}'
         rules.append(f"{rule}_more_{place}: {rest if key in required else f'({rest})?'} {rule}_more_{place + 1}")
-    any_argument = '/[A-Za-z_][A-Za-z0-9_]{0,127}/ "=" %json ' + _json_of({}, function)
-    rules.append(
-        f"{rule}_first_{len(arguments)}: " + (f'({any_argument} (", " {any_argument})*)?' if is_open else '""')
-    )
+    others = '""'
+    if _takes_any(schema):
+        one = f'/[A-Za-z_][A-Za-z0-9_]{{0,127}}/ "=" %json {_json_of({}, function)}'
+        others = f'({one} (", " {one})*)?'
+    rules.append(f"{rule}_first_{len(arguments)}: {others}")
     rules.append(f'{rule}_more_{len(arguments)}: ""')
     return rules
 

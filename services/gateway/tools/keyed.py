@@ -11,7 +11,7 @@ from typing import Any
 
 from services.gateway.openai.json_schemas import kind_of, types_of
 from services.gateway.openai.schemas import is_nested_deep
-from services.gateway.tools.call_reader import in_utf8
+from services.gateway.tools.call_reader import ArgumentsObject
 from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser, parted
 
 
@@ -63,7 +63,7 @@ class KeyedParser(ToolParser):
         self._key: str | None = None
         self._is_text: bool | None = None
         """What the argument's attribute says of its value."""
-        self._num_arguments = 0
+        self._told = ArgumentsObject()
         self._opened: str | None = ""
         """What was taken before the name that is read, content if it is none; None: behind another call."""
         self._is_within = False
@@ -109,7 +109,7 @@ class KeyedParser(ToolParser):
         if not found or not _NAME.fullmatch(name):
             return self._refuse(marks.name_begin)
         self._rest = after if found not in (marks.key_begin, marks.end) else found + after
-        self._name, self._num_arguments, self._is_calling = name, 0, True
+        self._name, self._told, self._is_calling = name, ArgumentsObject(), True
         self._tell(CallDelta(self.num_calls, name))
         self.num_calls += 1
         return True
@@ -163,12 +163,10 @@ class KeyedParser(ToolParser):
         value: Any = text
         if not self._is_text:
             value = typed(_without_line_breaks(text), self._schemas.get(self._name), key)
-        written = f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-        self._tell_arguments(("{" if self._num_arguments == 0 else ", ") + in_utf8(written))
-        self._num_arguments += 1
+        self._tell_arguments(self._told.put(key, value))
 
     def _end_call(self, *, is_last: bool) -> None:
-        self._tell_arguments("}" if self._num_arguments else "{}")
+        self._tell_arguments(self._told.end())
         self._is_calling, self._is_within, self._opened = False, not is_last, None
 
     def flush(self, is_cut: bool = False) -> Parsed:

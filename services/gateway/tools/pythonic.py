@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gateway.openai.json_schemas import types_of
 from services.gateway.openai.schemas import is_nested_deep
-from services.gateway.tools.call_reader import in_utf8
+from services.gateway.tools.call_reader import ArgumentsObject
 from services.gateway.tools.keyed import typed
 from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser
 
@@ -31,7 +31,7 @@ class PythonicParser(ToolParser):
         self._schemas: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
         self._name = ""
         """Name of the call whose arguments are read; empty: none."""
-        self._num_arguments = 0
+        self._told = ArgumentsObject()
         self._end = LiteralEnd()
         """Finds the end of the argument that is read."""
         self._before = ""
@@ -72,7 +72,7 @@ class PythonicParser(ToolParser):
             self._before = ""
         elif name and (self.num_calls or "[" in self._before):
             self._rest = rest[len(name) + 1 :]
-            self._before, self._name, self._num_arguments = "", name, 0
+            self._before, self._name, self._told = "", name, ArgumentsObject()
             self._tell(CallDelta(self.num_calls, name))
             self.num_calls += 1
         elif self._is_begun_by(rest):
@@ -89,7 +89,7 @@ class PythonicParser(ToolParser):
     def _read_argument(self) -> bool:
         self._rest = rest = self._rest.lstrip(_BETWEEN)
         if rest.startswith(")"):
-            self._tell_arguments("}" if self._num_arguments else "{}")
+            self._tell_arguments(self._told.end())
             self._rest, self._name = rest[1:], ""
             return True
         key = _KEY.match(rest)
@@ -103,9 +103,7 @@ class PythonicParser(ToolParser):
 
     def _tell_value(self, key: str, text: str) -> None:
         value = python_value(text.strip(), self._schemas.get(self._name), key)
-        written = f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
-        self._tell_arguments(("{" if self._num_arguments == 0 else ", ") + in_utf8(written))
-        self._num_arguments += 1
+        self._tell_arguments(self._told.put(key, value))
 
     def _end_calls(self) -> None:
         self._is_text = True
@@ -120,7 +118,7 @@ class PythonicParser(ToolParser):
         if self._name and not is_cut:  # its end is missing
             if key := _KEY.match(self._rest):
                 self._tell_value(key[1], self._rest[key.end() :])
-            self._tell_arguments("}" if self._num_arguments else "{}")
+            self._tell_arguments(self._told.end())
         if self._name:
             self._rest = ""
         elif self._call is None and not self._is_text:
@@ -131,8 +129,8 @@ class PythonicParser(ToolParser):
 
 
 class LiteralEnd:
-    """Where the value of an argument ends: at a comma or bracket that closes none of its own, outside strings. A quotation
-    mark ends a string only where a value may end, since the family's template writes strings as they are."""
+    """Finds where the value of an argument ends: at a comma or bracket that closes none of its own, outside strings. A
+    quotation mark ends a string only where a value may end, since the family's template writes strings as they are."""
 
     def __init__(self) -> None:
         self._place = 0
@@ -188,6 +186,6 @@ def python_value(text: str, schema: Any, key: str) -> Any:
 
 
 def _is_typed(schema: Any, key: str) -> bool:
-    """The schema says which types the argument has."""
+    """Whether the schema says which types the argument has."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return isinstance(properties, dict) and bool(types_of(properties.get(key), schema))
