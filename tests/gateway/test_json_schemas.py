@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from services.gateway.http.errors import ApiError
-from services.gateway.openai.json_schemas import EXACT_INTEGER, GREATEST_BOUND, prepared
+from services.gateway.openai.json_schemas import EXACT_INTEGER, GREATEST_BOUND, MAX_COMPARED, prepared
 from services.gateway.openai.structured import json_grammar
 
 BYTES = LLTokenizer("byte")
@@ -129,6 +130,22 @@ def test_opposites_of_recursive_and_of_huge_schemas_are_not_sought(name: str, ke
 def test_values_of_any_type_hold_in_one_branch(branches: list[Any], good: list[Any], bad: list[Any]) -> None:
     assert [value for value in good if not takes({"oneOf": branches}, value)] == []
     assert [value for value in bad if takes({"oneOf": branches}, value)] == []
+
+
+def test_branches_that_always_hold_exclude_each_other() -> None:
+    for branches in ([True, True], [True, {"type": "string"}, True]):
+        grammar = json.dumps({"grammars": [json_grammar({"oneOf": branches}, "p")]})
+        assert "Unsatisfiable" in LLMatcher(BYTES, grammar, log_level=0).get_error()
+
+
+def test_types_of_branches_are_looked_for_once() -> None:
+    """Within the event loop: by pairs it takes seconds."""
+    shared = {"anyOf": [{"type": "object"}] * 500}
+    one = {"allOf": [{"$ref": "#/$defs/shared"}], "additionalProperties": False}
+    branches = [{**one, "properties": {f"p{i}": {}}, "required": [f"p{i}"]} for i in range(MAX_COMPARED)]
+    begun_s = time.process_time()
+    assert "oneOf" not in prepared({"$defs": {"shared": shared}, "oneOf": branches})
+    assert time.process_time() - begun_s < 0.5
 
 
 def test_branches_that_refer_to_themselves_are_looked_at_once() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 from services.gateway.openai.negation import Negation
 
@@ -70,12 +70,25 @@ def prepared(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, A
         raise SchemaError("a keyword has a value of a type that it does not take") from None
 
 
+class _Branch(NamedTuple):
+    """What is asked of a branch of `oneOf` again and again."""
+
+    types: set[str]
+    """As `types_of` has them."""
+    schema: dict[str, Any]
+    """The branch, or what it refers to."""
+    values: frozenset[str] | None
+    """The values that the schema names, as texts; None: it names none, or some that have several texts."""
+
+
 class _Preparation:
     def __init__(self, root: dict[str, Any], is_lenient: bool) -> None:
         self._root = root
         self._is_lenient = is_lenient
         self._negation = Negation(self._resolved)
         self._num_tag_steps = 0
+        self._types: dict[str, set[str]] = {}
+        """Types by reference."""
         self._tagged: dict[tuple[str, str], tuple[str, dict[str, Any] | None]] = {}
         """By reference and tag: the name of the definition that has the tag required, and that."""
 
@@ -190,10 +203,11 @@ class _Preparation:
         branches = schema["oneOf"]
         discriminator = schema.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-        if self._are_objects_apart(branches) and (tag := self._tag(branches, named)) is not None:
+        looked_at = [self._branch(branch) for branch in branches]
+        if _are_objects_apart(looked_at) and (tag := self._tag(branches, named)) is not None:
             branches = [self._with_tag(branch, tag) for branch in branches]
-        elif not self._is_lenient and not self._are_exclusive(branches):
-            if (excluding := self._excluding(branches)) is None:
+        elif not self._is_lenient and not _are_exclusive(looked_at):
+            if (excluding := self._excluding(branches, looked_at)) is None:
                 return
             branches = excluding
         if "anyOf" in schema:
@@ -202,10 +216,14 @@ class _Preparation:
             schema["anyOf"] = branches
         del schema["oneOf"]
 
-    def _are_objects_apart(self, branches: Sequence[Any]) -> bool:
-        """No value holds in two branches but an object, if those of which no type is known take objects alone."""
-        kinds = [types_of(branch, self._root) - {"object"} for branch in branches]
-        return sum(map(len, kinds)) == len(set().union(*kinds)) and not {"integer", "number"} <= set().union(*kinds)
+    def _branch(self, branch: Any) -> _Branch:
+        schema = self._resolved(branch)
+        values = _values(schema)
+        is_told = values is not None and not any(isinstance(value, float) for value in values)
+        return _Branch(self._types_of(branch), schema, frozenset(map(repr, values or ())) if is_told else None)
+
+    def _types_of(self, schema: Any) -> set[str]:
+        return _types_of(schema, self._root, self._types, 0)
 
     def _tag(self, branches: Sequence[Any], named: Any) -> str | None:
         """A property that has another value in each branch."""
@@ -256,47 +274,25 @@ class _Preparation:
             if isinstance(branch.get(name), list):
                 others = {key: value for key, value in branch.items() if key != name}
                 return {**others, "anyOf": [self._with_tag(one, tag) for one in branch[name]]}
-        kind = {} if types_of(branch, self._root) else {"type": "object"}
+        kind = {} if self._types_of(branch) else {"type": "object"}
         return {**branch, **kind, "required": list(dict.fromkeys([*branch.get("required", []), tag]))}
 
-    def _excluding(self, branches: Sequence[Any]) -> list[Any] | None:
+    def _excluding(self, branches: Sequence[Any], looked_at: Sequence[_Branch]) -> list[Any] | None:
         """The branches, each of which is told not to hold where another may; None: that cannot be told."""
         if len(branches) > MAX_EXCLUDING:
             return None
-        found = []
-        for branch in branches:
-            own = self._resolved(branch)
-            others = [o for o in branches if o is not branch and not self._exclude_each_other(own, self._resolved(o))]
-            opposites = [self._negation.of(other) for other in others]
-            if None in opposites:
-                return None
-            found.append({"allOf": [branch, *opposites]} if opposites else branch)
-        return found
-
-    def _are_exclusive(self, branches: Sequence[Any]) -> bool:
-        found = [self._resolved(branch) for branch in branches]
-        values = [_values(one) for one in found]
-        if _are_disjoint([one for one in values if one is not None]) and None not in values:
-            return True
-        return len(found) <= MAX_COMPARED and all(
-            self._exclude_each_other(one, other) for one, other in itertools.combinations(found, 2)
-        )
-
-    def _exclude_each_other(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        types = [types_of(each, self._root) for each in (one, other)]
-        if all(types) and not types[0] & types[1] and not {"integer", "number"} <= types[0] | types[1]:
-            return True
-        values = [_values(each) for each in (one, other)]
-        if values[0] is not None and values[1] is not None and _are_disjoint([values[0], values[1]]):
-            return True
-        if any(kinds != {"object"} for kinds in types):
-            return False
-        return any(
-            second.get("additionalProperties") is False
-            and "patternProperties" not in second
-            and set(first.get("required") or ()) - set(second.get("properties") or ())
-            for first, second in ((one, other), (other, one))
-        )
+        places = range(len(branches))
+        overlaps = [
+            [other for other in places if other != one and not _exclude_each_other(looked_at[one], looked_at[other])]
+            for one in places
+        ]
+        opposites = {place: self._negation.of(branches[place]) for place in sorted(set().union(*overlaps))}
+        if None in opposites.values():
+            return None
+        return [
+            {"allOf": [branch, *(opposites[other] for other in others)]} if others else branch
+            for branch, others in zip(branches, overlaps, strict=True)
+        ]
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
         for _ in range(MAX_REFERENCES):
@@ -304,6 +300,37 @@ class _Preparation:
                 break
             schema = referred(schema, self._root)
         return schema if isinstance(schema, dict) and "$ref" not in schema else {}
+
+
+def _are_objects_apart(branches: Sequence[_Branch]) -> bool:
+    """No value holds in two branches but an object, if those of which no type is known take objects alone."""
+    kinds = [branch.types - {"object"} for branch in branches]
+    return _are_apart(kinds) and not {"integer", "number"} <= set().union(*kinds)
+
+
+def _are_exclusive(branches: Sequence[_Branch]) -> bool:
+    values = [branch.values for branch in branches if branch.values is not None]
+    if len(values) == len(branches) and _are_apart(values):
+        return True
+    return len(branches) <= MAX_COMPARED and all(
+        _exclude_each_other(one, other) for one, other in itertools.combinations(branches, 2)
+    )
+
+
+def _exclude_each_other(one: _Branch, other: _Branch) -> bool:
+    both = one.types | other.types
+    if one.types and other.types and not one.types & other.types and not {"integer", "number"} <= both:
+        return True
+    if one.values is not None and other.values is not None and one.values.isdisjoint(other.values):
+        return True
+    if not one.types == other.types == {"object"}:
+        return False
+    return any(
+        second.get("additionalProperties") is False
+        and "patternProperties" not in second
+        and set(first.get("required") or ()) - set(second.get("properties") or ())
+        for first, second in ((one.schema, other.schema), (other.schema, one.schema))
+    )
 
 
 def _require(schema: dict[str, Any], other: Any) -> None:
@@ -326,6 +353,10 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _are_apart(sets: Sequence[Set[str]]) -> bool:
+    return sum(map(len, sets)) == len(set[str]().union(*sets))
 
 
 def _are_disjoint(lists: Sequence[Sequence[Any]]) -> bool:
@@ -359,7 +390,7 @@ def types_of(schema: Any, root: Any) -> set[str]:
 
 
 def _types_of(schema: Any, root: Any, known: dict[str, set[str]], depth: int) -> set[str]:
-    """`known`: types by reference, none yet of those that are followed."""
+    """As `types_of`. `known`: types by reference, none yet of those that are followed."""
     if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return set()
     found: set[str] = set()
