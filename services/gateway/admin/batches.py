@@ -19,12 +19,12 @@ from shared.messages.batches import BatchRecord
 
 MAX_FAILURES = 20
 MAX_FAILURE_BYTES = 64 << 10
-"""Read of the error file for them."""
+"""Bytes of the error file that are read for them."""
 
 
 class BatchDetail(msgspec.Struct, kw_only=True):
     tenant: str
-    """Empty: it has none."""
+    """Tenant that it belongs to; empty: none."""
     created_s: float
     """Unix time; likewise those of `status_s`."""
     status_s: dict[str, float]
@@ -35,14 +35,14 @@ class BatchDetail(msgspec.Struct, kw_only=True):
 
 
 async def show_batch(context: GatewayContext, request: Request) -> Response:
-    """A batch of any tenant."""
+    """Shows a batch of any tenant."""
     authenticate_operator(context, request)
     return json_response(await _detail(context, await _record(context, request)))
 
 
 @audited
 async def cancel_batch(context: GatewayContext, request: Request) -> Response:
-    """What is running ends within seconds; what is finished is kept in the output file."""
+    """Cancels a batch of any tenant: what is running ends within seconds; what is finished is kept in the output file."""
     authenticate_operator(context, request)
     record = await cancelled(context, await _record(context, request), time.time())
     return json_response(await _detail(context, record))

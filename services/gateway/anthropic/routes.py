@@ -44,7 +44,7 @@ async def create_message(context: GatewayContext, request: Request) -> Response:
 
 
 async def in_its_shape(work: Awaitable[Response]) -> Response:
-    """Errors as Anthropic has them."""
+    """What `work` answers, with errors as Anthropic has them."""
     try:
         return await work
     except ApiError as error:

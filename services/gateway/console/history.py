@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 SLOT_S = 10.0
 LATE_S = 0.1
 MAX_HEARD_INSTANCES = 64
-"""Above, pools are left out: hearing the load reports of all instances would cost more than it is worth."""
+"""Most instances of which pools are recorded: hearing the load reports of more would cost more than it is worth."""
 MAX_BYTES = 16 << 20
 
 
@@ -65,14 +65,14 @@ class History:
             logger.warning("a sample of the console's history is lost: %s", error)
 
     async def samples(self, since_s: float) -> list[HistorySample]:
-        """The oldest first, since this Unix time. Raises `BusError`."""
+        """Samples since a Unix time, the oldest first. Raises `BusError`."""
         entries = (await self._samples.entries()).values()
         return sorted((e.value for e in entries if e.value.at_s >= since_s), key=lambda sample: sample.at_s)
 
     async def _sample(self, now_s: float, tokens: Counter[str], finished: Counter[str]) -> HistorySample:
         alive = self._catalog.alive
         models = [model for info in alive.values() for model in info.models]
-        queues = self._loads.queue_lengths()
+        queued = self._loads.num_queued()
         pools: dict[str, float] = {}
         if len(alive) <= MAX_HEARD_INSTANCES:
             for instance in await self._loads.states():
@@ -83,7 +83,7 @@ class History:
             num_instances=len(alive),
             num_running=sum(model.num_running for model in models),
             num_waiting=sum(model.num_waiting for model in models),
-            num_queued=None if queues is None else sum(map(sum, queues.values())),
+            num_queued=None if queued is None else sum(queued.values()),
             output_tokens_s={model: round(number / SLOT_S, 2) for model, number in tokens.items()},
             finished_s={model: round(number / SLOT_S, 3) for model, number in finished.items()},
             pools=pools,

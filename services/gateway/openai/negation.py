@@ -84,7 +84,7 @@ class Negation:
         return alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
 
     def _of_all(self, schemas: Iterable[Any]) -> list[Any] | None:
-        """None: that of one is not known."""
+        """The opposite of each; None: that of one is not known."""
         found = []
         for schema in schemas:
             if (opposite := self.of(schema)) is None:
@@ -93,7 +93,7 @@ class Negation:
         return found
 
     def _opposites(self, name: str, value: Any) -> list[Any] | None:
-        """Schemas of which a value has to follow one, that it may not follow the keyword `name`."""
+        """Schemas of which a value has to follow one, so that it does not follow the keyword `name`; None: not known."""
         match name, value:
             case "type", str() | list():
                 return _other_types([value] if isinstance(value, str) else value)

@@ -105,7 +105,7 @@ async def get_model(context: GatewayContext, request: Request) -> Response:
 
 
 async def find_stored_chat(context: GatewayContext, request: Request) -> Response:
-    """None is stored: 404 that says what is."""
+    """Refuses: chat completions are not stored. Raises `ApiError` 404, which says what is."""
     context.admission.authenticate(request.headers)
     message = (
         "Chat completions are not stored, whatever 'store' says. Answers of /v1/responses are: GET /v1/responses/{id}."

@@ -32,7 +32,7 @@ def seen_by(request: Request, plan: Plan) -> list[Seen]:
 
 
 def nothing_seen(request: Request, plan: Plan) -> tuple[()]:
-    """For answers whose events are counted as they are written."""
+    """What `attach` takes for answers whose events are counted as they are written."""
     return ()
 
 

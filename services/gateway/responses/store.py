@@ -76,7 +76,7 @@ class Responses:
         self._metrics.stored_responses.labels(outcome).inc()
 
     async def _put(self, response_id: str, stored: StoredResponse) -> bool:
-        """False: it was deleted, and stays so, whoever makes it still. Raises `BusError`."""
+        """Whether it is stored: one that was deleted stays so, whoever makes it still. Raises `BusError`."""
         while True:
             present = await self._stored.get(response_id)
             if present is None and await self._stored.is_deleted(response_id):

@@ -35,7 +35,7 @@ class PythonicParser(ToolParser):
         self._end = LiteralEnd()
         """Finds the end of the argument that is read."""
         self._before = ""
-        """Between calls, or before the first; content if none follows."""
+        """Text between calls, or before the first; content if none follows."""
         self._is_text = False
         """What follows is content up to the next mark."""
 
@@ -134,7 +134,7 @@ class LiteralEnd:
 
     def __init__(self) -> None:
         self._place = 0
-        """Up to which the text is read."""
+        """Place up to which the text is read."""
         self._depth = 0
         self._quote = ""
 

@@ -44,7 +44,7 @@ export function drawHistory() {
   lines("pools", now, all, (one) => one.pools, 1, inTurn, (value) => `${Math.round(100 * value)} %`);
 }
 
-/** The least of 1, 2, 4, 5, 8 and their tenfolds that is as much: its half and itself are round. */
+/** The least of 1, 2, 4, 6, 8 and their tenfolds that is not less: its half and itself are round. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 4, 6, 8, 10].map((one) => one * power).find((one) => one >= value - 1e-9);
