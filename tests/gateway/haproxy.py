@@ -83,7 +83,7 @@ class Proxy:
         config = folder / "haproxy.cfg"
         config.write_text(text)
         self._log = (folder / "haproxy.log").open("wb")
-        checked = subprocess.run([program, "-c", "-f", config], capture_output=True, text=True)
+        checked = subprocess.run([program, "-c", "-f", config], capture_output=True, text=True, timeout=30)
         assert checked.returncode == 0 and "WARNING" not in checked.stderr, checked.stderr
         self._process = subprocess.Popen([program, "-W", "-f", config], stdout=self._log, stderr=self._log)
 

@@ -12,7 +12,6 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
-import httpx
 import pytest
 
 from services.gateway.console import state as console_state
@@ -156,11 +155,7 @@ async def test_an_operator_looks_on_and_acts(stack: Stack, browser: Browser) -> 
 
 
 def _look_and_act(browser: Browser, stack: Stack, request_id: str) -> None:
-    browser.open(f"{stack.url}/console")
-    # The gateway wants a key: the dialog is there by itself, and is used by keyboard.
-    browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
-    browser.write("#admin-key", ADMIN_KEY)
-    browser.press(ENTER)
+    _enter(browser, f"{stack.url}/console")
     browser.until_text("#instances", "a", "b", "ready")
     browser.until_text("#queues", MODEL, "4 online, 3 offline")
     tops = (
@@ -261,8 +256,9 @@ async def test_a_gateways_history_is_everybodys_and_each_slot_is_written_once(
             await history.record(now_s)
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
         url = "/admin/console/history?interval_s=60"
-        for client in (stack.client, httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}")):
-            samples = (await client.get(url, headers=headers)).json()["samples"]
+        for port in (stack.gateway.port, other.port):
+            answer = await stack.client.get(f"http://127.0.0.1:{port}{url}", headers=headers)
+            samples = answer.json()["samples"]
             [sample] = [one for one in samples if one["at_s"] == now_s]
             assert sample["output_tokens_s"] == {MODEL: 40.0} and sample["finished_s"] == {MODEL: 0.5}
             assert (sample["num_instances"], sample["num_queued"]) == (2, 7)
@@ -271,6 +267,7 @@ async def test_a_gateways_history_is_everybodys_and_each_slot_is_written_once(
 
 
 def _enter(browser: Browser, url: str) -> None:
+    """Opens the page, whose gateway wants a key: the dialog is there by itself, and is used by keyboard."""
     browser.open(url)
     browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
     browser.write("#admin-key", ADMIN_KEY)
@@ -399,10 +396,7 @@ async def test_an_instance_that_is_gone_has_no_empty_rows(stack: Stack, browser:
 
 async def test_an_adapter_is_added(stack: Stack, browser: Browser, tmp_path: Path) -> None:
     def add() -> None:
-        browser.open(f"{stack.url}/console")
-        browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
-        browser.write("#admin-key", ADMIN_KEY)
-        browser.press(ENTER)
+        _enter(browser, f"{stack.url}/console")
         browser.until_text("#models", MODEL)
         browser.click("#add-model")
         browser.write("#model-name", "poet")
@@ -425,10 +419,7 @@ async def test_a_chat_shows_its_stream_and_its_timeline(stack: Stack, browser: B
     )
 
     def chat() -> None:
-        browser.open(f"{stack.url}/console")
-        browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
-        browser.write("#admin-key", ADMIN_KEY)
-        browser.press(ENTER)
+        _enter(browser, f"{stack.url}/console")
         browser.click("#tab-chat")
         browser.until(lambda: browser.run("return document.getElementById('chat-model').value") == MODEL, "the model")
         browser.write("#chat-text", "Who is there?")
