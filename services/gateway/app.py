@@ -170,14 +170,14 @@ _PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
-    Route("GET", "/v1/chat/completions", other_routes.find_stored_chat, None, dict, (401, 404)),
     *(
-        Route(method, f"/v1/chat/completions/{path}", other_routes.find_stored_chat, None, dict, (401, 404))
+        Route(method, f"/v1/chat/completions{path}", other_routes.find_stored_chat, None, dict, (401, 404))
         for method, path in (
-            ("GET", "{completion_id}"),
-            ("POST", "{completion_id}"),
-            ("DELETE", "{completion_id}"),
-            ("GET", "{completion_id}/messages"),
+            ("GET", ""),
+            ("GET", "/{completion_id}"),
+            ("POST", "/{completion_id}"),
+            ("DELETE", "/{completion_id}"),
+            ("GET", "/{completion_id}/messages"),
         )
     ),
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),

@@ -209,7 +209,7 @@ async def test_a_sweep_tells_what_is_lost_and_writes_lost_records_of_outputs_aga
     await (await stack.peer.bus.key_value(FILES)).purge(output_id)
     record = await stack.gateway.context.batches.record(batch.id)
     assert record is not None
-    await files.sweep(set, time.time(), {file.file_id: file for file in outputs_of(record)})
+    await files.sweep(set, time.time(), outputs_of(record))
     assert files.lost == {lost} and f"{lost}: its content was stored and is lost" in caplog.text
     again = await client.files.retrieve(output_id)
     assert (again.filename, again.bytes, again.purpose) == (before.filename, before.bytes, before.purpose)

@@ -12,7 +12,6 @@ from services.gateway.admin.audit import audited
 from services.gateway.admin.endpoints import authenticate_operator
 from services.gateway.batch.routes import batch_object, cancelled
 from services.gateway.context import GatewayContext
-from services.gateway.http.errors import ApiError
 from services.gateway.openai.replies import BatchObject
 from services.gateway.requests.other_routes import json_response
 from shared.messages.batches import BatchRecord
@@ -37,22 +36,15 @@ class BatchDetail(msgspec.Struct, kw_only=True):
 async def show_batch(context: GatewayContext, request: Request) -> Response:
     """Shows a batch of any tenant."""
     authenticate_operator(context, request)
-    return json_response(await _detail(context, await _record(context, request)))
+    return json_response(await _detail(context, await context.batches.get(request.path_params["batch_id"], None)))
 
 
 @audited
 async def cancel_batch(context: GatewayContext, request: Request) -> Response:
     """Cancels a batch of any tenant: what is running ends within seconds; what is finished is kept in the output file."""
     authenticate_operator(context, request)
-    record = await cancelled(context, await _record(context, request), time.time())
-    return json_response(await _detail(context, record))
-
-
-async def _record(context: GatewayContext, request: Request) -> BatchRecord:
-    batch_id = request.path_params["batch_id"]
-    if (record := await context.batches.record(batch_id)) is None:
-        raise ApiError(404, f"There is no batch '{batch_id[:100]}'.", param="batch_id", code="batch_not_found")
-    return record
+    record = await context.batches.get(request.path_params["batch_id"], None)
+    return json_response(await _detail(context, await cancelled(context, record, time.time())))
 
 
 async def _detail(context: GatewayContext, record: BatchRecord) -> BatchDetail:

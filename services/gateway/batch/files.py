@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Set
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -144,9 +144,7 @@ class Files:
 
     # ------------------------------------------------------------------------------------------------ sweeping
 
-    async def sweep(
-        self, in_use: Callable[[], Set[str]], now_s: float, outputs: Mapping[str, StoredFile] | None = None
-    ) -> int:
+    async def sweep(self, in_use: Callable[[], Set[str]], now_s: float, outputs: Iterable[StoredFile] = ()) -> int:
         """Removes what is deleted or expired, and bytes that belong to no file, where the last sweep found them so too: an
         upload writes its record after its bytes, a batch its record after a look at its input. `in_use()`: prefixes of the
         names that unfinished batches need at this moment. `outputs`: records, but for the size, of files that ended batches
@@ -156,9 +154,10 @@ class Files:
         names = set(await self._contents.names())
         self._tell_lost(entries.keys() - gone - names)
         orphans = names - entries.keys()
-        for file_id in sorted(orphans & (outputs or {}).keys()):
-            await self._register_again((outputs or {})[file_id])
-            orphans.discard(file_id)
+        for file in outputs:
+            if file.file_id in orphans:
+                await self._register_again(file)
+                orphans.discard(file.file_id)
         removed = 0
         for name in sorted((gone & self._gone) | (orphans & self._orphans)):
             if name.partition(".")[0] not in in_use():

@@ -161,10 +161,10 @@ class Batches:
 
     # ------------------------------------------------------------------------------------------------ records
 
-    async def get(self, batch_id: str, tenant: str) -> BatchRecord:
-        """Raises `ApiError` 404."""
+    async def get(self, batch_id: str, tenant: str | None) -> BatchRecord:
+        """A batch of the tenant, None: of any. Raises `ApiError` 404."""
         record = await self.record(batch_id)
-        if record is None or record.tenant != tenant:
+        if record is None or tenant not in (None, record.tenant):
             raise ApiError(404, f"There is no batch '{batch_id[:100]}'.", param="batch_id", code="batch_not_found")
         return record
 

@@ -219,9 +219,7 @@ class BatchService:
                 # Its owner may have died, or been late, between the end and this.
                 await self._context.batches.results.purge(batch_id)
         ended = filter(is_terminal, self._records.entries.values())
-        outputs = {
-            file.file_id: file for record in ended for file in outputs_of(record) if (file.expires_s or 0) > now_s
-        }
+        outputs = [file for record in ended for file in outputs_of(record) if (file.expires_s or 0) > now_s]
         num_removed = await self._context.files.sweep(self._names_in_use, now_s, outputs)
         self._context.metrics.files_lost.set(len(self._context.files.lost))
         self._has_swept = True
