@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -274,21 +275,54 @@ def _enter(browser: Browser, url: str) -> None:
     browser.press(ENTER)
 
 
-async def test_a_batch_is_looked_at_and_cancelled(stack: Stack, browser: Browser) -> None:
-    stack.peer.may_answer.clear()
+async def _begin_batch(stack: Stack) -> dict[str, Any]:
     line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "Hi"}}
     form = {"files": {"file": ("in.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
     file = (await stack.client.post("/v1/files", **form)).json()
     wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = (await stack.client.post("/v1/batches", json=wanted)).json()
-    assert (await stack.client.get(f"/admin/batches/{batch['id']}")).status_code == 401
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    assert (await stack.client.get("/admin/batches/batch_none", headers=headers)).status_code == 404
+    batch: dict[str, Any] = (await stack.client.post("/v1/batches", json=wanted)).json()
+    return batch
+
+
+async def test_an_operator_sees_and_cancels_a_batch_of_any_tenant(stack: Stack) -> None:
+    stack.peer.may_answer.clear()
+    batch, headers = await _begin_batch(stack), {"authorization": f"Bearer {ADMIN_KEY}"}
+    path = f"/admin/batches/{batch['id']}"
+    assert (await stack.client.get(path)).status_code == 401
+    assert (await stack.client.post(f"{path}/cancel")).status_code == 401
+    missing = await stack.client.get("/admin/batches/batch_none", headers=headers)
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "batch_not_found")
+
+    async def once(status: str) -> dict[str, Any]:
+        async with asyncio.timeout(20):
+            while True:
+                shown: dict[str, Any] = (await stack.client.get(path, headers=headers)).json()
+                if shown["batch"]["status"] == status:
+                    return shown
+                await asyncio.sleep(0.05)
+
+    shown = await once("in_progress")
+    assert (shown["tenant"], shown["batch"]["id"], shown["failures"]) == ("", batch["id"], [])
+    cancelled = (await stack.client.post(f"{path}/cancel", headers=headers)).json()
+    assert cancelled["batch"]["status"] in ("cancelling", "cancelled")
+    shown = await once("cancelled")
+    assert {"cancelling", "cancelled"} <= shown["status_s"].keys()
+    [failure] = map(json.loads, shown["failures"])
+    assert failure["custom_id"] == "one"
+    again = await stack.client.post(f"{path}/cancel", headers=headers)
+    assert again.status_code == 200 and again.json()["batch"]["status"] == "cancelled"
+    actions = (await stack.client.get("/admin/audit", headers=headers)).json()["actions"]
+    assert [one["status"] for one in actions if one["action"] == f"POST {path}/cancel"] == [200, 200]
+
+
+async def test_a_batch_is_looked_at_and_cancelled(stack: Stack, browser: Browser) -> None:
+    stack.peer.may_answer.clear()
+    batch = await _begin_batch(stack)
 
     def look_and_cancel() -> None:
         _enter(browser, f"{stack.url}/console")
         browser.click("#batches button.link")
-        browser.until_text("#batch", batch["id"], file["id"], "0 of 1 done", "no tenant", "in progress")
+        browser.until_text("#batch", batch["id"], batch["input_file_id"], "0 of 1 done", "no tenant", "in progress")
         browser.click("#batch-cancel")
         browser.until(lambda: browser.run("return document.getElementById('sure-dialog').open"), "a question")
         browser.click("#sure-ok")
@@ -300,8 +334,6 @@ async def test_a_batch_is_looked_at_and_cancelled(stack: Stack, browser: Browser
         browser.until_text("#audit", f"POST /batches/{batch['id']}/cancel", "200")
 
     await asyncio.to_thread(look_and_cancel)
-    again = await stack.client.post(f"/admin/batches/{batch['id']}/cancel", headers=headers)
-    assert again.status_code == 200 and again.json()["batch"]["status"] == "cancelled"
 
 
 async def test_requests_are_filtered_and_have_addresses(stack: Stack, browser: Browser) -> None:
