@@ -306,4 +306,30 @@ async def test_a_key_s_limit_counts_it_once(nats_settings: BusSettings, checkpoi
             assert again.status == "completed" or again.status == "incomplete"
 
 
+async def test_one_that_is_over_counts_no_more_while_it_is_stored(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with logging_stack(nats_settings, checkpoint, api_keys="k:1") as stack:
+        stack.peer.automatic = False
+        async with stack.openai("k") as client, asyncio.timeout(20):
+            response, request = await begun(stack, client)
+            responses, is_over, may_keep = stack.gateway.context.responses, asyncio.Event(), asyncio.Event()
+            keep = responses.keep
+
+            async def late(one: Any, *more: Any) -> None:
+                if one.id == response.id:
+                    is_over.set()
+                    await may_keep.wait()
+                await keep(one, *more)
+
+            monkeypatch.setattr(responses, "keep", late)
+            stack.peer.emit(request, 0, stack.ids(TEXT), FinishReason.LENGTH)
+            await is_over.wait()
+            stack.peer.automatic = True
+            assert (await client.responses.create(model=MODEL, input="Hi")).status in ("completed", "incomplete")
+            may_keep.set()
+            await until(lambda: not stack.gateway.context.background._making)
+            assert (await client.responses.retrieve(response.id)).status == "incomplete"
+
+
 SIGNS = {"x-keep-alive-interval": "1"}

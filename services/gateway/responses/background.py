@@ -81,6 +81,9 @@ class Background:
                     builder.stop("cancelled")
                 else:
                     builder.stop("failed", ResponseFailure(error.code or "server_error", error.message))
+            if exchange.ticket is not None:
+                # Nothing runs any more: whoever has read the end may ask again, though it is not stored yet.
+                exchange.ticket.release()
             await self._responses.keep(response, exchange.call.tenant, list(plan.items))
         except BaseException as error:
             failure = error
