@@ -15,7 +15,6 @@ took all their time. Fixed roles are shared out as the shape's prompts and answe
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from bench.rebalance.cluster import A100, Cluster, Device, System
 from bench.reporting import met
 from shared.messages.cluster import Role
 from shared.simulation.gateway import Job
+from tideway.bench.traces import read_trace
 
 LEAST_GOODPUT = 1.0
 """Goodput that adaptive roles are to have, over that of instances that are all alike."""
@@ -38,6 +38,7 @@ NUM_STREAMS = 64
 """Streams that share a decode step where capacity is reckoned."""
 NOISE = 0.01
 """Share by which a goodput may be lower and count as equal: requests that chance makes late."""
+TRACES = ("sharegpt_8k_lengths.csv", "azure_llm_2023_conv.csv", "mooncake_conversation.jsonl")
 
 Lengths = Callable[[int, np.random.Generator], np.ndarray]
 """[n, 2] int: prompts and answers."""
@@ -62,8 +63,9 @@ SHAPES: dict[str, Lengths] = {
 }
 
 
-def _trace(pairs: Sequence[tuple[int, int]], most: int) -> Lengths:
-    known = np.clip(np.array(pairs), 2, most)
+def _trace(path: Path, most: int) -> Lengths:
+    trace = read_trace(path)
+    known = np.clip(np.stack([trace.prompt_tokens, trace.output_tokens], axis=1), 2, most)
 
     def draw(num: int, rng: np.random.Generator) -> np.ndarray:
         return known[rng.integers(len(known), size=num)]
@@ -73,21 +75,8 @@ def _trace(pairs: Sequence[tuple[int, int]], most: int) -> Lengths:
 
 def traces(folder: Path, most: int) -> dict[str, Lengths]:
     """The traces that the folder has. `most`: tokens of a prompt and of an answer."""
-    found: dict[str, Lengths] = {}
-    columns = {
-        "sharegpt_8k_lengths.csv": ("num_prefill_tokens", "num_decode_tokens"),
-        "azure_llm_2023_conv.csv": ("ContextTokens", "GeneratedTokens"),
-    }
-    for name, (prompt, answer) in columns.items():
-        if (folder / name).is_file():
-            with (folder / name).open(newline="") as file:
-                rows = [(int(float(row[prompt])), int(float(row[answer]))) for row in csv.DictReader(file)]
-            found[name.partition("_")[0]] = _trace(rows, most)
-    path = folder / "mooncake_conversation.jsonl"
-    if path.is_file():
-        lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
-        found["mooncake"] = _trace([(line["input_length"], line["output_length"]) for line in lines], most)
-    return found
+    files = [folder / name for name in TRACES]
+    return {file.name.partition("_")[0]: _trace(file, most) for file in files if file.is_file()}
 
 
 def work_s(lengths: np.ndarray, device: Device) -> tuple[float, float]:
