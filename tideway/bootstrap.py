@@ -230,9 +230,8 @@ class Progress:
     def _run_clock(self) -> None:
         while not self._ended.wait(0.2 if self._is_terminal else LINE_INTERVAL_S):
             text, elapsed_s = self._phase, time.monotonic() - self._started_s
-            if text.startswith(
-                "installing"
-            ):  # pip says nothing for minutes, but each package that is complete has its metadata
+            # pip says nothing for minutes, but each package that is complete has its metadata.
+            if text.startswith("installing"):
                 text += f", {num_installed(self._venv, self._began_s)} complete"
             if self._is_terminal:
                 width = shutil.get_terminal_size().columns

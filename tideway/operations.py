@@ -177,15 +177,11 @@ class AdminClient:
         return self._call("POST", "/admin/plan", ReplacementState, {"action": "set", "groups": told})
 
     def drain(self, instance_id: str, *, is_undone: bool, is_forced: bool = False) -> PlacementPlan:
-        if not re.fullmatch(INSTANCE_ID, instance_id):
-            raise OperatorError(f"There is no instance {instance_id!r}.")  # and no path for it
         action = "undrain" if is_undone else "drain?force=true" if is_forced else "drain"
-        return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", PlacementPlan)
+        return self._call("POST", f"{_instance_path(instance_id)}/{action}", PlacementPlan)
 
     def set_role(self, instance_id: str, role: str) -> None:
-        if not re.fullmatch(INSTANCE_ID, instance_id):
-            raise OperatorError(f"There is no instance {instance_id!r}.")  # and no path for it
-        self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/role", dict, {"role": role})
+        self._call("POST", f"{_instance_path(instance_id)}/role", dict, {"role": role})
 
     def add_model(self, body: dict[str, Any]) -> PlacementPlan:
         """`body`: as of POST /admin/models."""
@@ -250,6 +246,13 @@ def _find(instances: Iterable[OnInstance], instance_id: str) -> OnInstance | Non
 
 def _places(plan: PlacementPlan, model: str) -> list[InstancePlan]:
     return [place for place in plan.instances if any(spec.name == model for spec in place.models)]
+
+
+def _instance_path(instance_id: str) -> str:
+    """Raises `OperatorError` for what is the id of no instance."""
+    if not re.fullmatch(INSTANCE_ID, instance_id):
+        raise OperatorError(f"There is no instance {instance_id!r}.")
+    return f"/admin/instances/{quote(instance_id, safe='')}"
 
 
 def _error(answer: httpx.Response) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import msgspec
 
 from services.worker.engines import environments
 from shared.engines.capabilities import ENDPOINT, ENGINES
-from shared.messages.cluster import AdapterSpec, ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec, Role
 from shared.messages.cluster import tool_formats as list_tool_formats
 from shared.models.quantization import QUANTIZATIONS
 from shared.runtime.settings import SettingsError, with_option
@@ -238,7 +238,7 @@ def check_tensor_parallel(num_ranks: int) -> None:
 
 
 def check_roles(roles: str) -> None:
-    known = ("prefill", "decode", "both", "auto")
+    known = (*Role, "auto")
     if roles and (strange := [role for role in roles.split(",") if role not in known]):
         raise OperatorError(f"--role {roles}: {strange[0]!r} is none of {', '.join(known)}.")
 
