@@ -130,8 +130,8 @@ def tree_processor_s(pid: int) -> float:
 
 
 def take_precedence(pid: int, niceness: int) -> None:
-    """Gives a process and its descendants precedence over other sessions' on a machine that is in use: where the kernel
-    groups threads by sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""
+    """Gives a process and its descendants precedence over others on a machine that is in use: where the kernel groups
+    threads by sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""
     stats = _stats()
     for each in stats:
         if _descends(each, stats, pid):

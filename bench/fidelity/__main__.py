@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-running", type=int, default=0, help="sequences of an instance at once; few on a fast "
                         "device, so that the client can send what it computes; default: as the worker has it")  # fmt: skip
     parser.add_argument("--precedence", type=int, default=0, metavar="NICENESS",
-                        help="over other sessions on a machine that is in use, below 0 as root; default: none")  # fmt: skip
+                        help="over other processes on a machine that is in use, below 0 as root; default: none")  # fmt: skip
     parser.add_argument("--emulate", default="", choices=sorted(HARDWARE), metavar="DEVICE",
                         help="steps take what they would on such a device: " + ", ".join(sorted(HARDWARE)))  # fmt: skip
     options = parser.parse_args(arguments)
