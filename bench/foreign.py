@@ -60,7 +60,7 @@ class Suite:
     port_variable: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     plugin: str = ""
-    """A module of this folder that pytest loads, with FOREIGN_URL and FOREIGN_MODEL."""
+    """A module that pytest loads, with FOREIGN_URL, FOREIGN_MODEL and FOREIGN_ADMIN_KEY."""
     options: tuple[str, ...] = ()
     """More of pytest's."""
 
@@ -107,7 +107,6 @@ SUITES = (
     ),
     Suite(
         name="vllm",
-        root=".",
         tests=(
             *(
                 f"tests/entrypoints/openai/chat_completion/test_{name}.py"
@@ -129,7 +128,7 @@ SUITES = (
             ),
             "tests/entrypoints/anthropic/test_messages.py",
         ),
-        plugin="foreign_vllm",
+        plugin="bench.foreign_vllm",
         options=("--confcutdir=tests/entrypoints", "-o", "asyncio_mode=auto", "--timeout=120"),
     ),
 )
@@ -197,8 +196,8 @@ def reason_of(case: Case) -> str:
     return next((reason for reason, pattern in REASONS.items() if re.search(pattern, told)), "")
 
 
-def run(suite: Suite, checkout: Path, url: str, python: str, model: str = "") -> list[Case]:
-    """Its tests, one after the other. `model`: for its plug-in."""
+def run(suite: Suite, checkout: Path, url: str, python: str, model: str = "", admin_key: str = "") -> list[Case]:
+    """Its tests, one after the other. `model`, `admin_key`: for its plug-in."""
     root = checkout / suite.root
     tests = [test for test in suite.tests if (root / test).exists()]
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +208,8 @@ def run(suite: Suite, checkout: Path, url: str, python: str, model: str = "") ->
         if suite.source:
             more["PYTHONPATH"] = str((checkout / suite.source).resolve())
         if suite.plugin:
-            more |= {"FOREIGN_URL": url, "FOREIGN_MODEL": model, "PYTHONPATH": str(Path(__file__).resolve().parent)}
+            more |= {"FOREIGN_URL": url, "FOREIGN_MODEL": model, "FOREIGN_ADMIN_KEY": admin_key}
+            more["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
         if suite.port_variable:
             more[suite.port_variable] = str(urlsplit(url).port or 80)
         command = [
@@ -289,7 +289,10 @@ def main() -> None:
         if arguments.embedding_model:
             model_of |= dict.fromkeys(suite.embedding_models, arguments.embedding_model)
         with Routes(arguments.url, model_of, arguments.admin_key):
-            are_explained &= show(suite.name, run(suite, checkout, arguments.url, arguments.python, arguments.model))
+            cases = run(
+                suite, checkout, arguments.url, arguments.python, arguments.model, admin_key=arguments.admin_key
+            )
+            are_explained &= show(suite.name, cases)
     sys.exit(0 if are_explained else 1)
 
 

@@ -1,8 +1,8 @@
 """A pytest plugin by which vLLM's API tests ask a server that runs, without vLLM: `bench.foreign` loads it.
 
 Their `RemoteOpenAIServer` becomes the server at FOREIGN_URL, and names of models that they ask for become routes to
-FOREIGN_MODEL. vLLM's own modules are stood in for; a test that uses one looks into vLLM itself and is skipped. It imports
-nothing of Tideway, since it runs in the suite's environment.
+FOREIGN_MODEL, made with FOREIGN_ADMIN_KEY. vLLM's own modules are stood in for; a test that uses one looks into vLLM itself
+and is skipped. It runs in the suite's environment, so of this repository it imports `bench.foreign` alone.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
+
+from bench.foreign import Routes
 
 URL = os.environ["FOREIGN_URL"]
 MODEL = os.environ["FOREIGN_MODEL"]
+ADMIN_KEY = os.environ["FOREIGN_ADMIN_KEY"]
 
 
 class _OfVllm(type):
@@ -64,22 +66,16 @@ class RemoteOpenAIServer:
 
     def __init__(self, model: str, args: list[str] | None = None, *more: Any, **options: Any) -> None:
         given = list(args or ())
-        names = [
-            model,
-            *(given[given.index("--served-model-name") + 1 :][:1] if "--served-model-name" in given else ()),
-        ]
-        self._names = names
+        served = given[given.index("--served-model-name") + 1 :][:1] if "--served-model-name" in given else []
+        self._routes = Routes(URL, dict.fromkeys([model, *served], MODEL), ADMIN_KEY)
         self.url_root = URL
 
     def __enter__(self) -> RemoteOpenAIServer:
-        for name in self._names:
-            body = {"name": name, "arms": {MODEL: 1}}
-            httpx.post(f"{URL}/admin/routes", json=body, timeout=60).raise_for_status()
+        self._routes.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name in self._names:
-            httpx.delete(f"{URL}/admin/routes/{name}", timeout=60)
+        self._routes.__exit__(*error)
 
     def url_for(self, *parts: str) -> str:
         return "/".join((URL, *parts))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,19 @@ def test_other():
     pass
 """
 
+VLLM_TESTS = """
+import urllib.request
+from tests.utils import RemoteOpenAIServer
+from vllm.entrypoints import Thing
+
+def test_server():
+    with RemoteOpenAIServer("org/model", ["--served-model-name", "served"]) as server:
+        assert urllib.request.urlopen(server.url_for("v1", "x")).status == 200
+
+def test_inside():
+    Thing(1)
+"""
+
 
 def test_a_suite_runs_unchanged_and_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "inner").mkdir()
@@ -44,6 +60,45 @@ def test_a_suite_runs_unchanged_and_is_explained(tmp_path: Path, capsys: pytest.
     told = capsys.readouterr().out
     assert "1 passed, 2 failed, 1 skipped" in told and "only the suite's mock server" in told
     assert "NOT EXPLAINED" in told and "test_it::test_fault" in told and "test_it::test_mock" not in told
+
+
+def test_vllms_tests_ask_the_server_by_routes_that_are_made_with_the_admin_key(tmp_path: Path) -> None:
+    asked: list[tuple[str, str, str | None, bytes]] = []
+
+    class Gateway(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            asked.append((self.command, self.path, self.headers["authorization"], body))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_POST = do_DELETE = do_GET = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "__init__.py").touch()
+    (tests / "test_it.py").write_text(VLLM_TESTS)
+    suite = Suite(name="vllm", tests=("tests/test_it.py",), plugin="bench.foreign_vllm")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            cases = run(suite, tmp_path, url, sys.executable, "tide", admin_key="root")
+        finally:
+            server.shutdown()
+    assert {case.name.rpartition("::")[2]: case.outcome for case in cases} == {
+        "test_server": "passed", "test_inside": "skipped",
+    }  # fmt: skip
+    names = ("org/model", "served")
+    assert [(method, path) for method, path, *_ in asked] == [
+        *[("POST", "/admin/routes")] * 2, ("GET", "/v1/x"), *[("DELETE", f"/admin/routes/{name}") for name in names],
+    ]  # fmt: skip
+    assert [json.loads(body) for *_, body in asked[:2]] == [{"name": name, "arms": {"tide": 1}} for name in names]
+    assert {key for method, _, key, _ in asked if method != "GET"} == {"Bearer root"}
 
 
 def test_a_fault_is_not_explained_away() -> None:
