@@ -65,7 +65,7 @@ SHAPES: dict[str, Lengths] = {
 
 def _trace(path: Path, most: int) -> Lengths:
     trace = read_trace(path)
-    known = np.clip(np.stack([trace.prompt_tokens, trace.output_tokens], axis=1), 2, most)
+    known: np.ndarray = np.clip(np.stack([trace.prompt_tokens, trace.output_tokens], axis=1), 2, most)
 
     def draw(num: int, rng: np.random.Generator) -> np.ndarray:
         return known[rng.integers(len(known), size=num)]
