@@ -1,4 +1,4 @@
-"""What there is to run, and in which calls of at most nine minutes, as one command on a lent machine gets ten.
+"""What there is to run, and in which calls of at most nine minutes, as some machines end a command after ten.
 
 `CALLS` is the order of the first half hour on a GPU: right or wrong before how fast, and what needs two instances after what
 needs one. Standard library only.

@@ -1,6 +1,6 @@
-"""What was found, on disk: the state that a later call goes on from, in files that come back from a lent machine.
+"""What was found, on disk: the state that a later call goes on from, in files that come back from the machine.
 
-Of such a machine one folder comes back: at most 8 files of 16 MiB, whose names have letters, digits, '.', '_' and '-'. So
+One folder comes back: at most 8 files of 16 MiB, whose names have letters, digits, '.', '_' and '-'. So
 all is in five: `gpu.json` (rows and states of all parts), the page `gpu.md`, `gpu.log`, `hardware.toml`, and
 `benches.tar.gz` with the files that benches of the tree write. Standard library only.
 """
