@@ -88,6 +88,19 @@ def work_s(lengths: np.ndarray, device: Device) -> tuple[float, float]:
     return float(prefill_s.mean()), float(decode_s.mean())
 
 
+def draw_jobs(
+    lengths: Lengths, device: Device, num_instances: int, load: float, duration_s: float, rng: np.random.Generator
+) -> tuple[list[Job], float, int]:
+    """Requests, their rate per second, and how many instances have the fixed role prefill, by the share of prompts."""
+    prefill_s, decode_s = work_s(lengths(4096, rng), device)
+    rate_rps = load * num_instances / (prefill_s + decode_s)
+    at_s = np.cumsum(rng.exponential(1 / rate_rps, int(rate_rps * duration_s)))
+    pairs = lengths(len(at_s), rng)
+    jobs = [Job(float(at), int(p), int(a)) for at, (p, a) in zip(at_s, pairs, strict=True)]
+    share = prefill_s / (prefill_s + decode_s)
+    return jobs, rate_rps, min(num_instances - 1, max(1, round(num_instances * share)))
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     goodput_rps: float
     """Requests that met both objectives, per second of arrivals."""
@@ -153,12 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for num in map(int, options.instances.split(",")):
             for load in map(float, options.loads.split(",")):
                 rng = np.random.default_rng([options.seed, num])
-                prefill_s, decode_s = work_s(lengths(4096, rng), device)
-                rate = load * num / (prefill_s + decode_s)
-                at_s = np.cumsum(rng.exponential(1 / rate, int(rate * options.duration)))
-                pairs = lengths(len(at_s), rng)
-                jobs = [Job(float(at), int(p), int(a)) for at, (p, a) in zip(at_s, pairs, strict=True)]
-                num_prefill = min(num - 1, max(1, round(num * prefill_s / (prefill_s + decode_s))))
+                jobs, rate, num_prefill = draw_jobs(lengths, device, num, load, options.duration, rng)
                 rows = {
                     system.name: run(
                         jobs, device, system, num, options.seed, num_prefill if system.name == "fixed" else 0

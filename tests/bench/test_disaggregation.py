@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.disaggregation import MOST_ITL, SHAPES, SYSTEMS, run, traces, work_s
+from bench.disaggregation import MOST_ITL, SHAPES, SYSTEMS, draw_jobs, run, traces
 from bench.rebalance.cluster import A100
 from shared.simulation.gateway import Job
 
@@ -14,10 +14,7 @@ DEVICE = msgspec.structs.replace(A100, ttft_s=1.0, tpot_s=0.04)
 
 
 def make_jobs(shape: str, num_instances: int, load: float, duration_s: float, seed: int = 3) -> list[Job]:
-    draw = np.random.default_rng(seed)
-    rate = load * num_instances / sum(work_s(SHAPES[shape](1000, draw), DEVICE))
-    at_s = np.cumsum(draw.exponential(1 / rate, int(rate * duration_s)))
-    return [Job(float(at), int(p), int(a)) for at, (p, a) in zip(at_s, SHAPES[shape](len(at_s), draw), strict=True)]
+    return draw_jobs(SHAPES[shape], DEVICE, num_instances, load, duration_s, np.random.default_rng(seed))[0]
 
 
 @pytest.mark.slow
