@@ -16,6 +16,7 @@ from tideway.preflight import (
     check_memory,
     check_otlp,
     check_port,
+    check_roles,
     check_tensor_parallel,
     free_memory_bytes,
     free_ports,
@@ -232,6 +233,14 @@ def test_weights_are_cut_in_halves() -> None:
         check_tensor_parallel(num_ranks)
     with pytest.raises(OperatorError, match=r"--tensor-parallel 6: .* power of two"):
         check_tensor_parallel(6)
+
+
+@pytest.mark.parametrize("roles", ["prefill,boss", "prefill,", "prefill, decode"])
+def test_roles_of_instances_are_known_ones(roles: str) -> None:
+    for known in ("", "auto", "prefill,decode,both,auto"):
+        check_roles(known)
+    with pytest.raises(OperatorError, match=rf"--role {roles}: '.*' is none of both, prefill, decode, auto\."):
+        check_roles(roles)
 
 
 def test_where_traces_go_is_a_url() -> None:
