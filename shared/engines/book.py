@@ -29,6 +29,7 @@ from shared.engines.resuming import Diverged, Resumption
 from shared.messages.cluster import ModelLoad
 from shared.messages.migration import SequenceProgress
 from shared.messages.requests import (
+    PLACE_AGAIN_CODES,
     ErrorCode,
     ErrorInfo,
     FinishReason,
@@ -60,6 +61,8 @@ class Held:
 
     request: GenerationRequest
     submitted_s: float
+    """When it came to the first instance of this placement; `here_since_s`: to this one."""
+    here_since_s: float
     resumption: Resumption
     is_sent: bool = False
     """To the engine."""
@@ -132,7 +135,7 @@ class Held:
             prompt=self.resumption.prompt,
             sampling=self.resumption.sampling,
             priority=self.priority,
-            waited_s=self.request.waited_s + now - self.submitted_s,
+            waited_s=self.request.waited_s + now - self.here_since_s,
             num_fed=self.resumption.num_fed,
             ttft_s=self.request.ttft_objective_s,
             tpot_s=self.request.tpot_objective_s,
@@ -209,6 +212,7 @@ class Book:
         held = Held(
             request=request,
             submitted_s=now,
+            here_since_s=now,
             resumption=Resumption(request, self.lacks),
             output=bytearray(request.prior),
         )
@@ -241,7 +245,7 @@ class Book:
     def expire(self, now: float, stays: Callable[[Held], bool] = lambda _: False) -> Effects:
         """Ends those whose time is over, but for those that stay."""
         effects = Effects()
-        late = [one for one in self._held.values() if now - one.submitted_s > one.request.timeout_s]
+        late = [one for one in self._held.values() if now - one.here_since_s > one.request.timeout_s]
         for held in [one for one in late if not stays(one)]:
             error = ErrorInfo(ErrorCode.DEADLINE, "The request's time limit has passed.")
             self._end(held, FinishReason.DEADLINE, error, now, effects)
@@ -354,7 +358,7 @@ class Book:
                 num_output_tokens=held.offset,
                 num_cached_tokens=held.num_cached,
                 num_preemptions=held.num_preemptions,
-                arrived_s=held.submitted_s - held.request.waited_s,
+                arrived_s=held.here_since_s - held.request.waited_s,
                 submitted_s=held.submitted_s,
                 first_planned_s=held.first_planned_s,
                 first_token_s=held.first_token_s,
@@ -362,10 +366,11 @@ class Book:
                 device_s=held.service_s,
                 ttft_objective_s=held.request.ttft_objective_s,
                 tpot_objective_s=held.request.tpot_objective_s,
-                here_since_s=held.submitted_s,
+                num_migrations=held.num_moves,
+                here_since_s=held.here_since_s,
                 max_itl_s=held.max_itl_s,
                 service_s=held.service_s,
-                is_given_up=error is not None and error.code is ErrorCode.DRAINING,
+                is_given_up=error is not None and error.code in PLACE_AGAIN_CODES,
             )
         )
 
@@ -394,8 +399,8 @@ class Book:
         travelling = msgspec.structs.replace(
             request,
             prior=bytes(held.output),
-            timeout_s=request.timeout_s - (now - held.submitted_s),
-            waited_s=request.waited_s + now - held.submitted_s,
+            timeout_s=request.timeout_s - (now - held.here_since_s),
+            waited_s=request.waited_s + now - held.here_since_s,
         )
         progress = SequenceProgress(
             num_computed=num_computed,
@@ -409,7 +414,7 @@ class Book:
             max_itl_s=held.max_itl_s,
             service_s=held.service_s,
         )
-        return Detached(held.request_id, travelling, progress, now, held.submitted_s)
+        return Detached(held.request_id, travelling, progress, now, held.here_since_s)
 
     def adopt(
         self, request: GenerationRequest, progress: SequenceProgress, slots: tuple[int, ...], now: float
@@ -429,7 +434,8 @@ class Book:
 
         held = Held(
             request=request,
-            submitted_s=now,
+            submitted_s=now - progress.submitted_age_s,
+            here_since_s=now,
             resumption=Resumption(request, self.lacks),
             output=bytearray(request.prior),
             first_planned_s=since(progress.first_planned_age_s),

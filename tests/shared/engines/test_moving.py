@@ -10,7 +10,16 @@ from shared.engines.capabilities import Capability
 from shared.engines.messages import EngineFacts, Export, Generate, Progress, Step, TakeOut
 from shared.engines.moving import Moving, hashes_of
 from shared.messages.migration import Commit, PreAllocate
-from shared.messages.requests import ErrorCode, ErrorInfo, Priority, RequestClass, pack_tokens, unpack_tokens
+from shared.messages.requests import (
+    PLACE_AGAIN_CODES,
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    Priority,
+    RequestClass,
+    pack_tokens,
+    unpack_tokens,
+)
 from tests.shared.engine.fake_executor import request
 
 NUM_SLOTS, BLOCK_SIZE = 8, 4
@@ -171,6 +180,31 @@ def test_one_that_comes_begins_with_its_kv_and_its_slots_are_free_when_that_was_
     assert moving.slots.num_free < NUM_SLOTS
     moving.incoming.imported(held.key)
     assert moving.slots.num_free == NUM_SLOTS
+
+
+def test_a_move_counts_and_is_no_arrival_in_what_is_told_of_the_end(moving: Moving, book: Book) -> None:
+    other = Book("a", FACTS)
+    away = Moving(other, cooldown_s=0.0)
+    out(away, running(away, other))  # came at 0, planned at 1, left at 2
+    (taken,) = away.outgoing.take_effects()
+    moving.reservations.reserve(pre_allocate(), 2.0)
+    request = msgspec.structs.replace(taken.request, epoch=1)
+    assert moving.incoming.adopt(Commit("m", "other", request, taken.progress, 3), 2.0) is None
+    held = book.get("r")
+    assert held is not None
+    effects = book.step(Step(progress=[Progress(key=held.key, finish_reason=FinishReason.STOP)]), 6.0)
+    (ended,) = effects.ended
+    assert (ended.arrived_s, ended.submitted_s, ended.here_since_s, ended.first_planned_s) == (0.0, 0.0, 2.0, 1.0)
+    assert ended.num_migrations == 1 and ended.stats().queued_s == 1.0
+    (entry,) = effects.entries[request.gateway_id]
+    assert entry.timing is not None and entry.timing.queued_s == 1.0
+
+
+@pytest.mark.parametrize("code", sorted(PLACE_AGAIN_CODES))
+def test_what_goes_on_elsewhere_is_told_as_given_up(moving: Moving, book: Book, code: ErrorCode) -> None:
+    running(moving, book)
+    (ended,) = book.give_up(ErrorInfo(code, "it ends here"), 2.0).ended
+    assert ended.is_given_up
 
 
 def test_one_that_came_back_is_not_dropped_with_what_it_was(moving: Moving, book: Book) -> None:
