@@ -187,7 +187,7 @@ class Book:
         return self._held.get(request_id)
 
     def by_key(self, key: str) -> Held | None:
-        """As the engine names it."""
+        """The request that the engine knows by this key."""
         return self._by_key.get(key)
 
     @property
@@ -611,7 +611,7 @@ def merged_bytes(facts: EngineFacts) -> int:
 
 
 def shortened(request: GenerationRequest, max_model_len: int) -> GenerationRequest:
-    """With as many `max_tokens` as fit into the engine's longest sequence."""
+    """The request with as many `max_tokens` as fit into the engine's longest sequence."""
     most = max_model_len - len(request.prompt) // 4
     if request.sampling.max_tokens <= most:
         return request

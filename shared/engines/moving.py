@@ -44,7 +44,7 @@ class HeldHere(NamedTuple):
 
 
 class Stay(Enum):
-    """Where a request stands that is to leave."""
+    """Stages of a request on its way out."""
 
     PINNED = "pinned"
     """It decodes; some of its blocks are copied."""

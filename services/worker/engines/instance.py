@@ -366,8 +366,8 @@ class EngineInstance:
         return Done()
 
     async def _drain(self, grace_s: float) -> None:
-        """Where others can take its requests, gives up at once those that cannot move, and the others when they have not
-        moved in time; else they end here, as far as the time carries."""
+        """Empties the instance: where others can take its requests, gives up at once those that cannot move, and the others
+        when they have not moved in time; else they end here, as far as the time carries."""
         await self._peers.known(PEERS_TIMEOUT_S)
         deadline_s = self._bus.now() + grace_s
         while self._book is not None and len(self._book) and self._bus.now() < deadline_s:

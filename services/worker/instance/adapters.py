@@ -49,7 +49,7 @@ class AdapterExecutor(Protocol):
         """On the device. Slow; runs beside steps. `CheckpointError`, or `KeyError` without the model."""
 
     def load_adapter(self, model: str, adapter: Adapter) -> None:
-        """As slow. `CheckpointError`; nothing without the model."""
+        """Loads the adapter, as slowly; does nothing without the model. Raises `CheckpointError`."""
 
     def drop_adapter(self, version: str) -> None:
         """Runs between steps."""
@@ -144,7 +144,7 @@ class InstanceAdapters:
             raise ServiceError(self._why_missing(model, adapter))
 
     def missing(self, model: str, adapter: Adapter) -> ErrorInfo | None:
-        """As of `Intake.missing_adapter`: LOADING; MODEL_FAILED where no instance could load it, INTERNAL where another may;
+        """Why the adapter is not here (`Intake.missing_adapter`): LOADING; MODEL_FAILED where no instance could load it, INTERNAL where another may;
         GONE with its model."""
         if self.is_loaded(adapter):
             return None

@@ -106,7 +106,7 @@ class CompiledLayers:
     def most_likely(
         self, state: ForwardState, tokens: torch.Tensor | None, weight: torch.Tensor, head: Packed
     ) -> torch.Tensor:
-        """As of `DecoderModel`, by the norm of this weight and this head."""
+        """Most likely tokens (`DecoderModel.most_likely`), by the norm of this weight and this head."""
         compiled = kernels()
         assert compiled is not None
         return compiled.most_likely(*_of_tokens(state, tokens), weight, self._decoder.eps, head)

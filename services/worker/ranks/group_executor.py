@@ -188,7 +188,7 @@ class GroupExecutor:
         return shape
 
     def is_sound(self, name: str) -> bool:
-        """As of `Executor`, which the last stage finds."""
+        """Whether the last stage finds the model sound (`Executor.is_sound`), and no other rank fails."""
         number, call = self._begin_call()
         self._tell(Check(number, name))
         with self._settled(call, f"checking {name!r}"):
@@ -202,7 +202,7 @@ class GroupExecutor:
             self._own.remove_model(name)
 
     def hold_weights(self, name: str) -> None:
-        """As of `Executor`; likewise the next. Each rank keeps its part, as far as it has room."""
+        """`Executor.hold_weights` and, below, `keep_weights`: each rank keeps its part, as far as it has room."""
         self._held.add(name)
         self._own.hold_weights(name)
 

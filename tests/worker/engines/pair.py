@@ -28,7 +28,7 @@ class Pair:
         return sorted(found, key=lambda one: (one.epoch, one.offset))
 
     def output(self, sent: GenerationRequest) -> list[int]:
-        """As a gateway puts it together: by offset, whatever instance it came from."""
+        """Tokens as a gateway puts them together: by offset, whatever instance they came from."""
         tokens: list[int] = []
         for entry in self.entries(sent):
             new = unpack_tokens(entry.tokens)
