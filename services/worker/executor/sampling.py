@@ -97,7 +97,8 @@ class SamplingRows:
         self._penalised = np.zeros(num_rows, bool)
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         """Token ids and what is added to their logits, of rows that have any."""
-        self._stop_ids: dict[int, tuple[int, ...]] = {}
+        self._stops: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Likewise of stop tokens, before the least output is reached."""
 
     def set(self, row: int, params: SamplingParams, prompt_tokens: int) -> None:
         """A sequence takes the row."""
@@ -115,15 +116,16 @@ class SamplingRows:
         penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
         self._penalised[row] = penalised
         self._biases.pop(row, None)
-        self._stop_ids.pop(row, None)
+        self._stops.pop(row, None)
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias, strict=True)
             self._biases[row] = np.array(tokens, np.int64), np.array(values, np.float32)
         if params.min_tokens and params.stop_token_ids:
-            self._stop_ids[row] = params.stop_token_ids
+            stops = np.array(params.stop_token_ids, np.int64)
+            self._stops[row] = stops, np.full(len(stops), _NEGATIVE_INFINITY, np.float32)
         self._plain[row] = (
             params.temperature == 0 and params.logprobs < 0 and not penalised and row not in self._biases
-            and row not in self._stop_ids and not params.grammar
+            and row not in self._stops and not params.grammar
         )  # fmt: skip
 
     def are_plain(self, rows: np.ndarray) -> bool:
@@ -176,16 +178,13 @@ class SamplingRows:
         penalised = np.flatnonzero(self._penalised[rows])
         biased: list[int] = []
         biases: list[tuple[np.ndarray, np.ndarray]] = []
-        if self._biases or self._stop_ids:
+        if self._biases or self._stops:
             early = positions - self._prompt_tokens[rows] < self._min_tokens[rows]
             for i, row in enumerate(rows.tolist()):
-                if row in self._biases:
-                    biased.append(i)
-                    biases.append(self._biases[row])
-                if early[i] and row in self._stop_ids:
-                    ids = np.array(self._stop_ids[row], np.int64)
-                    biased.append(i)
-                    biases.append((ids, np.full(len(ids), _NEGATIVE_INFINITY, np.float32)))
+                for changes in (self._biases, self._stops) if early[i] else (self._biases,):
+                    if row in changes:
+                        biased.append(i)
+                        biases.append(changes[row])
         if not len(penalised) and not biases:
             return logits
         adjusted = logits.to(torch.float32, copy=True)
