@@ -22,6 +22,7 @@ from prometheus_client import Counter
 
 from services.worker.engines.interface import EngineFailed, ForeignEngine
 from services.worker.engines.moves import EngineMoves, MoveEvents
+from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.migrations import InstanceMigrations, OpenTransport
 from services.worker.instance.output_log import OutputLog, cut
 from services.worker.instance.peers import Peers
@@ -32,13 +33,7 @@ from shared.costs.model import CostSource
 from shared.engine.driver import StepStats
 from shared.engine.handover import Detached
 from shared.engine.load import InstanceLoad
-from shared.engine.load_reports import (
-    HEARTBEAT_S,
-    MOST_DRIFT_INTERVAL_S,
-    REPORT_INTERVAL_S,
-    LoadReports,
-    drift_interval_s,
-)
+from shared.engine.load_reports import LoadReports
 from shared.engines import capabilities
 from shared.engines.book import Book, Effects, Held, merged_bytes
 from shared.engines.capabilities import Capability
@@ -56,10 +51,9 @@ from shared.messages.catalogue import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
-    LOAD_REPORTS,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, ModelSpec
+from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, LoadReport, ModelSpec
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
     Accepted,
@@ -77,7 +71,7 @@ from shared.migration.incoming import Intake
 from shared.migration.limits import can_take
 from shared.runtime.request_events import EventPost
 from shared.runtime.settings import InstanceSettings
-from shared.runtime.tasks import TaskSet, set_within
+from shared.runtime.tasks import TaskSet
 from shared.runtime.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -130,9 +124,7 @@ class EngineInstance:
         self._events = EventPost(bus, self._id)
         self._outputs = OutputLog(settings.resume_s)
         self._reports = LoadReports(self._id, self.incarnation)
-        self._changed = asyncio.Event()
-        self._reported_at = float("-inf")
-        self._drift_s = MOST_DRIFT_INTERVAL_S
+        self._reporter = LoadReporter(bus, self._load_report)
         self._peers = Peers(bus, lambda _id, _info: None, lambda: False)
         self._open_transport = open_transport
         self._intake = Intake(self._id)
@@ -167,7 +159,7 @@ class EngineInstance:
         bus.on_reconnect(self.touch)
         self._tasks.start(self._run_engine(), "engine")
         self._tasks.start(self._expire(), "deadlines")
-        self._tasks.start(self._report_loads(), "load reports")
+        self._tasks.start(self._reporter.keep(), "load reports")
         self._tasks.start(self._keep_measured(), "metrics")
         self._tasks.start(self._registration.keep(), "registry")
         log.info("instance %s hosts %s on %s", self._id, self._spec.name, self._spec.engine)
@@ -184,7 +176,7 @@ class EngineInstance:
         if self._migrations is not None:
             await self._migrations.stop()
         self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} ends"))
-        self._publish_load()
+        self._reporter.publish()
         self._events.flush()
         await self._tasks.end_all()
         for subscription in self._subscriptions:
@@ -225,7 +217,7 @@ class EngineInstance:
             self._error, self._is_final = str(error), error.is_final
             self._is_ending = True
             self._give_up(ErrorInfo(ErrorCode.GONE, f"the engine of instance {self._id} failed"))
-            self._publish_load()
+            self._reporter.publish()
             self.touch()
             if not error.is_final:
                 self.failed.set()
@@ -253,7 +245,7 @@ class EngineInstance:
             telemetry=self._telemetry,
             open_transport=self._open_transport,
             on_change=self.touch,
-            report_soon=self._changed.set,
+            report_soon=self._reporter.touch,
         )
         self._migrations.add_model(self._spec.name)
         await self._migrations.start()
@@ -267,7 +259,7 @@ class EngineInstance:
             self._migrations.on_effects(taken, None)
         for request_id in cancelled:
             self._on_cancel(Cancel(request_id))
-        self._changed.set()
+        self._reporter.touch()
 
     # ------------------------------------------------------------------------------------------------ handlers
 
@@ -291,7 +283,7 @@ class EngineInstance:
             if held is not None:
                 self._tell(held, EventKind.ARRIVED)
         self._carry_out(effects)
-        self._changed.set()
+        self._reporter.touch()
         return Accepted(request.request_id)
 
     def _on_cancel(self, cancel: Cancel) -> None:
@@ -398,20 +390,18 @@ class EngineInstance:
     # ------------------------------------------------------------------------------------------- what came of it
 
     def _on_step(self, book: Book, step: Step) -> None:
-        now = self._bus.now()
         num_decodes = [0, 0]
         for progress in step.progress:
             if (held := book.by_key(progress.key)) is not None and held.is_running:
                 num_decodes[not held.is_online] += 1
-        effects = book.step(step, now)
+        effects = book.step(step, self._bus.now())
         self._carry_out(effects)
         if step.shape is not None:
             num_tokens = step.shape[0] + step.shape[2]
             self._metrics.on_step(
                 StepStats(self._spec.name, num_tokens, (num_decodes[0], num_decodes[1]), step.seconds)
             )
-        if effects.ended or effects.begun or now - self._reported_at >= self._drift_s:
-            self._changed.set()
+        self._reporter.on_step(is_news=bool(effects.ended or effects.begun))
 
     def _carry_out(self, effects: Effects) -> None:
         now = self._bus.now()
@@ -439,7 +429,7 @@ class EngineInstance:
                 request.request_id, request.epoch, EventKind.ENDED, now, str(ended.reason), numbers=numbers
             )
             self._events.add(request.gateway_id, event)
-            self._changed.set()
+            self._reporter.touch()
 
     def _tell(self, held: Held, kind: EventKind) -> None:
         request = held.request
@@ -455,19 +445,10 @@ class EngineInstance:
 
     # ----------------------------------------------------------------------------------------- reports, registry
 
-    async def _report_loads(self) -> None:
-        while True:
-            await set_within(self._changed, HEARTBEAT_S)
-            self._changed.clear()
-            self._publish_load()
-            await asyncio.sleep(REPORT_INTERVAL_S)
-
-    def _publish_load(self) -> None:
-        now = self._reported_at = self._bus.now()
-        load = NO_LOAD if self._book is None else self._book.load(now)
-        self._drift_s = drift_interval_s(load)
+    def _load_report(self) -> LoadReport:
+        load = NO_LOAD if self._book is None else self._book.load(self._bus.now())
         num_out, num_in = (0, 0) if self._migrations is None else self._migrations.num_migrating
-        self._bus.publish(LOAD_REPORTS, self._reports.take(load, num_out, num_in))
+        return self._reports.take(load, num_out, num_in)
 
     async def _keep_measured(self) -> None:
         while True:
@@ -478,7 +459,7 @@ class EngineInstance:
     def touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
         self._registration.touch()
-        self._changed.set()
+        self._reporter.touch()
 
     def _info(self) -> InstanceInfo:
         book = self._book

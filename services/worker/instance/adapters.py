@@ -144,8 +144,8 @@ class InstanceAdapters:
             raise ServiceError(self._why_missing(model, adapter))
 
     def missing(self, model: str, adapter: Adapter) -> ErrorInfo | None:
-        """Why the adapter is not here (`Intake.missing_adapter`): LOADING; MODEL_FAILED where no instance could load it, INTERNAL where another may;
-        GONE with its model."""
+        """Why the adapter is not here (`Intake.missing_adapter`): LOADING; MODEL_FAILED where no instance could load it,
+        INTERNAL where another may; GONE with its model."""
         if self.is_loaded(adapter):
             return None
         self._load_soon(model, adapter)

@@ -19,6 +19,7 @@ from services.worker.instance.adapters import AdapterExecutor, InstanceAdapters
 from services.worker.instance.draining import Draining
 from services.worker.instance.engine_loop import COMPUTE_NICENESS, EngineLoop, StepExecutor
 from services.worker.instance.grammar_telemetry import FollowsGrammars, GrammarTelemetry
+from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance.models import InstanceModels, ModelExecutor, OnReady
 from services.worker.instance.output_log import OutputLog, cut
@@ -31,14 +32,7 @@ from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.load import InstanceLoad
-from shared.engine.load_reports import (
-    HEARTBEAT_S,
-    MOST_DRIFT_INTERVAL_S,
-    REPORT_INTERVAL_S,
-    LoadReports,
-    drift_interval_s,
-    is_news,
-)
+from shared.engine.load_reports import LoadReports, is_news
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
@@ -54,10 +48,9 @@ from shared.messages.catalogue import (
     INSTANCE_ROLE,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
-    LOAD_REPORTS,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan, Role, SetRole
+from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan, LoadReport, Role, SetRole
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
     Accepted,
@@ -72,7 +65,7 @@ from shared.messages.requests import (
 from shared.migration.incoming import Intake
 from shared.migration.limits import can_take
 from shared.runtime.settings import InstanceSettings
-from shared.runtime.tasks import TaskSet, set_within
+from shared.runtime.tasks import TaskSet
 from shared.runtime.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -135,9 +128,7 @@ class InstanceService:
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
         self._outputs = OutputLog(settings.resume_s)
         self._reports = LoadReports(self._id, self.incarnation)
-        self._changed = asyncio.Event()
-        self._reported_at = float("-inf")
-        self._drift_s = MOST_DRIFT_INTERVAL_S
+        self._reporter = LoadReporter(bus, self._load_report)
         self._migrations = InstanceMigrations(
             bus=bus,
             settings=settings,
@@ -151,7 +142,7 @@ class InstanceService:
             telemetry=telemetry,
             open_transport=open_transport,
             on_change=self.touch,
-            report_soon=self._changed.set,
+            report_soon=self._reporter.touch,
         )
         self._adapters = InstanceAdapters(
             self._loop,
@@ -207,7 +198,7 @@ class InstanceService:
         for spec in self._plan.models:
             self._models.begin_load(spec)
         await self._migrations.start()
-        self._tasks.start(self._report_loads(), "load reports")
+        self._tasks.start(self._reporter.keep(), "load reports")
         self._tasks.start(self._keep_measured(), "metrics")
         self._tasks.start(self._registration.keep(), "registry")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
@@ -222,7 +213,7 @@ class InstanceService:
         """Ends migrations, then leaves the registry; what is still running here is placed elsewhere by the scheduler."""
         self.intake.is_draining = self._is_ending = True
         await self._migrations.stop()
-        self._publish_load()
+        self._reporter.publish()
         self._events.flush()
         await self._tasks.end_all()
         for subscription in self._subscriptions:
@@ -294,7 +285,7 @@ class InstanceService:
             raise ServiceError(refused)
         self._outputs.place(request)
         self._reports.admitted.append(request.request_id)
-        self._changed.set()
+        self._reporter.touch()
         return Accepted(request.request_id)
 
     def _on_statistics(self, report: ExecutionStatisticsReport) -> None:
@@ -395,8 +386,7 @@ class InstanceService:
         self._migrations.on_effects(effects, stats)
         if stats is not None:
             self._metrics.on_step(stats)
-        if is_news(effects, stats) or now - self._reported_at >= self._drift_s:
-            self._changed.set()
+        self._reporter.on_step(is_news=is_news(effects, stats))
 
     def _on_ended(self, ended: Ended) -> None:
         self._reports.on_ended(ended)
@@ -405,23 +395,10 @@ class InstanceService:
 
     # ----------------------------------------------------------------------------------------- reports, registry
 
-    async def _report_loads(self) -> None:
-        while True:
-            await set_within(self._changed, HEARTBEAT_S)
-            self._changed.clear()
-            self._publish_load()
-            if self._loop.stuck_for_s() > STUCK_STEP_S:
-                log.error("a step has been running for over %.0f s", STUCK_STEP_S)
-                self.failed.set()
-            await asyncio.sleep(REPORT_INTERVAL_S)
-
-    def _publish_load(self) -> None:
+    def _load_report(self) -> LoadReport:
         self._events.collect()
-        self._reported_at = self._bus.now()
         load_now = self._loop.ask(self._load_with_moves)
-        self._drift_s = drift_interval_s(load_now)
-        changes = self._loop.take_cache_changes()
-        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating, changes))
+        return self._reports.take(load_now, *self._migrations.num_migrating, self._loop.take_cache_changes())
 
     def _load_with_moves(self, engine: Engine) -> InstanceLoad:
         models = engine.memory.queues.keys() if self.intake.is_draining else self._models.unloading
@@ -429,6 +406,9 @@ class InstanceService:
 
     async def _keep_measured(self) -> None:
         while True:
+            if self._loop.stuck_for_s() > STUCK_STEP_S and not self.failed.is_set():
+                log.error("a step has been running for over %.0f s", STUCK_STEP_S)
+                self.failed.set()
             self._measure()
             await asyncio.sleep(METRICS_INTERVAL_S)
 
@@ -457,7 +437,7 @@ class InstanceService:
     def touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
         self._registration.touch()
-        self._changed.set()
+        self._reporter.touch()
 
     @property
     def _num_merged(self) -> int:
