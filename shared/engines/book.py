@@ -186,6 +186,11 @@ class Book:
     def get(self, request_id: str) -> Held | None:
         return self._held.get(request_id)
 
+    def held_epoch(self, request_id: str) -> int | None:
+        """The epoch in which a request is held; None if it is not."""
+        held = self._held.get(request_id)
+        return None if held is None else held.request.epoch
+
     def by_key(self, key: str) -> Held | None:
         """The request that the engine knows by this key."""
         return self._by_key.get(key)

@@ -149,8 +149,7 @@ class Moving:
         return None if held is None else HeldHere(held.request, self._book.facts.block_size)
 
     def held_epoch(self, request_id: str) -> int | None:
-        held = self._book.get(request_id)
-        return None if held is None else held.request.epoch
+        return self._book.held_epoch(request_id)
 
     def busy_s(self, now: float) -> float:
         """0: when the step in flight ends is not known."""

@@ -24,9 +24,10 @@ from services.worker.engines.interface import EngineFailed, ForeignEngine
 from services.worker.engines.moves import EngineMoves, MoveEvents
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.migrations import InstanceMigrations, OpenTransport
-from services.worker.instance.output_log import OutputLog, cut
+from services.worker.instance.output_log import OutputLog
 from services.worker.instance.peers import Peers
 from services.worker.instance.registration import Registration
+from services.worker.instance.replaying import replayed
 from services.worker.instance.telemetry import InstanceTelemetry
 from shared.bus.interface import Bus, ServiceError, Subscription
 from shared.costs.model import CostSource
@@ -52,7 +53,6 @@ from shared.messages.catalogue import (
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
 )
-from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, LoadReport, ModelSpec
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
@@ -288,7 +288,7 @@ class EngineInstance:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         epoch = self._held_epoch(cancel.request_id)
-        if self._book is not None and epoch >= 0:
+        if self._book is not None and epoch is not None:
             is_meant = cancel.epoch is None or epoch <= cancel.epoch
             if is_meant and self._moves is not None and self._moves.is_frozen(cancel.request_id, cancels=True):
                 return
@@ -297,31 +297,11 @@ class EngineInstance:
             self._migrations.on_cancel(cancel)
 
     def _on_replay(self, query: ReplayQuery) -> ReplayReply:
-        reply = ReplayReply([], [], [])
-        room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
-        for position in query.positions:
-            request_id, moves = position.request_id, self._migrations
-            if query.is_of_any_epoch:
-                moved = None if moves is None else moves.handed_over(request_id)
-                known = max(0, self._held_epoch(request_id), self._outputs.epoch(request_id))
-                position = msgspec.structs.replace(position, epoch=known if moved is None else moved.epoch)
-            entry = self._outputs.replay_or_begin(position, self._held_epoch)
-            if entry is None:
-                owner = None if moves is None else moves.owner(request_id, position.epoch)
-                if owner is None:
-                    reply.unknown.append(request_id)
-                else:
-                    reply.moved.append(owner)
-                continue
-            entry, num_bytes = cut(entry, room_bytes)
-            room_bytes -= num_bytes
-            reply.entries.append(entry)
-        return reply
+        return replayed(query, self._outputs, self._held_epoch, self._migrations)
 
-    def _held_epoch(self, request_id: str) -> int:
-        """The epoch in which a request is held; -1 if it is not."""
-        held = None if self._book is None else self._book.get(request_id)
-        return -1 if held is None else held.request.epoch
+    def _held_epoch(self, request_id: str) -> int | None:
+        """The epoch in which a request is held; None if it is not."""
+        return None if self._book is None else self._book.held_epoch(request_id)
 
     def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests([] if self._book is None else self._book.held_requests())

@@ -22,8 +22,9 @@ from services.worker.instance.grammar_telemetry import FollowsGrammars, GrammarT
 from services.worker.instance.load_reporter import LoadReporter
 from services.worker.instance.migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance.models import InstanceModels, ModelExecutor, OnReady
-from services.worker.instance.output_log import OutputLog, cut
+from services.worker.instance.output_log import OutputLog
 from services.worker.instance.registration import Registration
+from services.worker.instance.replaying import replayed
 from services.worker.instance.request_events import InstanceEvents
 from services.worker.instance.telemetry import InstanceTelemetry
 from shared.bus.interface import Bus, ServiceError, Subscription
@@ -49,7 +50,6 @@ from shared.messages.catalogue import (
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
 )
-from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan, LoadReport, Role, SetRole
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
@@ -60,7 +60,6 @@ from shared.messages.requests import (
     ListHeldRequests,
     ReplayQuery,
     ReplayReply,
-    StreamPosition,
 )
 from shared.migration.incoming import Intake
 from shared.migration.limits import can_take
@@ -293,27 +292,7 @@ class InstanceService:
             self._loop.apply(SetStatistics(statistics))
 
     def _on_replay(self, query: ReplayQuery) -> ReplayReply:
-        reply = ReplayReply([], [], [])
-        room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
-        for position in query.positions:
-            request_id = position.request_id
-            if query.is_of_any_epoch:
-                position = self._in_known_epoch(position)
-            entry = self._outputs.replay_or_begin(position, self._loop.held_epoch)
-            if entry is not None:
-                entry, num_bytes = cut(entry, room_bytes)
-                room_bytes -= num_bytes
-                reply.entries.append(entry)
-            elif (owner := self._migrations.owner(request_id, position.epoch)) is not None:
-                reply.moved.append(owner)
-            else:
-                reply.unknown.append(request_id)
-        return reply
-
-    def _in_known_epoch(self, position: StreamPosition) -> StreamPosition:
-        moved = self._migrations.handed_over(position.request_id)
-        epoch = self._migrations.known_epoch(position.request_id) if moved is None else moved.epoch
-        return msgspec.structs.replace(position, epoch=max(0, epoch))
+        return replayed(query, self._outputs, self._loop.held_epoch, self._migrations)
 
     def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests(self._loop.ask(Engine.held_requests))
