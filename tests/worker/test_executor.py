@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.executor.executor import WARM_UP, Executor
+from services.worker.executor.executor import Executor
+from services.worker.executor.first_steps import WARM_UP
 from services.worker.kv.transfer import Field
 from services.worker.models.decode_graphs import Capture, Replayable
 from services.worker.models.decoder import ForwardState

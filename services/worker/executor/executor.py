@@ -15,7 +15,6 @@ claims. Each has its part of the weights and of every block, under the same numb
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ import torch
 
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.executor.first_steps import NUM_CHECKED, are_nan, fingerprint_of, lone_step, warm_up
 from services.worker.executor.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Vocabulary
 from services.worker.executor.pooling import PooledRows, Pooler, load_pooler
 from services.worker.executor.sampling import SampledTokens
@@ -42,7 +42,6 @@ from services.worker.models.adapters import BatchAdapters, LoraWeights, lora_byt
 from services.worker.models.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.deterministic import FAST, INVARIANT, Numerics
-from services.worker.models.encoder import EncoderModel
 from services.worker.models.host_weights import HostWeights
 from services.worker.models.loading import Identity, identity_of, load_model
 from services.worker.node.machine import free_memory_bytes
@@ -61,15 +60,6 @@ logger = logging.getLogger(__name__)
 
 LAYERS_PER_SAFEPOINT = {"cpu": 1, "cuda": 4}
 """Until the profiler says otherwise. A check costs nothing on CPU; on CUDA the launching thread waits at each."""
-
-
-WARM_UP = {"cpu": ((1, 0, 2), (1, 2, 1)), "cuda": ((1, 0, 2), (1, 2, 1), (1, 0, 512), (257, 2, 1))}
-"""(sequences, tokens in the cache, tokens computed) of the steps before a model serves. On CUDA kernels come in variants for
-long prompts and for many sequences."""
-
-NUM_CHECKED = 2
-"""Tokens by whose logits a model is judged."""
-UNSOUND = "its logits are NaN: weights that are no numbers, or too large for their dtype."
 
 
 @dataclass
@@ -245,7 +235,7 @@ class Executor:
             chosen = _choose(backends, model, self._numerics)
             block_size = backends[chosen].facts.block_sizes[0]
             if is_new and self._group is ALONE:
-                _warm_up(model, backends[chosen], block_size, identity.max_model_len, ALONE)
+                warm_up(model, backends[chosen], block_size, identity.max_model_len, ALONE)
             self._weights[identity] = model
             backend = self._backends[chosen]
             max_model_len = spec.max_model_len or identity.max_model_len
@@ -254,7 +244,7 @@ class Executor:
             )
             prepared.pooler = load_pooler(path, shape, self.device)
             if self._group is ALONE and self._numerics is INVARIANT:
-                prepared.fingerprint = _fingerprint(model, backends[chosen], block_size, max_model_len)
+                prepared.fingerprint = fingerprint_of(model, backends[chosen], block_size, max_model_len)
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
             if self._group is ALONE and self._new_capture is not None and prepared.pooler is None:
                 prepared.graphs = self._captured(prepared, self._new_capture())
@@ -306,7 +296,7 @@ class Executor:
         if self._group is not ALONE:
             with beside_steps(self.device):
                 with self._together():
-                    _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
+                    warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
                 if self._new_capture is not None and prepared.pooler is None:
                     prepared.graphs = self._captured(prepared, self._new_capture())
         views = prepared.views or self._attach(prepared)
@@ -336,8 +326,8 @@ class Executor:
         loaded = self._models[name]
         count = min(NUM_CHECKED, loaded.max_model_len)
         with beside_steps(self.device), self._together():
-            logits = _lone_step(loaded.model, loaded.backend, loaded.block_size, self._group, 1, 0, count)
-        return logits is None or not _are_nan(logits)
+            logits = lone_step(loaded.model, loaded.backend, loaded.block_size, self._group, 1, 0, count)
+        return logits is None or not are_nan(logits)
 
     def remove_model(self, name: str) -> None:
         """Frees the model's weights, unless another name has them too, and drops its suspended steps; no launched step may
@@ -857,63 +847,3 @@ def _choose(backends: list[AttentionBackend], model: DecoderModel, numerics: Num
         ):
             return index
     raise CheckpointError(f"no attention back end runs heads of {model.head_dim} in {model.dtype}{numerics.asks}.")
-
-
-@torch.inference_mode()
-def _warm_up(
-    model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int, group: RankGroup
-) -> None:
-    """Prefills and decodes: compiles and initialises kernels before the model serves. Each stage by itself. Raises
-    `CheckpointError` where no logits of few tokens are numbers (among many one may be odd, which ends its requests alone).
-    Of a group, whose other ranks would wait for the one that sees it, rank 0 asks all (`Executor.is_sound`)."""
-    for num_rows, start, count in WARM_UP[model.device.type]:
-        if (length := min(count, max_model_len - start)) < 1:
-            continue
-        logits = _lone_step(model, backend, block_size, group, num_rows, start, length)
-        if group is ALONE and length <= NUM_CHECKED and logits is not None and _are_nan(logits):
-            raise CheckpointError(UNSOUND)
-
-
-def _are_nan(logits: torch.Tensor) -> bool:
-    """`[S, vocab]`: of each of the S."""
-    return bool(torch.isnan(logits).any(dim=-1).all())
-
-
-@torch.inference_mode()
-def _fingerprint(model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int) -> str:
-    """The same where the model makes the same bits."""
-    logits = _lone_step(model, backend, block_size, ALONE, 1, 0, min(block_size, max_model_len, model.vocab_size))
-    assert logits is not None
-    return hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()[:16]
-
-
-def _lone_step(
-    model: DecoderModel,
-    backend: AttentionBackend,
-    block_size: int,
-    group: RankGroup,
-    num_rows: int,
-    start: int,
-    count: int,
-) -> torch.Tensor | None:
-    """In a cache of its own, whose blocks are all the same one. The rows' logits, on the last stage; of an encoder, which
-    has neither, what it makes of texts of few tokens."""
-    if isinstance(model, EncoderModel):
-        text = torch.arange(min(count, NUM_CHECKED), device=model.device)
-        return model.encoded([text] * num_rows, [0] * num_rows, "cls")
-    shape, device = model.kv_shape(block_size), model.device
-    store = KvStore(1, -(-shape.block_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
-    views = store.attach(shape, 1)
-    store.claim(views, np.zeros(1, np.int64))
-    tables = np.zeros((num_rows, -(-(start + count) // block_size)), np.int32)
-    layout = BatchLayout(
-        np.full(num_rows, start), np.full(num_rows, count), tables, block_size, model.dtype, device, model.windows,
-        model.heads,
-    )  # fmt: skip
-    positions = to_device(layout.positions, device)
-    batch = ForwardBatch(positions % model.vocab_size, positions, views, backend, backend.prepare(layout))
-    hidden = torch.zeros(len(positions), model.hidden_size, dtype=model.dtype, device=device)
-    state = model.forward(batch, None if group.is_first_stage else hidden)
-    if not group.is_last_stage:
-        return None
-    return model.logits(state, to_device(layout.query_starts[1:] - 1, device))

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from services.worker.executor.executor import UNSOUND, Executor, PreparedModel
+from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.first_steps import UNSOUND
 from services.worker.executor.grammars import Compiled, GrammarCounters
 from services.worker.kv.kv_store import BlockParts, KvBlocks, WindowedBlocks
 from services.worker.ranks.group import GroupError, RankGroup
