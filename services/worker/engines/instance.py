@@ -341,22 +341,22 @@ class EngineInstance:
         """Empties the instance: where others can take its requests, gives up at once those that cannot move, and the others
         when they have not moved in time; else they end here, as far as the time carries."""
         await self._peers.known(PEERS_TIMEOUT_S)
+        drained = ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} is drained")
         deadline_s = self._bus.now() + grace_s
-        while self._book is not None and len(self._book) and self._bus.now() < deadline_s:
-            others = [info for name, info in self._peers.entries().items() if name != self._id]
-            if any(can_take(info, {self._spec.name}, with_kv=False) for info in others):
-                moves = self._moves
-                if moves is None or not any(can_take(info, {self._spec.name}) for info in others):
-                    break
-                deadline_s = min(deadline_s, self._bus.now() + MOVES_S)
-                self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} is drained"), moves.can_move)
-                while len(self._book) and self._bus.now() < deadline_s:
-                    await asyncio.sleep(DRAIN_POLL_S)
-                break
+        while self._book and not self._others_can_take(with_kv=False) and self._bus.now() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
+        if self._moves is not None and self._others_can_take(with_kv=True):
+            self._give_up(drained, self._moves.can_move)
+            deadline_s = min(deadline_s, self._bus.now() + MOVES_S)
+            while self._book and self._bus.now() < deadline_s:
+                await asyncio.sleep(DRAIN_POLL_S)
         self._is_ending = True
-        self._give_up(ErrorInfo(ErrorCode.DRAINING, f"instance {self._id} is drained"))
+        self._give_up(drained)
         self.drained.set()
+
+    def _others_can_take(self, *, with_kv: bool) -> bool:
+        others = (info for name, info in self._peers.entries().items() if name != self._id)
+        return any(can_take(info, {self._spec.name}, with_kv) for info in others)
 
     def _give_up(self, error: ErrorInfo, stays: Callable[[Held], bool] = lambda _: False) -> None:
         """All, but those that stay and those that are perhaps another's."""
