@@ -177,8 +177,7 @@ class Book:
         self._last_step_s: float | None = None
         self._offline_rate = Outflow(RATE_WINDOW_S)
         self.num_preemptions = 0
-        """In all; likewise, of tokens made again, those that came out otherwise."""
-        self.num_diverged = 0
+        """Preemptions since the start."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -312,7 +311,6 @@ class Book:
             held.output += tokens
 
     def _try_again(self, held: Held, now: float, effects: Effects) -> None:
-        self.num_diverged += 1
         effects.diverged.append(held)
         if (error := held.resumption.give_in()) is not None:
             self._end(held, FinishReason.ERROR, error, now, effects)

@@ -179,9 +179,6 @@ class Departures:
         self.cancelled: list[str] = []
         """Requests that are back and were to be cancelled while they were frozen."""
 
-    def __len__(self) -> int:
-        return len(self._moves)
-
     def candidates(self, now: float, include_offline: bool) -> list[MigrationCandidate]:
         """Online requests that decode, lower priority first, then those with fewer blocks. `include_offline` (to drain):
         also those that wait, and offline ones last."""

@@ -98,7 +98,7 @@ class SamplingRows:
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         """Token ids and what is added to their logits, of rows that have any."""
         self._stops: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        """Likewise of stop tokens, before the least output is reached."""
+        """Stop tokens and what keeps them out, of rows that have any, until the least output is reached."""
 
     def set(self, row: int, params: SamplingParams, prompt_tokens: int) -> None:
         """A sequence takes the row."""

@@ -66,7 +66,7 @@ async def _instances(http: httpx.AsyncClient, address: str) -> list[dict]:
     return (await http.get(f"{address}/admin/instances")).json()["instances"]
 
 
-async def _until_serving(address: str, process: subprocess.Popen[bytes], log: Path, num: int = 2) -> None:
+async def _until_serving(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
     async with httpx.AsyncClient(timeout=10) as http:
         for _ in range(1200):
             assert process.poll() is None, said(log)
@@ -74,7 +74,7 @@ async def _until_serving(address: str, process: subprocess.Popen[bytes], log: Pa
                 ready = [one for one in await _instances(http, address) if one["state"] == "ready"]
             except (httpx.HTTPError, ValueError, KeyError):
                 ready = []
-            if len(ready) >= num:
+            if len(ready) == 2:
                 return
             await asyncio.sleep(0.5)
     raise AssertionError(said(log))
