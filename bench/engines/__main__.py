@@ -162,6 +162,8 @@ class Bench:
                 arguments.rate,
                 arguments.duration,
                 seed,
+                # No two turns have prompts in common: a cache would have those of the earlier one.
+                prompts_seed=1000 * (1 + len(self.measured)) + seed,
                 batch=BATCH if is_beside else None,
                 batch_streams=arguments.batch_streams if is_beside else 0,
                 batch_fields=batch_fields(self.servers[name], variant == PRIORITY),

@@ -122,15 +122,16 @@ class Client:
         rate: float,
         duration_s: float,
         seed: int,
+        prompts_seed: int,
         batch: Lengths | None = None,
         batch_streams: int = 0,
         batch_fields: Mapping[str, Any] | None = None,
         ramp_s: float = RAMP_S,
     ) -> Turn:
         """Online requests at Poisson times; beside them a batch, of which `batch_streams` requests are always unanswered,
-        from `ramp_s` before. Raises `LoadError`."""
+        from `ramp_s` before. `seed` is of the times. Raises `LoadError`."""
         arrivals = _arrivals(rate, duration_s, seed)
-        bodies = [self._body(lengths, number, seed, {}) for number in range(len(arrivals))]
+        bodies = [self._body(lengths, number, prompts_seed, {}) for number in range(len(arrivals))]
         online: list[RequestRecord] = []
         offline: list[RequestRecord] = []
 
@@ -142,7 +143,7 @@ class Client:
 
         async def work(connections: Connections, lengths: Lengths, number: int) -> None:
             while True:
-                body = self._body(lengths, number, seed + 1, batch_fields or {})
+                body = self._body(lengths, number, prompts_seed + 1, batch_fields or {})
                 record = self._record(lengths, f"batch-{number}", RequestClass.OFFLINE, self._now())
                 record.error = UNFINISHED
                 offline.append(record)

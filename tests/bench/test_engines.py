@@ -20,7 +20,7 @@ async def test_streams_and_arrivals_are_answered_beside_a_batch() -> None:
         client = Client(server.url, "there", 1000)
         turn = await client.closed_loop(LENGTHS, num_streams=3, num_requests=7, seed=1)
         assert len(turn.online) == 7 and turn.output_tokens_per_s == 7 * 8 / turn.duration_s
-        turn = await client.open_loop(LENGTHS, 10.0, 1.0, 1, batch=LENGTHS, batch_streams=2, ramp_s=0.2)
+        turn = await client.open_loop(LENGTHS, 10.0, 1.0, 1, 1, batch=LENGTHS, batch_streams=2, ramp_s=0.2)
         assert turn.online and turn.batch_tokens_per_s > 0
         assert all(record.ttft_s > 0 for record in turn.online)
         server.cut_after = 3
