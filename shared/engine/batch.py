@@ -66,7 +66,7 @@ class PlannedStep:
         self.charged: set[int] = set()
         """The columns whose service was charged before its end."""
         self.planned_s = now
-        """When it was planned, or its resumption."""
+        """Time at which it was planned, or its resumption."""
         self.predicted_s = predicted_s
         """Predicted seconds of the whole step; 0: unknown."""
         self.is_long = False
@@ -84,9 +84,9 @@ class PlannedStep:
         self.done_share = 0.0
         """Share of its layers that were done when it was suspended."""
         self.suspended_s = 0.0
-        """When it was suspended."""
+        """Time at which it was suspended."""
         self.interrupted_s = 0.0
-        """When it was suspended for the sake of an online request, which parts of it stop for by themselves."""
+        """Time at which it was suspended for the sake of an online request, which parts of it stop for by themselves."""
 
     def roll_back(self) -> None:
         """Takes back what was counted as computed when it was planned; as no later step was planned upon it, the counts are

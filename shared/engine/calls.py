@@ -56,7 +56,7 @@ class RemoveModel(Call[bool], frozen=True):
 
 
 class SetObjectives(Call[None], frozen=True):
-    """For the model's requests that come from now on and name none; 0: the instance's default."""
+    """Default objectives of requests for the model from now on, where they name none; 0: the instance's default."""
 
     name: str
     ttft_s: float

@@ -1,4 +1,4 @@
-"""When KV blocks are copied to host memory and back: asks the policy before each step, and begins the copies.
+"""Copies of KV blocks to host memory and back: asks the policy before each step, and begins the copies.
 
 How long a block takes is measured on the copies themselves, in each direction; that of the model whose blocks take longest
 counts. Before the first has ended it is what the cost model says, and where that says nothing, few blocks are begun beside

@@ -66,7 +66,7 @@ class Driver:
         self._last_end_s = -math.inf
         self._num_copies = 0
         self.running_since_s: float | None = None
-        """When the oldest step in flight was planned."""
+        """Time at which the oldest step in flight was planned."""
         self._is_full = False
         """The last turn launched nothing, or filled what may be in flight."""
 

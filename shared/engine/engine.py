@@ -216,7 +216,7 @@ class Engine:
     # -------------------------------------------------------------------------------------- time and effects
 
     def next_wakeup(self) -> float | None:
-        """When `OnTime` must be applied next, if nothing else happens before."""
+        """Time at which `OnTime` must be applied next, if nothing else happens before."""
         deadline_s, demand = self.requests.next_deadline(), self.memory.demand
         return deadline_s if demand is None else min(inf if deadline_s is None else deadline_s, demand.until_s)
 
@@ -270,7 +270,7 @@ class Engine:
         ]
 
     def pool_view(self) -> PoolView:
-        """For the console."""
+        """What the console shows of the KV pool."""
         return pool_view(self.memory, self.requests.all_held())
 
     def migration_candidates(self, now: float, include_offline: bool = False) -> list[MigrationCandidate]:

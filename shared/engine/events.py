@@ -15,7 +15,7 @@ MAX_EVENTS = 16384
 class EventLog:
     def __init__(self) -> None:
         self.is_on = False
-        """Where nobody takes them none are kept."""
+        """Whether events are kept: only where somebody takes them."""
         self._events: deque[tuple[str, RequestEvent]] = deque(maxlen=MAX_EVENTS)
 
     def add(

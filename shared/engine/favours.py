@@ -93,7 +93,7 @@ class Favours:
         ]
 
     def make_room(self, queue: ModelQueue, prompts: list[Sequence], now: float) -> None:
-        """For the first of them that waits, while its victims are in no step."""
+        """Makes room for the first of the prompts that waits, while its victims are in no step."""
         memory = self._memory
         waiting = [sequence for sequence in prompts if sequence.row < 0]
         if not waiting:

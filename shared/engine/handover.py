@@ -50,11 +50,11 @@ class Detached(msgspec.Struct, frozen=True):
 
     request_id: str
     request: GenerationRequest
-    """As it is to travel, in its old epoch: all output as `prior`, times re-based to `taken_s`."""
+    """The request as it is to travel, in its old epoch: all output as `prior`, times re-based to `taken_s`."""
     progress: SequenceProgress
     taken_s: float
     here_since_s: float
-    """When this instance was given it."""
+    """Time at which this instance was given it."""
 
 
 class PromptChunk(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class Reservation(msgspec.Struct, frozen=True):
     num_held: int
     """Leading blocks of the stage that were found in the prefix cache."""
     blocks: list[int]
-    """For the others, in order."""
+    """Blocks for the other tokens, in order."""
 
 
 def rebased(taken: Detached, now: float) -> tuple[GenerationRequest, SequenceProgress]:

@@ -46,7 +46,7 @@ LEAST_IDEAL_SHARE = 0.125
 """Share of the pool that may be used beside requests of high priority, whatever the cost model says."""
 
 UNKNOWN_IDEAL_SHARE = 0.25
-"""Where there is no cost model."""
+"""Assumed share where there is no cost model."""
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     models: tuple[ModelLoad, ...]
     dispatch_freeness_high: float = 0.0
-    """As a request of high priority sees it: without headroom."""
+    """Freeness as a request of high priority sees it: without headroom."""
     migration_freeness: float = 0.0
     """Decode steps."""
     scaling_freeness: float = 0.0

@@ -56,7 +56,7 @@ class ModelQueue:
         """Those to be handed over when their prompts are computed, in whatever state: no step here decodes them."""
         self.last_planned_step = -1
         self.offline_turn_s = 0.0
-        """When the last step with offline work of the model was to begin, or the first of what it holds came."""
+        """Time at which the last step with offline work of the model was to begin, or the first of what it holds came."""
         self.cost_model: CostModel | None = None
         """With the live correction."""
         self.is_cost_known = False
@@ -157,7 +157,7 @@ class ModelQueue:
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
     def streams(self, now: float) -> tuple[float, float]:
-        """For online sequences that have blocks and their first token: the time left until the earliest is to run again
+        """Time left until the earliest online sequence with blocks and a first token is to run again
         (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
         left_s, num, context = math.inf, 0, 0
         objective_s, silence_s = -1.0, 0.0

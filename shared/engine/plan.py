@@ -76,8 +76,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return shape_of(expanded.starts, expanded.counts)
 
     def expanded(self) -> StepPlan:
-        """As it is executed: behind the columns each draft token is one of its own, at the position where it would be, and
-        what follows it is sampled. The executor puts draft tokens into the row before; what is sampled overwrites them."""
+        """The plan as it is executed: behind the columns each draft token is one of its own, at the position where it would
+        be, and what follows it is sampled. The executor puts draft tokens into the row before; what is sampled overwrites
+        them."""
         if not self.drafts:
             return self
         rows, starts = list(self.rows), list(self.starts)
@@ -140,7 +141,7 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     """Same length; flat block indices of the model in the host pool, which has merged blocks of the same size. None for a
     move."""
     target_blocks: list[int] = []
-    """Where a move's blocks go; same length."""
+    """Blocks that a move fills; same length."""
     tables: list[tuple[int, int, int]] = []
     """A move's entries in block tables: (row, index in its block table, the block there from now on)."""
 

@@ -107,8 +107,8 @@ class Planner:
         """Weights of the ranks, where models of both wait for the step that is being planned."""
         self._patience = Patience()
         self._own_began_s, self._num_led = 0.0, 0
-        """When the last offline step of its own beside online work began, or nothing online was there; and how many steps
-        online work has led since."""
+        """Time at which the last offline step of its own beside online work began, or at which nothing online was there;
+        and how many steps online work has led since."""
         self._offline_turns = Turns()
         self._offline_weights: dict[str, float] = {}
         """Weights of the models with offline work for the step that is being planned: the number of their sequences."""
@@ -129,7 +129,7 @@ class Planner:
         return max(0.0, limit_s - self._online_steps_s())
 
     def offline_spare_s(self, model: str, now: float) -> float:
-        """For how long an offline step of the model may run now, or soon, beside online work; 0 where the objectives leave
+        """How long an offline step of the model may run now, or soon, beside online work; 0 where the objectives leave
         none; inf without online work."""
         if not self._memory.has_online_work():
             return math.inf
@@ -605,7 +605,7 @@ class Planner:
         return step
 
     def _short_step_s(self) -> float:
-        """For which any online request can wait, though two such steps may be before it."""
+        """Duration for which any online request can wait, though two such steps may be before it."""
         return SHORT_STEP_SHARE * self._least_ttft_s()
 
     def resume(self, now: float, stop_share: float) -> PlannedStep:

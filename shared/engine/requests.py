@@ -45,7 +45,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     num_preemptions: int
     arrived_s: float
-    """When the client's request came, as far as is known."""
+    """Time at which the client's request came, as far as is known."""
     submitted_s: float
     first_planned_s: float | None
     first_token_s: float | None
@@ -61,7 +61,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     num_migrations: int = 0
     """From instance to instance."""
     here_since_s: float = 0.0
-    """When this instance was given it: its submission, or its adoption from another."""
+    """Time at which this instance was given it: its submission, or its adoption from another."""
     max_itl_s: float = 0.0
     """The longest time between two of its tokens."""
     service_s: float = 0.0

@@ -18,7 +18,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo
 HASH_BYTES = 16
 
 DEMAND_S = 1.0
-"""For so long what a reservation lacked is kept from offline work, so that it can be had when it is asked for again."""
+"""How long what a reservation lacked is kept from offline work, so that it can be had when it is asked for again."""
 
 RETRY_S = 0.02
 """After which the next step may have ended."""

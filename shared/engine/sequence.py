@@ -208,10 +208,10 @@ class Sequence:
         self.is_cancelled = False
         """A cancel came while it was frozen."""
         self.moved_s = float("-inf")
-        """When its last move ended, here or not."""
+        """Time at which its last move ended, here or not."""
         self.num_migrations = 0
         self.lookup: PromptLookup | None = None
-        """Where drafts were looked for (drafting.py)."""
+        """Index in which drafts are looked up (drafting.py)."""
         self.prompt_logprobs: bytearray | None = None
         """Packed, of the prompt's tokens from the second on, as far as they are known; or what was pooled of it. None:
         nobody asked, or they went out with the first token."""

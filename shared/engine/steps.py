@@ -50,7 +50,7 @@ class Steps:
         self._in_flight: dict[int, PlannedStep] = {}
         self._num_planned = 0
         self._last_end_s = 0.0
-        """When the last step returned: one planned behind it began then."""
+        """Time at which the last step returned: one planned behind it began then."""
         self._last_plan_s = 0.0
 
     @property

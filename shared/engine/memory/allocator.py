@@ -34,9 +34,9 @@ from shared.policies.tenant_shares import TenantShares
 _ENDED = State.ENDED
 
 GROWTH_STEPS = 32
-"""For which the running sequences can grow when one more is admitted."""
+"""Steps for which the running sequences can grow when one more is admitted."""
 RELIEF_STEPS = 64
-"""For which they can grow when an online one is preempted, if one alone frees so much."""
+"""Steps for which they can grow when an online sequence is preempted, if one alone frees so much."""
 
 
 class Demand(NamedTuple):
@@ -269,7 +269,7 @@ class Allocator:
         return self.num_free_rows < demand.num_rows or self.pool.num_available(demand.model) < demand.num_blocks
 
     def make_room_for_incoming(self, model: str, num_blocks: int, now: float) -> bool:
-        """As `make_room`, for what comes from another instance: only offline sequences give way to it."""
+        """Makes room as `make_room` does, for what comes from another instance: only offline sequences give way to it."""
         victims = [sequence for sequence in self.offline_holders() if not sequence.in_flight]
         return self._give_way(model, victims, num_blocks, True, now)
 
@@ -325,8 +325,8 @@ class Allocator:
         return wanted + others <= self.pool.num_merged
 
     def beyond_share(self, sequence: Sequence, num_blocks: int, now: float) -> Iterator[Sequence]:
-        """Where a waiting sequence asks for no more than the least share of its model: online ones of models that hold more
-        than theirs, all but the first of each; perhaps in flight."""
+        """Yields victims where a waiting sequence asks for no more than the least share of its model: online ones of models
+        that hold more than theirs, all but the first of each; perhaps in flight."""
         least = self.least_merged()
         if not least:
             return
@@ -348,10 +348,10 @@ class Allocator:
     # ---------------------------------------------------------------------------------------- tenants' shares
 
     def beyond_tenant_share(self, sequence: Sequence, now: float, *, num_blocks: int = 0) -> Iterator[Sequence]:
-        """Where a waiting online sequence asks for no more than its tenant's share, by weight, of the pool (`num_blocks`)
-        or, without blocks, of the rows: the last ones in the order of tenants that hold more than theirs, all but the first
-        of each; perhaps in flight. Whoever takes like this does not come to hold more than its share, so nobody takes it
-        back."""
+        """Yields victims where a waiting online sequence asks for no more than its tenant's share, by weight, of the pool
+        (`num_blocks`) or, without blocks, of the rows: the last ones in the order of tenants that hold more than theirs,
+        all but the first of each; perhaps in flight. Whoever takes like this does not come to hold more than its share, so
+        nobody takes it back."""
         tenants = self.tenants(sequence)
         if not tenants.are_several:
             return

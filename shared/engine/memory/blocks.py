@@ -43,7 +43,7 @@ def root_hash(model: str) -> bytes:
 
 
 def prefix_root(root: bytes, adapter_version: str, salt: str) -> bytes:
-    """Where the hash chain of a request begins: that of its model, or another one with an adapter (whose keys and values are
+    """First hash of a request's chain: that of its model, or another one with an adapter (whose keys and values are
     others) or a salt (whoever has another one must not find its blocks). Empty: without."""
     if adapter_version:
         root = chain_hash(root, adapter_version.encode())

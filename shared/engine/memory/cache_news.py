@@ -33,7 +33,7 @@ class Cache(Protocol):
 
 
 class CacheChanges(msgspec.Struct, frozen=True):
-    """For a load report, as its fields of the same names."""
+    """Changes for the fields of the same names in a load report."""
 
     cache_held: bytes = b""
     cache_lost: bytes = b""

@@ -152,7 +152,7 @@ class Compaction:
         return max(self._pool.least_merged(name), self._num_fixed(name, ()))
 
     def reach(self, model: str, victims: Collection[Sequence] = ()) -> Reach:
-        """For a model. `victims`: the blocks of these are not in the way."""
+        """What moves of blocks can open to a model. `victims`: the blocks of these are not in the way."""
         per_merged = {name: queue.shape.blocks_per_merged for name, queue in self._queues.items()}
         touched = {victim.model for victim in victims}
         fixed = {
@@ -163,7 +163,7 @@ class Compaction:
         return Reach(self._pool, model, per_merged, fixed)
 
     def best_reach(self, model: str) -> Reach:
-        """As if every block could be moved: quickly found out."""
+        """Upper bound of `reach`, quickly found: as if every block could be moved."""
         return Reach(
             self._pool, model, {name: queue.shape.blocks_per_merged for name, queue in self._queues.items()}, {}
         )
