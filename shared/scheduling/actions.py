@@ -23,7 +23,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
-    """For timelines: a request is in the queue, and cannot be dispatched at once."""
+    """Event for timelines: a request is in the queue, and cannot be dispatched at once."""
 
     gateway_id: str
     request_id: str
@@ -63,7 +63,7 @@ class NotifyLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class InstanceLost(msgspec.Struct, frozen=True, tag=True):
-    """For the log and metrics: an instance is gone, with so many requests on it or on their way to it."""
+    """Event for the log and metrics: an instance is gone, with so many requests on it or on their way to it."""
 
     instance_id: str
     reason: str
@@ -78,7 +78,7 @@ class ProbeSilence(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeftQueue(msgspec.Struct, frozen=True, tag=True):
-    """For metrics and traces: a request is not in this scheduler's hands any more. Times on the core's clock."""
+    """Event for metrics and traces: a request is not in this scheduler's hands any more. Times on the core's clock."""
 
     request: GenerationRequest
     outcome: str
@@ -90,7 +90,7 @@ class LeftQueue(msgspec.Struct, frozen=True, tag=True):
     """Length of the queue when the request arrived."""
     submitted_s: float
     left_s: float
-    """For dispatched ones: when the submit call that succeeded began."""
+    """Start of the submit call that succeeded, for dispatched ones."""
 
 
 class SendRebalance(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +108,7 @@ class TellRole(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paired(msgspec.Struct, frozen=True, tag=True):
-    """For the log and metrics: an instance gives requests away from now on."""
+    """Event for the log and metrics: an instance gives requests away from now on."""
 
     instance_id: str
     destinations: list[str]
@@ -117,7 +117,7 @@ class Paired(msgspec.Struct, frozen=True, tag=True):
 
 
 class MigrationEnded(msgspec.Struct, frozen=True, tag=True):
-    """For metrics: a migration ended."""
+    """Event for metrics: a migration ended."""
 
     source_id: str
     destination_id: str

@@ -67,7 +67,7 @@ class Account:
         return ticket
 
     def ask(self) -> OfflineDemand | None:
-        """For the question that is sent now; None: nothing to ask for."""
+        """Demand for the question that is sent now; None: nothing to ask for."""
         self._covered = self.on_way
         wanted = self.wanted_tokens + self.on_way
         return self._demand(wanted) if wanted else None

@@ -519,7 +519,7 @@ class CandidatesFor:
         return self._held_tokens[block_size]
 
     def _all_held_tokens(self) -> list[Held]:
-        """For each size that blocks of the model have somewhere."""
+        """Tokens held, for each size that blocks of the model have somewhere."""
         ways, _ = self._cluster.ways(self.model)
         return [self.held_tokens(block_size) for block_size in {way.block_size for way in ways}]
 

@@ -116,7 +116,7 @@ class InstanceState:
 
     info: InstanceInfo
     heard_s: float
-    """When it was last heard of: a report, its registration, or the end of an outage of the bus."""
+    """Time at which it was last heard of: a report, its registration, or the end of an outage of the bus."""
     ready: dict[str, ServedModel] = field(default_factory=dict)
     """Models that take requests here."""
     coming: dict[str, ServedModel] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class InstanceState:
         return self._left_merged
 
     def freeness(self, for_high: bool) -> ReportedFreeness:
-        """For dispatch; `for_high`: as a request of high priority sees it, beside which no headroom is kept."""
+        """Freeness for dispatch; `for_high`: as a request of high priority sees it, beside which no headroom is kept."""
         report = self.report
         assert report is not None
         value = report.dispatch_freeness_high if for_high else report.dispatch_freeness
@@ -286,7 +286,7 @@ class ClusterView:
         self._instances: dict[str, InstanceState] = {}
         self._silence: Timers[str] = Timers()
         self._served: dict[str, Counter[ServedModel]] = {}
-        """For each model, in how many ways it is served and by how many instances each."""
+        """How many instances serve each model, by the way in which they serve it."""
         self._taking: dict[str, Counter[ServedModel]] = {}
         """Served models of the instances that take requests, by name."""
         self._coming: dict[str, Counter[ServedModel]] = {}
@@ -378,7 +378,7 @@ class ClusterView:
         return ErrorInfo(ErrorCode.TOO_LONG, f"{asked} were asked for; {limit}", param)
 
     def may_fit_soon(self, request: GenerationRequest) -> bool:
-        """Where an instance is loading the request's model that could run it, as far as is known."""
+        """Whether an instance that could run the request is loading its model, as far as is known."""
         num_tokens = len(request.prompt) // 4 + request.sampling.max_tokens
         coming = self._coming.get(request.model, ())
         return any(way.fits(num_tokens) and not capabilities.refusal(request, way.lacks) for way in coming)

@@ -133,7 +133,7 @@ class SchedulerCore:
         return self.dispatcher.has_unread
 
     def next_wakeup(self) -> float | None:
-        """When `OnTime` must be applied next, if nothing else happens before."""
+        """Time at which `OnTime` must be applied next, if nothing else happens before."""
         parts = (self.cluster.next_silence(), self.rescheduler.next_wakeup(), self.roles.next_wakeup())
         times = (self.life.timers.next(), *parts)
         return min((at for at in times if at is not None), default=None)
@@ -223,7 +223,7 @@ class SchedulerCore:
 
 @dataclass
 class _Demand:
-    """As of `ModelDemand`."""
+    """Fields of a `ModelDemand`."""
 
     num_online: int = 0
     num_offline: int = 0

@@ -90,7 +90,7 @@ class Dispatcher:
         """Predicted, of each model's online requests that were dispatched; likewise how many these were."""
         self._num_dispatched: dict[str, Outflow] = {}
         self._last_pick: dict[str, int] = {}
-        """For each model, the number of its last pick."""
+        """Number of each model's last pick."""
 
     def enqueue(self, tracked: TrackedRequest, now: float) -> None:
         self.queue.push(tracked, now)

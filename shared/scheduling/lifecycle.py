@@ -32,8 +32,9 @@ ASSIGNMENT_GRACE_S = 10.0
 """Past a request's deadline, when its instance must have ended it."""
 
 UNFIT_GRACE_S = 10.0
-"""For a request in the queue that has become too long for all that serve its model: while instances restart for another
-placement, one that is large enough may not have registered yet. So often it is looked whether it may load the model."""
+"""Grace period of a request in the queue that has become too long for all that serve its model: while instances restart for
+another placement, one that is large enough may not have registered yet. So often it is looked whether it may load the
+model."""
 
 Timer = tuple[str, str]
 """(deadline | unfit | ledger | confirm, id of a request) or (backoff, id of an instance)"""

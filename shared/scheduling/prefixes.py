@@ -84,7 +84,7 @@ class Held(Mapping[str, int]):
         return default
 
     def longest(self) -> Iterator[tuple[str, int]]:
-        """As `items`, those that have most first."""
+        """`items` in order, those that have most first."""
         for num_tokens, bits in reversed(self._levels):
             while bits:
                 bit = bits & -bits

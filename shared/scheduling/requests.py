@@ -49,7 +49,7 @@ class TrackedRequest:
     deadline_s: float
     state: RequestState
     since_s: float
-    """When it entered `state`."""
+    """Time at which it entered `state`."""
     request: GenerationRequest | None = None
     """Kept until an instance has accepted it."""
     order_state: Any = None
@@ -67,7 +67,7 @@ class TrackedRequest:
     num_ahead: int = 0
     """Length of the queue at its arrival."""
     instance_id: str = ""
-    """Where it is being dispatched, asked for or assigned."""
+    """Instance on which it is being dispatched, asked for or assigned."""
     chosen_for: tuple[str, float] = ("", 0.0)
     """Why the dispatcher chose its instance, and how free that was."""
     decoder: str = ""

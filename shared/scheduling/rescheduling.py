@@ -60,9 +60,9 @@ class Rescheduler:
         self._held_of = held_of
         self._interval_s = settings.rebalance_interval_s
         self._told_s: dict[str, float] = {}
-        """When each source was told of its pair."""
+        """Time at which each source was told of its pair."""
         self._gave_s: dict[str, float] = {}
-        """When each instance that was ever a source was last told to be one."""
+        """Time at which each instance that was ever a source was last told to be one."""
         self._next_s: float | None = None
         self._last_s = -self._interval_s
         self._slices: Slices | None = None

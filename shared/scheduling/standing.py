@@ -44,7 +44,7 @@ class Standing:
         self._prompt_costs: dict[str, tuple[float, float]] = {}
 
     def view(self, is_high: bool) -> DispatchView:
-        """As requests of high or of normal priority rank it."""
+        """View by which requests of high or of normal priority rank it."""
         view = self._views.get(is_high)
         if view is None:
             freeness = freeness_with_ledger(self.state.freeness(is_high), self.in_flight_merged, self.num_in_flight)
