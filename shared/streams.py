@@ -103,7 +103,8 @@ class StreamState:
         self.error: ErrorInfo | None = None
         self.timing: RequestTiming | None = None
         self.num_cached_tokens: int | None = None
-        """As the first owner reported it: a later placement finds its own earlier tokens in a cache, not the client's."""
+        """Number that the first owner reported: a later placement finds its own earlier tokens in a cache, not the
+        client's."""
         self.num_losses = 0
         """Owners lost in a row without a new token in between."""
         self._num_tokens_at_loss = -1

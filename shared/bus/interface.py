@@ -215,7 +215,7 @@ class Bus(ABC):
     @property
     @abstractmethod
     def away_s(self) -> float:
-        """For how long it has not been connected; 0 while it is."""
+        """How long it has not been connected; 0 while it is."""
 
     @property
     @abstractmethod
@@ -251,7 +251,8 @@ class Bus(ABC):
 
     @abstractmethod
     def send_request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> asyncio.Future[R]:
-        """As `request`, for those with too many under way for a task each. Whoever calls looks at the outcome."""
+        """Sends as `request` does, for callers with too many requests under way for a task each. Whoever calls looks at the
+        outcome."""
 
     @abstractmethod
     async def subscribe(self, topic: Topic[M], handler: Callable[[M], None]) -> Subscription: ...

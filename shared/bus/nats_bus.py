@@ -54,13 +54,13 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S, LONE_PING_INTERVAL_S = 0.8, 5
-"""Where there are other servers, and where there is none to go to: to leave one that hangs would lose what is under way."""
+"""Intervals with other servers to go to, and with a lone one: to leave one that hangs would lose what is under way."""
 MAX_OUTSTANDING_PINGS = 2
 """After three intervals without a pong the server is left."""
 CONNECT_TIMEOUT_S = 1.5
 FLUSH_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
-"""For running handlers to end at `close`."""
+"""Time for running handlers to end at `close`."""
 COMPLAINT_INTERVAL_S = 10.0
 """Between two lines about the same missing server."""
 RESTORE_RETRY_S = 0.2
@@ -302,7 +302,7 @@ class NatsBus(Bus):
 
     @property
     def streams(self) -> Streams:
-        """For the operator's command, which moves them."""
+        """JetStream's streams, for the operator's command, which moves them."""
         return self._streams
 
     async def stream_uses(self) -> dict[str, StreamUse]:

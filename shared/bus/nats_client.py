@@ -42,7 +42,7 @@ Handler = Callable[[bytes, bytes, bytes | None, bytes], None]
 
 
 _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")
-"""As nats-py hands it on, in lower case."""
+"""NATS' error text as nats-py hands it on, in lower case."""
 
 
 class NotPermittedError(Error):
@@ -148,7 +148,7 @@ class DirectClient(Client):
                 self._enqueue(f"UNSUB {sid}\r\n".encode())
 
     async def drain_direct(self, sids: Collection[int], timeout_s: float) -> None:
-        """As `unsubscribe_direct`, but handles what the server had sent before it knew."""
+        """Unsubscribes like `unsubscribe_direct`, but handles what the server had sent before it knew."""
         for sid in sids:
             if self._subs.pop(sid, None) is not None and self.is_connected:
                 self._enqueue(f"UNSUB {sid}\r\n".encode())
@@ -225,7 +225,7 @@ class DirectClient(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """As nats-py's; what its JetStream calls are made of."""
+        """Replaces nats-py's request, of which its JetStream calls are made."""
         # `strip` also makes a plain string of nats-py's enumeration of header names.
         lines = "".join(f"{name.strip()}: {value}\r\n" for name, value in (headers or {}).items())
         block = f"NATS/1.0\r\n{lines}\r\n".encode() if lines else b""

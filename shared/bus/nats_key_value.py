@@ -30,7 +30,7 @@ def _stream_name(bucket: Bucket[Any]) -> str:
 
 
 def _stream_of(bucket: Bucket[Any], max_bytes: int | None) -> StreamConfig:
-    """As NATS architecture decision record 8 lays down, so that the `nats kv` tool works."""
+    """Configuration laid down by NATS architecture decision record 8, so that the `nats kv` tool works."""
     return StreamConfig(
         name=_stream_name(bucket),
         subjects=[f"$KV.{bucket.name}.>"],

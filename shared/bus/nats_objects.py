@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 2 * 1024 * 1024 * 1024
 OBJECT_TIMEOUT_S = 120.0
-"""For putting one object in one piece; each chunk has `CALL_TIMEOUT_S`."""
+"""Time for putting one object in one piece; each chunk has `CALL_TIMEOUT_S`."""
 CHUNK_BYTES = 128 * 1024
 READ_ATTEMPTS = 3
 CHECK_BYTES = 8 * 1024

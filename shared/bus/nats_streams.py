@@ -43,9 +43,9 @@ RETRY_AFTER_S = 2.0
 WAIT_INTERVAL_S, COMPLAINT_INTERVAL_S = 0.25, 10.0
 """Between two attempts at a start, and between two lines about the same one."""
 DECLARED_WITHIN_S, DECLARED_POLL_S = 20.0, 0.2
-"""For a stream that another role declares."""
+"""Time for a stream that another role declares."""
 DUPLICATE_WINDOW_S = 120.0
-"""For which a message id is remembered."""
+"""How long a message id is remembered."""
 MIN_STREAM_BYTES = 16 * 1024 * 1024
 MAX_LOOKED_AT, MAX_TOLD = 200, 5
 """Messages of a damaged stream that are looked at one by one, and those of them that a sentence names."""
@@ -61,7 +61,7 @@ _NOT_STORED = 10077
 
 
 _NO_SPACE = os.strerror(errno.ENOSPC).lower()
-"""As the server's errors quote it."""
+"""What the server's errors quote when the disk is full."""
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class Streams:
         self._wait_s = wait_s
         self.context: JetStreamContext = client.jetstream(timeout=CALL_TIMEOUT_S)
         self.writing: JetStreamContext = client.jetstream(timeout=3 * CALL_TIMEOUT_S)
-        """For what `write` publishes, which sees to its deadline."""
+        """Context for what `write` publishes, which sees to its own deadline."""
         self._declared: dict[str, StreamConfig] = {}
         self.unwritable: set[str] = set()
         """Streams whose last write failed because the server's disk is full, so far as is known."""
@@ -158,7 +158,7 @@ class Streams:
             await asyncio.sleep(WAIT_INTERVAL_S)
 
     async def health(self, name: str) -> StreamHealth:
-        """As its leader tells, or whoever knows that it has none. Raises `BusError`."""
+        """Health of a stream as its leader tells it, or a server that knows of no leader. Raises `BusError`."""
         with bus_errors(f"look at stream {name}"):
             answer = await self.client.request(f"$JS.API.STREAM.INFO.{name}", timeout=CALL_TIMEOUT_S)
             info = json.loads(answer.data)

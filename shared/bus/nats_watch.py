@@ -37,7 +37,7 @@ RESTART_AFTER_S = 3.0
 RECHECK_S = 0.5
 """While it is not known whether entries are gone."""
 ELECTION_GRACE_S = 2 * CALL_TIMEOUT_S
-"""For a write that was sent to a leader that is gone, and is to be sent again."""
+"""Time for a write that was sent to a leader that is gone, and is to be sent again."""
 INACTIVE_THRESHOLD_S = 10.0
 """After which the server deletes the consumer of a watcher that is gone."""
 RESTART_RETRY_S = 0.5

@@ -92,7 +92,7 @@ def permissions(role: Role, user: str, node_id: str = "") -> Permissions:
 
 
 def _inboxes(senders: Role) -> set[str]:
-    """Where those hear replies."""
+    """Subjects on which these roles hear replies."""
     if Role.OWN_NODE in senders:
         senders |= Role.WORKER
     return {f"_INBOX.{name}.>" for name, role in ROLES.items() if role in senders}

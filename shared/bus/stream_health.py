@@ -19,7 +19,7 @@ class StreamHealth(NamedTuple):
     problem: str
     """Why nothing can be stored, as a clause about the stream; empty: it can."""
     writable_for_s: float
-    """For how long the present leader has led, on the server's clock; 0 where there is a problem, infinite for a server on
+    """How long the present leader has led, on the server's clock; 0 where there is a problem, infinite for a server on
     its own."""
     num_copies: int = 1
     num_current: int = 1

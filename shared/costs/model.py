@@ -20,7 +20,7 @@ import msgspec
 
 
 class CostSource(StrEnum):
-    """Where an instance's cost model of a model comes from."""
+    """Origin of an instance's cost model of a model."""
 
     NONE = "none"
     """Too few steps have run to know anything: a cautious guess."""
@@ -158,7 +158,7 @@ class KnownCosts(NamedTuple):
     """What an engine knows of a model's step times."""
 
     cost_model: CostModel
-    """As it was measured, or fitted last."""
+    """The model as it was measured, or fitted last."""
     scale: float
     """How real step times compare to it lately."""
     source: CostSource

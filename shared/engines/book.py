@@ -61,7 +61,7 @@ class Held:
 
     request: GenerationRequest
     submitted_s: float
-    """When it came to the first instance of this placement; `here_since_s`: to this one."""
+    """Time at which it came to the first instance of this placement; `here_since_s`: to this one."""
     here_since_s: float
     resumption: Resumption
     is_sent: bool = False
@@ -82,7 +82,7 @@ class Held:
     num_moves: int = 0
     """Moves between instances that it has made."""
     moved_s: float = -inf
-    """When it came from another instance, or stayed after all."""
+    """Time at which it came from another instance, or stayed after all."""
 
     @property
     def request_id(self) -> str:

@@ -53,7 +53,7 @@ class StepDecision(NamedTuple):
 
 
 def slack_s(sequences: Iterable[SequenceView], now: float) -> tuple[float, float]:
-    """For the online sequences that decode: the tightest TPOT objective, and the time until the earliest next token is
+    """Slack of the online sequences that decode: the tightest TPOT objective, and the time until the earliest next token is
     due."""
     tightest, slack = math.inf, math.inf
     for one in sequences:

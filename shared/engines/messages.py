@@ -29,7 +29,7 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pid: int = 0
     """Process id of the engine, where it is another than the adapter's; 0: there is none."""
     notes: tuple[str, ...] = ()
-    """For the log: why it lacks what other versions have."""
+    """Notes for the log: why it lacks what other versions have."""
     staging: str = ""
     """Path of the staging memory, for as long as the engine's process lives: `num_slots` blocks, through which KV comes and
     goes. Empty: KV does not move."""
@@ -117,7 +117,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step
     used_share: float = 0.0
     """Used share of the KV blocks."""
     shape: tuple[int, float, int, int] | None = None
-    """As `StepShape`; None: it is not known."""
+    """Fields of a `StepShape`; None: it is not known."""
     seconds: float = 0.0
     """Seconds that the step took; 0: it is not known."""
 

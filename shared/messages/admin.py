@@ -138,13 +138,13 @@ class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
     """off | advise | auto"""
     interval_s: float
     since_s: float
-    """When the interval began."""
+    """Time at which the interval began."""
     searching: str = ""
     """Why a search is under way."""
     problem: str = ""
     """Why the last search found nothing."""
     predicted: Prediction | None = None
-    """For this interval."""
+    """Prediction for this interval."""
     measured: Prediction | None = None
     """In this interval so far."""
     deviation: float | None = None
@@ -238,7 +238,7 @@ class AdapterState(msgspec.Struct, kw_only=True):
     num_values: int
     """In all of them."""
     ttft_ms: float
-    """As of `ModelState`; 0: the base model's."""
+    """Objective as in `ModelState`; 0: the base model's."""
     tpot_ms: float
     slo_scale: float
     loaded_on: list[str]
@@ -264,7 +264,7 @@ class InstanceModel(msgspec.Struct, kw_only=True):
     num_waiting: int
     error: str
     cost_model: str
-    """Where its step times are from: none | live | profiled | stored; empty: it has none"""
+    """Source of its step times: none | live | profiled | stored; empty: it has none"""
     fingerprint: str = ""
     """Fingerprint of the bits that it makes in deterministic mode; empty: another mode, or several devices."""
     adapters: list[str] = []

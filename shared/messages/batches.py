@@ -43,7 +43,7 @@ class GrantReply(msgspec.Struct, frozen=True, array_like=True):
     grants: list[OfflineGrant]
     """Grants for the demands, in their order."""
     ask_again_s: Seconds
-    """When asking again is worth while."""
+    """Delay after which asking again is worth while."""
     tokens_per_s: dict[str, float] = {}
     """Recent offline throughput of each model over the cluster, for the predicted finish time."""
 
@@ -92,7 +92,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_file_id: str = ""
     error_file_id: str = ""
     status_s: dict[str, float] = {}
-    """When each status was entered."""
+    """Time at which each status was entered."""
     predicted_finish_s: float | None = None
     output_expires_after_s: int | None = None
     reserved_bytes: int = 0

@@ -150,7 +150,7 @@ INSTANCE_DRAIN = Endpoint(f"{_INSTANCE}.drain", Drain, Done, sent_by=OWN_NODE, s
 GATEWAY_FRAMES = Topic(f"{_GATEWAY}.frames", TokenFrame, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY)
 GATEWAY_LOST = Topic(f"{_GATEWAY}.lost", RequestsLost, sent_by=SCHEDULER, heard_by=GATEWAY)
 GATEWAY_EVENTS = Topic(f"{_GATEWAY}.events", RequestEvents, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY)
-"""For timelines: what is lost is missing there, and nowhere else."""
+"""Events for timelines: what is lost is missing there, and nowhere else."""
 
 # gateway -> gateways, for timelines: each has those of its own requests
 ASK_GATEWAYS = Topic(f"{PREFIX}.gateways.ask", AskGateways, sent_by=GATEWAY, heard_by=GATEWAY)

@@ -26,7 +26,7 @@ class Role(Flag):
     WORKER = auto()
     """A node agent and its instances. It hears of its own node's subjects only, where users are per node."""
     OWN_NODE = auto()
-    """As a sender: the worker on whose node the addressed instance is, and no other."""
+    """Sender: the worker on whose node the addressed instance is, and no other."""
     OPERATOR = auto()
     """The command `tideway`."""
 

@@ -30,7 +30,7 @@ TOOL_FORMATS = (
     "mistral-named",
     "json",
 )
-"""As of services/gateway/tools/formats.py."""
+"""Names of the formats in services/gateway/tools/formats.py."""
 
 
 def tool_formats() -> list[str]:
@@ -63,11 +63,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     on_demand: bool = False
     """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
     idle_s: Seconds = DEFAULT_IDLE_S
-    """For a model on demand: it is put away so long after its last request has ended."""
+    """Idle time of a model on demand: it is put away so long after its last request has ended."""
     engine: str = ""
     """Engine that computes it: native | vllm | endpoint; empty: native."""
     engine_args: str = ""
-    """For the engine's own command line, as a shell would read them."""
+    """Arguments for the engine's own command line, as a shell would read them."""
     engine_url: str = ""
     """URL of the server of the engine `endpoint`, without `/v1`."""
 
@@ -94,7 +94,7 @@ class AdapterSpec(msgspec.Struct, frozen=True):
     slo_scale: float = 0.0
     """Multiple of the mean execution time that a request may take; 0: the base model's."""
     version: str = ""
-    """As in `Adapter`; given when it is added. What follows is read then, too."""
+    """Version as in `Adapter`; given when it is added. What follows is read then, too."""
     rank: int = 0
     """The largest of its matrices."""
     num_values: int = 0
@@ -146,7 +146,7 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_waiting: Amount = 0
     error: str = ""
     cost_model: str = ""
-    """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
+    """Source of its step times: a `CostSource`; empty: the token budget alone bounds its steps."""
     is_final: bool = False
     """The model failed, and loading the same checkpoint again would fail again."""
     fingerprint: str = ""
@@ -191,9 +191,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pid: Amount = 0
     metrics_port: Amount = 0
     kv_address: str = ""
-    """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
+    """Address at which peers reach its KV transport; empty: it takes and gives no requests with KV."""
     dispatch_freeness: Number = math.inf
-    """As in `LoadReport`, for who places requests without a scheduler."""
+    """Freeness as in `LoadReport`, for whoever places requests without a scheduler."""
     group: DeviceGroup = ONE_DEVICE
     engine: str = "native"
     """Engine that computes here; the next field has its version."""
@@ -333,7 +333,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Ids ended since the last report, for any reason."""
     finished: tuple[FinishedStats, ...]
     dispatch_freeness_high: Number = 0.0
-    """As a request of high priority sees it: without the headroom that those already there keep normal ones away by."""
+    """Freeness as a request of high priority sees it: without the headroom that those already there keep normal ones away
+    by."""
     migration_freeness: Number = 0.0
     """Decode steps until the KV pool is full: tokens that fit beside the virtual usage for each running request, of the
     waiting ones only the head counting; +inf when idle. Whether it drains stands in the registry."""
@@ -484,9 +485,9 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """fetch | change | settle | roll_back, and at its end: carried_out | rolled_back"""
     begun_s: float
     stage_s: float
-    """When the stage began."""
+    """Time at which the stage began."""
     step_s: float
-    """When the last step began."""
+    """Time at which the last step began."""
     before: list[InstancePlan]
     target: list[InstancePlan]
     steps: list[str] = []

@@ -13,12 +13,12 @@ class KeptCall(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A call as another gateway needs it to make the same answer."""
 
     call_id: str
-    """As clients know it; its requests are `call_id-0`, `call_id-1`, ..."""
+    """Id that clients know; its requests are `call_id-0`, `call_id-1`, ..."""
     tenant: str
     """Id of whom it is for: nobody else may have it."""
     operation: Literal["chat", "text_completion"]
     shown_model: str
-    """As the client calls it."""
+    """Model name that the client uses."""
     model: str
     """Model that answers."""
     created_s: int

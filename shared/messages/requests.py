@@ -218,7 +218,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     is_open_ended: bool = False
     """Its client named no `max_tokens`: those of `sampling` are what fits, and fewer where less does."""
     tenant: TenantName = ""
-    """For whom it is computed; empty where no keys are set: one tenant like any other."""
+    """Tenant for whom it is computed; empty where no keys are set: one tenant like any other."""
     tenant_weight: TenantWeight = 1.0
     """Share of its tenant against each other one."""
     prefix_salt: Annotated[str, Meta(max_length=MAX_TENANT_NAME)] = ""

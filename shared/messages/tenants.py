@@ -29,7 +29,7 @@ class KeyUses(msgspec.Struct, frozen=True, array_like=True):
     """What all gateways have of a key with limits."""
 
     tenant: str = ""
-    """As it is shown."""
+    """Tenant's name as it is shown."""
     gateways: dict[str, KeyUse] = {}
     max_in_flight: Amount | None = None
     """Most requests in flight of each class; None: no limit. The next field likewise:"""

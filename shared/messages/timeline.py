@@ -85,7 +85,7 @@ class RequestEvents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Phase(StrEnum):
-    """Where the time of a request goes: it is in one of these at each moment."""
+    """Phase in which a request spends time: it is in one of these at each moment."""
 
     GATEWAY = "gateway"
     """Read, checked, tokenised."""

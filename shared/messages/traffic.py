@@ -28,7 +28,7 @@ class Outcome(IntEnum):
     """Its deadline passed."""
     FAILED = 4
     REFUSED = 5
-    """For want of room, on its arrival."""
+    """Refused for want of room, on its arrival."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):

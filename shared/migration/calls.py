@@ -204,7 +204,7 @@ class OnPromptChunk(Call[None], frozen=True):
 
 
 def calls_of(effects: Iterable[Effect]) -> Iterator[Call[None]]:
-    """For effects of the engine, in order; outputs do not matter here."""
+    """Calls for effects of the engine, in order; outputs do not matter here."""
     for effect in effects:
         if isinstance(effect, Detached):
             yield OnDetached(effect)

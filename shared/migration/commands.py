@@ -36,7 +36,7 @@ class Stage(msgspec.Struct, kw_only=True):
     is_urgent: bool = False
     """It is waited for: its copy goes as fast as it can."""
     arrives_s: float = -1.0
-    """As in `PreAllocate`."""
+    """Expected arrival, as in `PreAllocate`."""
     reserved: Reserved | None = None
 
     @property
@@ -99,7 +99,7 @@ class SendBlocks(Command, frozen=True):
     blocks: list[int]
     timeout_s: float
     keeps_s: float
-    """As of `BeginTransfer`, where that did not come before."""
+    """`keeps_s` of `BeginTransfer`, where that did not come before."""
 
 
 class CancelTransfers(Command, frozen=True):
@@ -111,9 +111,9 @@ class OutOver(Command, frozen=True):
 
     outcome: MigrationOutcome
     request: GenerationRequest
-    """As it was held."""
+    """The request as it was held."""
     taken: Detached | None
-    """As it left its batch, if it did."""
+    """The request as it left its batch, if it did."""
     pause_s: float | None = None
 
 

@@ -136,7 +136,7 @@ class MigrationCore:
         self._leaving: dict[str, float] = {}
         """Models that lose their requests, and when each was last offered to others."""
         self._look_s = 0.0
-        """When candidates are looked for next."""
+        """Time at which candidates are looked for next."""
         self._departures: dict[str, _Departure] = {}
         """By request id."""
         self._outgoing: dict[str, OutgoingMigration] = {}
@@ -515,7 +515,7 @@ class MigrationCore:
     # --------------------------------------------------------------------------------------------- time, the end
 
     def next_wakeup(self) -> float | None:
-        """When `on_time` is due, if nothing else happens before."""
+        """Time at which `on_time` is due, if nothing else happens before."""
         found = [migration.next_wakeup() for migration in self._outgoing.values()]
         found.append(self.incoming.next_wakeup())
         if self.lease is not None or self._own:

@@ -156,7 +156,7 @@ class DestinationMigration:
         return sum(self._num_announced.values())
 
     def deadline_s(self) -> float | None:
-        """When TIMEOUT is due; None where nothing is waited for."""
+        """Time at which TIMEOUT is due; None where nothing is waited for."""
         if self.state not in (State.OPEN, State.AWAITING):
             return None
         return max(self._traffic_s + IDLE_S, *self._pending.values(), 0.0)

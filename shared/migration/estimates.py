@@ -1,4 +1,4 @@
-"""When a move is worth its cost, and when a copy beside the decode should end: arithmetic on measured rates.
+"""Estimates of when a move is worth its cost, and when a copy beside the decode should end: arithmetic on measured rates.
 
 The stages follow pre-copy live migration (Clark et al., NSDI 2005; Llumnix, OSDI 2024, section 4.2): each copies what was
 filled while the one before was under way, until the rest is a small part of a decode step, or does not shrink any more and
@@ -41,7 +41,7 @@ class Busy:
     def __init__(self) -> None:
         self._until_s: float | None = None
         self._since_s: float | None = None
-        """When it was first told that it has to wait."""
+        """Time at which it was first told that it has to wait."""
 
     def on_reserved(self, busy_s: float, now: float) -> None:
         """`busy_s`: of `Reserved`."""
@@ -129,7 +129,7 @@ def _next_copy(
     num_stages: int,
     max_stages: int,
 ) -> Next:
-    """As if the destination were never in a long step."""
+    """Next copy, as if the destination were never in a long step."""
     if not num_filled or left_s <= GOAL_SHARE * step_s:
         return Next.LAST
     has_shrunk = previous_left_s is None or left_s < previous_left_s

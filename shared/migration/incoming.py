@@ -46,7 +46,7 @@ RETRY_S = 0.02
 
 
 def with_busy(reserved: Reserved, engine: EngineHost, now: float) -> Reserved:
-    """As a source is told: with how long the steps in flight here go on."""
+    """Reservation as a source is told of it: with how long the steps in flight here go on."""
     return msgspec.structs.replace(reserved, busy_s=engine.ask(lambda here: here.busy_s(now)))
 
 

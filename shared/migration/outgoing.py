@@ -58,7 +58,7 @@ from shared.migration.source import (
 
 MOVED = "moved"
 ACKNOWLEDGE_S = 0.5
-"""For the transport's acknowledgement of blocks that the destination has confirmed by taking the request over."""
+"""Time for the transport's acknowledgement of blocks that the destination has confirmed by taking the request over."""
 MAX_TRIES = 5
 """To get room at a destination that says that it will have some soon."""
 MAX_RETRY_S = 0.1
@@ -120,7 +120,7 @@ class OutgoingMigration:
         self.destination = destination
         self.machine = SourceMigration(request.epoch, now)
         self.outcome: MigrationOutcome | None = None
-        """As soon as it is known whose the request is."""
+        """Outcome, set as soon as it is known whose the request is."""
         self.is_given_up = False
         """The process ends before that is known."""
         self.is_disowned = False
@@ -151,7 +151,7 @@ class OutgoingMigration:
         self._detached_s: float | None = None
         self._pause_s: float | None = None
         self._asked_s = 0.0
-        """When room for the last of the stages was asked for first."""
+        """Time at which room for the last of the stages was asked for first."""
         self._num_tries = 0
         self._timer: tuple[float, Callable[[float], None]] | None = None
 
@@ -193,7 +193,7 @@ class OutgoingMigration:
             self._end()
 
     def next_wakeup(self) -> float | None:
-        """When `on_time` is due."""
+        """Time at which `on_time` is due."""
         if self.machine.is_over:
             return None
         deadline_s = self.machine.deadline_s()
@@ -611,5 +611,5 @@ class OutgoingMigration:
         return copy_deadline_s(self._bytes_s(stage.num_blocks * (self._block_bytes(stage.on_host) or 0), False))
 
     def _keeps_s(self, stage: Stage) -> float:
-        """For which its room is kept."""
+        """How long a stage's room is kept."""
         return stage.begins_s + max(IDLE_S, self._copy_deadline_s(stage))

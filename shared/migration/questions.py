@@ -38,7 +38,7 @@ class KvEnd(Protocol):
 
     @property
     def address(self) -> str:
-        """Where peers reach it."""
+        """Address at which peers reach it."""
 
     def block_bytes(self, pool: str, /) -> int | None:
         """Bytes of a pool's KV block; None: there is no such pool."""
@@ -88,7 +88,7 @@ class Question(msgspec.Struct, Generic[R_co], frozen=True, tag=True):
 
 class HeldRequestHere(msgspec.Struct, frozen=True):
     request: GenerationRequest
-    """As it is held."""
+    """The request as it is held."""
     block_size: int
     """Tokens of its KV blocks."""
 

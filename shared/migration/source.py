@@ -26,17 +26,17 @@ EPOCHS_OF_A_MIGRATION = 2
 """The destination's is one higher; a source that goes on after a Commit of unknown outcome takes two."""
 
 RESERVE_S = 3.0
-"""For an answer to PreAllocate."""
+"""Time for an answer to PreAllocate."""
 CONNECT_S = 2.0
-"""For the connection that the blocks need, where there is none yet."""
+"""Time for the connection that the blocks need, where there is none yet."""
 LEAVE_S = 4.0
 """Until a request that was detached has left its batch: two steps at most."""
 COMMIT_S = 1.5
-"""For an answer to Commit, beside the time that the last blocks may take."""
+"""Time for an answer to Commit, beside the time that the last blocks may take."""
 SLACK_S = 0.5
 """A state's deadline comes so much after that of what it waits for, which then says more."""
 ASK_S = 1.0
-"""For an answer to Owns; asked again for as long as the destination is in the registry."""
+"""Time for an answer to Owns; asked again for as long as the destination is in the registry."""
 ASK_PAUSE_S = 0.2
 """Before it is asked again."""
 
@@ -47,7 +47,7 @@ class State(StrEnum):
     RESERVING = "reserving"
     COPYING = "copying"
     WAITING = "waiting"
-    """For the end of the destination's step."""
+    """Waits for the end of the destination's step."""
     ANNOUNCING = "announcing"
     LEAVING = "leaving"
     """Is detached from its batch."""
@@ -221,7 +221,7 @@ class SourceMigration:
         return not self.is_over and self.state not in (State.COMMITTING, State.ASKING)
 
     def deadline_s(self) -> float:
-        """When TIMEOUT is due, unless something else happens before."""
+        """Time at which TIMEOUT is due, unless something else happens before."""
         return self._deadline_s
 
     def on(
@@ -265,4 +265,4 @@ _REASONS = {
     Event.GIVEN_UP: AbortReason.STOPPED,
     Event.TIMEOUT: AbortReason.DEADLINE,
 }
-"""Where the event brings none."""
+"""Reasons for events that bring none."""

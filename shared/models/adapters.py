@@ -79,7 +79,8 @@ class AdapterFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_values(self) -> int:
-        """As instances hold them: modules that are one layer there have one matrix B, with zeros between them."""
+        """Number of values as instances hold them: modules that are one layer there have one matrix B, with zeros between
+        them."""
         fused: dict[tuple[int, str], list[AdaptedModule]] = {}
         for module in self.modules:
             fused.setdefault((module.layer, _FUSED.get(module.module, module.module)), []).append(module)
@@ -206,7 +207,7 @@ def _scale(config: Mapping[str, Any], file: Path, path: str, rank: int) -> float
 
 
 def _of_pattern(config: Mapping[str, Any], key: str, path: str, default: Any) -> Any:
-    """As PEFT has it: the first pattern that the end of the module's name matches."""
+    """Value for a module as PEFT chooses it: by the first pattern that the end of the module's name matches."""
     for pattern, value in (config.get(key) or {}).items():
         try:
             if re.fullmatch(rf"(.*\.)?({str(pattern).removeprefix('^')})", path):

@@ -73,7 +73,7 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Longest sequence, prompt and output, that the positions of the model allow."""
     dtype: str
-    """As stored: float32, float16 or bfloat16. A float16 checkpoint runs in bfloat16 on CPU; the size is the same."""
+    """Stored dtype: float32, float16 or bfloat16. A float16 checkpoint runs in bfloat16 on CPU; the size is the same."""
     weight_bytes: int
     eos_token_ids: tuple[int, ...]
     depends_on_length: bool = False

@@ -19,9 +19,9 @@ class ConfigKeys(NamedTuple):
     num_layers: str = "num_hidden_layers"
     num_heads: str = "num_attention_heads"
     num_kv_heads: str = "num_key_value_heads"
-    """Where it is missing, there are as many as query heads."""
+    """Key; where it is missing, there are as many KV heads as query heads."""
     head_dim: str = "head_dim"
-    """Where it is missing: hidden size over query heads."""
+    """Key; where it is missing, the head size is the hidden size over the query heads."""
     hidden_size: str = "hidden_size"
     max_positions: str = "max_position_embeddings"
     activation: str = "hidden_act"
@@ -44,7 +44,7 @@ class ModelFamily:
 
     name: str
     architectures: tuple[str, ...]
-    """As `architectures` in config.json has them."""
+    """Names in `architectures` of config.json."""
     cuts: Mapping[str, int]
     """Last name of a module -> axis of its weight."""
     keys: ConfigKeys = field(default_factory=ConfigKeys)

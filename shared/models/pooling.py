@@ -63,7 +63,8 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     matryoshka_dimensions: tuple[int, ...] = ()
     """The only numbers of them; empty: any."""
     token_ids: tuple[int, ...] = ()
-    """For a language model that scores pairs: the logit of the first token, less that of the second where there is one."""
+    """Tokens by which a language model scores pairs: the logit of the first token, less that of the second where there is
+    one."""
     activation: str = "identity"
     """Activation of a score: identity or sigmoid."""
     is_whole: bool = False

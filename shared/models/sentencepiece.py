@@ -17,7 +17,7 @@ import msgspec
 
 FILE = "tokenizer.model"
 SPACE = "\u2581"
-"""For white space in pieces."""
+"""Stands for white space in pieces."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Types of pieces that are no text, or not by merging."""

@@ -57,7 +57,7 @@ class LoggedRequest:
         self.slot = slot
         """In which it arrived."""
         self.row = row
-        """As last told."""
+        """The request as last told."""
 
     @property
     def weight(self) -> int:

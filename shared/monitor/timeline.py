@@ -1,4 +1,4 @@
-"""Where the time of a request went: from the events that it met with, the phase that it was in at each moment.
+"""Timeline of a request: from the events that it met with, the phase that it was in at each moment.
 
 The phases follow each other without gaps, from the request's arrival at its gateway on, so those before the first token make
 up the time to first token, and those after it the rest, whatever is missing among the events or told late. Times are Unix
@@ -143,7 +143,7 @@ class Course:
 
     @property
     def delivered_s(self) -> float | None:
-        """When its first token came."""
+        """Time at which its first token came."""
         return self._delivered_s
 
     def _leave_out(self) -> None:

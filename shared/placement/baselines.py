@@ -44,7 +44,7 @@ def _cut(node: NodeFacts, first: int, num: int, size: int) -> list[tuple[int, ..
 
 
 def dedicated(problem: Problem, evaluate: Evaluate) -> Plan:
-    """As many devices for each model (SeaLLM's vLLM baseline), as instances of the size with the best attainment, then the
+    """Gives each model as many devices (SeaLLM's vLLM baseline), as instances of the size with the best attainment, then the
     least normalised latency. Devices beyond an even share are not used. Raises `NoPlacement`."""
     devices = [(node, index) for node in problem.nodes for index in range(node.num_devices)]
     share, memory = len(devices) // len(problem.models), Memory(problem)

@@ -47,7 +47,7 @@ class CarryOutSettings(msgspec.Struct, frozen=True, kw_only=True):
     fetch_s: float = 3600.0
     """A download of hundreds of gigabytes takes no longer."""
     step_s: float = 600.0
-    """For an instance to drain, start, and load its models."""
+    """Time for an instance to drain, start, and load its models."""
     settle_s: float = 3.0
 
 

@@ -62,7 +62,7 @@ def all_plans(
 
 
 _Choices = list[list[tuple[int, int, list[Names]]]]
-"""For each way to cut a node, of each size how many groups, and the models that each of them can have."""
+"""Choices for each way to cut a node: of each size how many groups, and the models that each of them can have."""
 
 
 def _num_tried(choices: Sequence[_Choices], nums: Sequence[int]) -> int:

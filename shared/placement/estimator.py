@@ -120,7 +120,7 @@ class _Cost(NamedTuple):
     """KV bytes of a sequence that is decoding."""
     model: float
     prompts: float
-    """Where the times of its followed prompts begin among all."""
+    """Index at which the times of its followed prompts begin among all."""
 
 
 class _Layout(NamedTuple):
@@ -654,8 +654,8 @@ class Estimator:
     def _reaches(
         self, curves: Array, place: Array, value: Array, first_bin: Array, slope: Array | None = None
     ) -> Array:
-        """When the curves [bins + 1, places], which do not fall, reach the values, all at their own places; beyond their
-        ends they go on with the slope, or never get there."""
+        """Times at which the curves [bins + 1, places], which do not fall, reach the values, all at their own places;
+        beyond their ends they go on with the slope, or never get there."""
         num_bins = len(curves) - 1
         # bisection: all requests at once, log2(bins) gathers
         flat, num_places = curves.ravel(), curves.shape[1]

@@ -128,7 +128,7 @@ class _Asked:
 class _Stop:
     begun_at: float
     sent_at: float = 0.0
-    """When the last Drain, or its undoing, was sent."""
+    """Time at which the last Drain, or its undoing, was sent."""
     is_undone: bool = False
     """It is to serve again, and does not show that it does yet."""
     terminated_at: float | None = None
@@ -140,10 +140,10 @@ class _Stop:
 @dataclass(kw_only=True)
 class _Process:
     plan: InstancePlan
-    """As started; its pool is what the process has for life."""
+    """Plan with which the process was started; its pool is what the process has for life."""
     started_at: float
     heard_at: float
-    """When `info` was last known to be right; START_TIMEOUT_S and UNHEARD_S count from here."""
+    """Time at which `info` was last known to be right; START_TIMEOUT_S and UNHEARD_S count from here."""
     specs: dict[str, ModelSpec]
     """Name -> the spec that this process was given last."""
     info: InstanceInfo | None = None

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from shared.messages.cluster import ModelDemand, WhyAsleep
 
 LEAST_RESIDENCY_S = 2.0
-"""For the requests that a model was woken for: by then they have been dispatched."""
+"""Time for the requests that a model was woken for: by then they have been dispatched."""
 FIRST_LOAD_S = 5.0
 """Load time of a model that was never loaded yet, as far as is known."""
 FAILED_S = 10.0
@@ -52,7 +52,7 @@ class OnDemandModel(NamedTuple):
     is_failed: bool = False
     """No instance could load it, and none is about to."""
     used_s: float = 0.0
-    """When it last had a request, or was configured or planned."""
+    """Time at which it last had a request, or was configured or planned."""
     wanted_s: float = math.inf
     """Since when requests wait for it."""
     demand: ModelDemand = NO_DEMAND
@@ -85,7 +85,7 @@ class Decision:
     put_away: dict[str, str] = field(default_factory=dict)
     """Cause of each: idle | room | failed."""
     due_s: float = math.inf
-    """When time alone may change it."""
+    """Time at which time alone may change it."""
 
 
 def decide(models: Collection[OnDemandModel], now: float, fits: Callable[[frozenset[str]], bool]) -> Decision:
@@ -118,7 +118,7 @@ def decide(models: Collection[OnDemandModel], now: float, fits: Callable[[frozen
 
 
 def _idle_due_s(model: OnDemandModel) -> float:
-    """When it is to be put away though nobody needs its memory; inf: not while things are as they are."""
+    """Time at which it is to be put away though nobody needs its memory; inf: not while things are as they are."""
     if not model.is_idle:
         return math.inf
     if model.is_failed:
@@ -164,7 +164,7 @@ def _make_room(
 
 
 def _may_go_s(other: OnDemandModel, model: OnDemandModel, now: float) -> float:
-    """When it may be put away for the requests of `model`, if no more come."""
+    """Time at which it may be put away for the requests of `model`, if no more come."""
     if other.ready_s is None:
         return now
     served_s, idle_s = other.ready_s + LEAST_RESIDENCY_S, other.used_s + other.idle_s
@@ -192,7 +192,7 @@ class _Known:
     is_failed: bool = False
     wanted_s: float = math.inf
     woken_s: float | None = None
-    """When it was woken, until it is ready; likewise what it was woken from."""
+    """Time at which it was woken, until it is ready; likewise what it was woken from."""
     woken_from: str = ""
     load_s: float = FIRST_LOAD_S
     demand: ModelDemand = NO_DEMAND

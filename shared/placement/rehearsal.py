@@ -72,11 +72,11 @@ class _Instance:
     def __init__(self, place: InstancePlan, ready_s: float) -> None:
         self.place = place
         self.ready_s = {spec.name: ready_s for spec in place.models}
-        """When each of its models serves."""
+        """Time at which each of its models serves."""
         self.gone_s: dict[str, float] = {}
-        """When each model that is being unloaded is gone."""
+        """Time at which each model that is being unloaded is gone."""
         self.end_s = math.inf
-        """When it is empty and ends; inf: it is to stay."""
+        """Time at which it is empty and ends; inf: it is to stay."""
         self.serving: tuple[str, ...] = ()
         self.since_s = 0.0
 
@@ -166,7 +166,7 @@ class _Stage:
         return sum(weights.values()) / rate
 
     def next_s(self, now_s: float) -> float:
-        """When something is another than now."""
+        """Time at which something is another than now."""
         coming = [math.inf]
         for one in self._instances.values():
             coming += [one.end_s, *one.ready_s.values(), *one.gone_s.values()]

@@ -1,5 +1,5 @@
-"""When to search for another placement, and whether what is found is worth a change (SeaLLM, section 4.3). Pure: time
-(seconds of any clock) is an argument. The placement service and virtual time host the same core:
+"""Decides when to search for another placement, and whether what is found is worth a change (SeaLLM, section 4.3). Pure:
+time (seconds of any clock) is an argument. The placement service and virtual time host the same core:
 
     replacement = Replacement(settings, now_s)
     replacement.notice(models, nodes)
@@ -57,7 +57,7 @@ class IntervalState(msgspec.Struct, frozen=True, kw_only=True):
 
     interval_s: float
     since_s: float
-    """When this interval began."""
+    """Time at which this interval began."""
     predicted: Prediction | None = None
     """Prediction for the plan that serves; None: none yet, or of a search that failed."""
     deviation: float | None = None
@@ -338,12 +338,12 @@ class Replacement:
 
     @property
     def next_s(self) -> float:
-        """When the interval is over."""
+        """Time at which the interval is over."""
         return self.state.since_s + self.interval_s
 
     @property
     def look_s(self) -> float:
-        """When to `watch` next; infinite where that could end the interval no earlier."""
+        """Time of the next `watch`; infinite where that could end the interval no earlier."""
         look_s = max(self._looked_s, self.state.since_s) + self.settings.least_s
         return look_s if look_s < self.next_s else math.inf
 

@@ -723,7 +723,7 @@ class Searcher:
         return found
 
     def _has_memory(self, group: Group, name: str) -> bool:
-        """For one more model."""
+        """Whether a group has the memory for one more model."""
         names = (*group.models, name)
         return name not in group.models and not self._memory.why_not(names, self.nodes[group.node_id], group.num_ranks)
 

@@ -195,13 +195,13 @@ class Autoscaling:
         """Models that need more, "" for the least number of instances."""
         self._spare_since: float | None = None
         self._starting: dict[str, tuple[float, float]] = {}
-        """When instances that serve nothing yet were first and last seen so."""
+        """Times at which instances that serve nothing yet were first and last seen so."""
         self._attempt: _Attempt | None = None
         self._quiet_until_s = -math.inf
         self._is_refused = False
         """Whether the last attempt was refused: the next one asks for one more."""
         self._shrunk_s = -math.inf
-        """When an instance last left."""
+        """Time at which an instance last left."""
         self._hold_s = HOLD_S
         self._held_until_s = -math.inf
 

@@ -1,4 +1,4 @@
-"""Where a queued online request goes: each policy is a small object without state.
+"""Policies that choose where a queued online request goes: each policy is a small object without state.
 
 A policy ranks an instance by itself, and chooses for a request among candidates. Other modules
 (`shared.scheduling.dispatching`) decide which may take a request, track what is in flight to them, and keep them in order.
@@ -67,7 +67,7 @@ class Wanted(Protocol):
 
     @property
     def arrived_s(self) -> float:
-        """When it arrived at the system."""
+        """Time at which it arrived at the system."""
 
 
 class Candidate(Protocol):

@@ -101,7 +101,7 @@ class DoublingBudget(OrderingPolicy):
         self._weights: dict[str, float] = {}
         """Weights of the candidates of the last pick."""
         self._picked_s = 0.0
-        """When the step of the last pick begins."""
+        """Time at which the step of the last pick begins."""
         self._last_turn_s: dict[str, float] = {}
         self._starvation_means = starvation_means
         self._min_starvation_s = min_starvation_s

@@ -66,7 +66,7 @@ class Next(StrEnum):
 
 
 def what_next(suspended: SuspendedStep, *, has_online: bool, spare_s: float = 0.0, safepoint_s: float = 0.0) -> Next:
-    """For a step whose blocks are still its own (else it is discarded without asking).
+    """Decides what happens to a suspended step whose blocks are still its own (else it is discarded without asking).
 
     `has_online`: an online sequence of any model is runnable. `spare_s`: what the objectives leave beside an online step;
     `safepoint_s`: time between two safepoints, the least that can be run of it.

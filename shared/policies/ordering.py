@@ -65,7 +65,7 @@ class ModelView(Protocol):
         """Its runnable sequences of that class; O(n)."""
 
     def streams(self, now: float) -> tuple[float, float]:
-        """For online sequences that have their first token: the time left until the earliest of their next ones is due
+        """Time left until the earliest next token of online sequences that have their first one is due
         (inf: it has none; see silence.py), and the time that serving them takes; O(n)."""
 
 

@@ -55,7 +55,7 @@ class PromptLookup:
         self._max_ngram = settings.max_ngram
         self._num_seen = 0
         self._at = -1
-        """Where the next token is expected to have stood before; -1: nowhere."""
+        """Position at which the next token is expected to have stood before; -1: nowhere."""
         self._bits = 0
         self._slot = 0
         """Slot of the last tokens."""

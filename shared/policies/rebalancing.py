@@ -138,7 +138,8 @@ class InstanceView(NamedTuple):
         return next((move for move in self.next_moves if move.model in destination.models), None)
 
     def first_token_s(self, starts_s: float, move: NextMove, num_held: int) -> float:
-        """When the prompt has its first token here if it begins after `starts_s`, with `num_held` of its tokens cached."""
+        """Time at which the prompt has its first token here if it begins after `starts_s`, with `num_held` of its tokens
+        cached."""
         num_left = max(1, move.num_tokens - num_held)
         return starts_s + prompt_s(self.prompt_costs.get(move.model, (0.0, 0.0)), num_left, num_held)
 

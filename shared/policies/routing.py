@@ -18,7 +18,7 @@ from shared.messages.routes import Arm, Route, Sticky
 
 
 class Role(StrEnum):
-    """As what a model answers."""
+    """Part that a model plays in an answer."""
 
     ARM = "arm"
     FALLBACK = "fallback"

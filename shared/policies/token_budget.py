@@ -57,7 +57,7 @@ class Limits(NamedTuple):
 class TokenBudgetPolicy(ABC):
     @abstractmethod
     def limits(self, view: StepView) -> Limits:
-        """For the next step of a model; `max_tokens` at least 1."""
+        """Limits of the next step of a model; `max_tokens` at least 1."""
 
     def offline_limit_s(self, slack_s: float, ttft_left_s: float) -> float:
         """Longest predicted duration of an online step with offline work beside it."""

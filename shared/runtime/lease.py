@@ -30,7 +30,7 @@ TTL_S = LEASES.ttl_s
 COMPLAINT_INTERVAL_S = 10.0
 """Between two lines about a lease that NATS does not give."""
 SAFETY_S = 0.5
-"""For `on_lose` to take effect, and for the clocks of holder and server to drift."""
+"""Time for `on_lose` to take effect, and for the clocks of holder and server to drift."""
 RENEW_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.4
 

@@ -65,7 +65,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int = 0
     """Prometheus and health endpoint; 0: any free port."""
     otlp_endpoint: str = ""
-    """For example http://jaeger:4318; empty: no export."""
+    """URL of the OTLP collector, for example http://jaeger:4318; empty: no export."""
     trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     log_level: str = "INFO"
     log_format: str = "text"
@@ -112,7 +112,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     """A stream that has been silent for so long has a comment, which proxies take for life and clients for nothing; 0:
     never."""
     client_keep_alive_s: int = 120
-    """For how long a connection may idle between requests: longer than a proxy before it keeps its own."""
+    """How long a connection may idle between requests: longer than a proxy before it keeps its own."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: what a request does not say of sampling is as generation_config.json of the model's checkpoint says; none: as
     OpenAI's API says."""
@@ -149,7 +149,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_headers: Annotated[int, msgspec.Meta(ge=1)] = 128
     max_uri_bytes: Annotated[int, msgspec.Meta(ge=1)] = 8192
     head_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """For the handshake of TLS, for the first byte of a new connection's request, and for the whole of any request's
+    """Time for the handshake of TLS, for the first byte of a new connection's request, and for the whole of any request's
     headers."""
     body_idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Without a byte of a request's body that is waited for."""
@@ -158,7 +158,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     text_processes: Annotated[int, msgspec.Meta(ge=2)] = 2
     """Processes that render chat templates; all but one of them tokenise long texts too."""
     text_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """For one text in such a process, which is killed then."""
+    """Time for one text in such a process, which is killed then."""
     text_memory_bytes: Annotated[int, msgspec.Meta(ge=1)] = 512 * 1024 * 1024
     """Memory of each such process."""
     max_text_characters: Annotated[int, msgspec.Meta(ge=1)] = 32 * 1024 * 1024
@@ -169,9 +169,9 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_timelines: Annotated[int, msgspec.Meta(ge=0)] = 2048
     """Requests that are over whose timelines are kept; 0: none has one."""
     timeline_s: Annotated[float, msgspec.Meta(gt=0)] = 900.0
-    """For so long."""
+    """How long."""
     leave_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """When told to stop: for so long it says that it is not ready, and still serves all that comes."""
+    """Grace period when told to stop: so long it says that it is not ready, and still serves all that comes."""
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0
     """After that it takes no new connection, and what it has gets so long to end."""
 
@@ -216,12 +216,12 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     scale_high: float = 960.0
     """Above it, even with one instance less, one is drained."""
     scale_period_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """For so long the freeness must be out of bounds."""
+    """How long the freeness must be out of bounds."""
     min_instances: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_instances: int = 0
     """0: as many as the nodes can run."""
     record_file: str = ""
-    """Where inputs and actions are recorded for `tideway replay`: a file of this name, the scheduler's id and the number of
+    """File in which inputs and actions are recorded for `tideway replay`: this name, the scheduler's id and the number of
     its term, with dots between; empty: nowhere."""
     record_max_bytes: int = RECORD_MAX_BYTES
     """Largest size of a recording, which ends there."""
@@ -238,9 +238,9 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     max_adapter_rank: Annotated[int, msgspec.Meta(ge=1, le=256)] = 64
     """Largest rank of an adapter that is added."""
     adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES
-    """For the adapters of a model, on each device: what instances are planned with, and hold at most."""
+    """Memory for the adapters of a model, on each device: what instances are planned with, and hold at most."""
     models_file: str = ""
-    """Where the models as they are now are kept besides, for the day on which NATS loses its store; empty: nowhere."""
+    """File that holds a copy of the models as they are now, for the day on which NATS loses its store; empty: nowhere."""
     interval_s: float = 10.0
     scaling_backend: str = "local"
     """Who starts and ends instances: local (node agents, up to their `max_node_instances`) | kubernetes"""
@@ -325,7 +325,7 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     max_node_instances: int = 0
     """How many this node may run when the cluster grows; its memory is divided over so many. 0: `num_instances`."""
     memory_bytes: int = 0
-    """For weights and KV pools of all instances; 0: half of what is free at the start, 90 % of a GPU."""
+    """Memory for weights and KV pools of all instances; 0: half of what is free at the start, 90 % of a GPU."""
     device: str = "auto"
     """auto | cpu | cuda"""
     num_threads: int = 0
@@ -375,7 +375,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4
     """Up to so many are compared where there are several such places."""
     resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = RESUME_S
-    """For so long, and a minute at least, an instance keeps the output of a request that has ended."""
+    """How long (a minute at least) an instance keeps the output of a request that has ended."""
     max_adapters: Annotated[int, msgspec.Meta(ge=1)] = 32
     """LoRA adapters that are loaded at once, of all models; the least recently used go."""
     adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES
@@ -390,10 +390,10 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     interruption: str = "suspend"
     """How an online arrival interrupts an offline step: suspend | discard | off"""
     host_memory_bytes: int = -1
-    """For checkpoints of KV blocks; 0: none are made; -1: as much as the KV pool."""
+    """Host memory for checkpoints of KV blocks; 0: none are made; -1: as much as the KV pool."""
     host_weights_bytes: int = -1
-    """For weights of models on demand that were put away, so that they are soon back; 0: none are kept; -1: half of the
-    memory that would be free without them."""
+    """Host memory for weights of models on demand that were put away, so that they are soon back; 0: none are kept; -1:
+    half of the memory that would be free without them."""
     prefetch: bool = True
     """Restore checkpoints beside other work; false: the steps of the model wait for them."""
     checkpoint_start: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
@@ -406,7 +406,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Step times of a model are learnt from its steps until a cost model is loaded, or measured briefly while nothing is to
     do (auto) | always (live) | never, so that there is no SLO budget (off)"""
     record_file: str = ""
-    """Where the engine's inputs and plans are recorded for `tideway replay`: a file of this name, a dot and the instance's
+    """File in which the engine's inputs and plans are recorded for `tideway replay`: this name, a dot and the instance's
     id; empty: nowhere."""
     record_max_bytes: int = RECORD_MAX_BYTES
     """Largest size of a recording, which ends there."""
@@ -432,9 +432,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Share of the KV pool that is divided evenly over the models of the instance: what a model can have for its online
     requests whatever the others hold. 0: nothing is kept."""
     fault_points: str = ""
-    """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/design/migration.md)."""
+    """Faults for tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/design/migration.md)."""
     cost_models_dir: str = ""
-    """Where cost models are kept as files, beside the key-value store; empty: nowhere."""
+    """Folder in which cost models are kept as files, beside the key-value store; empty: nowhere."""
     kv_host: str = ""
     """Name or address of this machine under which other instances reach this one's KV transport, which listens there only;
     empty: this machine's on the network of the NATS server."""
@@ -443,8 +443,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
 
     @property
     def copy_rate_share(self) -> float:
-        """Where the CPU computes, copies take cores from the steps of other requests: about as much of one as of the
-        bandwidth."""
+        """Share of the copy rate that copies may use. Where the CPU computes, they take cores from the steps of other
+        requests: about as much of one as of the bandwidth."""
         return self.migration_rate_share or (0.03 if self.device == "cpu" else 0.5)
 
 

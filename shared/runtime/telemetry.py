@@ -40,7 +40,7 @@ EXPORT_INTERVAL_S = 1.0
 SCRAPE_TIMEOUT_S = 10.0
 SHUTDOWN_POLL_S = 0.05
 LOOP_TIMEOUT_S = 3.0
-"""For the event loop to take a turn when /live or /health asks it."""
+"""Time for the event loop to take a turn when /live or /health asks it."""
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

@@ -9,7 +9,8 @@ from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
 
 
 def client_tls(settings: BusSettings) -> ssl.SSLContext | None:
-    """For NATS; None where no setting asks for TLS (a URL `tls://` alone takes the system's CAs). Raises `SettingsError`."""
+    """TLS for NATS; None where no setting asks for TLS (a URL `tls://` alone takes the system's CAs). Raises
+    `SettingsError`."""
     if not (settings.nats_tls_ca or settings.nats_tls_cert or settings.nats_tls_key):
         return None
     context = ssl.create_default_context()
@@ -21,7 +22,7 @@ def client_tls(settings: BusSettings) -> ssl.SSLContext | None:
 
 
 def server_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """For HTTP; None where it is served without TLS. Raises `SettingsError`."""
+    """TLS for HTTP; None where it is served without TLS. Raises `SettingsError`."""
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None
     if not settings.tls_cert:
@@ -35,8 +36,8 @@ def server_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 
 def own_server_tls(settings: GatewaySettings) -> ssl.SSLContext:
-    """For a look at the server with these settings from the same machine: whether it answers, whoever it is known as. Its
-    own certificate is shown where clients must show one. Raises `SettingsError`."""
+    """TLS for a look at the server with these settings from the same machine: whether it answers, whoever it is known as.
+    Its own certificate is shown where clients must show one. Raises `SettingsError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     _show(context, settings.tls_cert, settings.tls_key, "TIDEWAY_TLS")

@@ -21,14 +21,14 @@ STUCK_EXIT_CODE = 3
 INTERVAL_S = 1.0
 """Between two looks."""
 HELD_FACTOR = 4
-"""Where no Python code runs at all, because some extension keeps the interpreter's lock, this thread cannot look either. A
-thread without Python (faulthandler's) then ends the process, after so many times the timeout, by the clock: also one that
-was stopped for so long, when it goes on."""
+"""Multiple of the timeout after which a hung interpreter ends. Where no Python code runs at all, because some extension
+keeps the interpreter's lock, this thread cannot look either. A thread without Python (faulthandler's) then ends the
+process, after so many times the timeout, by the clock: also one that was stopped for so long, when it goes on."""
 
 
 class Watchdog:
-    """For the running event loop; `timeout_s` 0: never. It counts from the loop's first turn on: what a service does before
-    it first waits, such as importing torch, may take its time."""
+    """Watches the running event loop; `timeout_s` 0: never. It counts from the loop's first turn on: what a service does
+    before it first waits, such as importing torch, may take its time."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

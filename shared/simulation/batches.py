@@ -28,7 +28,7 @@ class Batches:
         self.fleet, self.lines_in_flight = fleet, lines_in_flight
         self.feed = BatchFeed(NAME)
         self.ended_s: dict[str, float] = {}
-        """When each batch had all its answers."""
+        """Time at which each batch had all its answers."""
         self._is_asking = False
 
     def begin_at(self, at_s: float, batch_id: str, lines: Sequence[Job], *, window_s: float = 86400.0) -> None:
@@ -110,5 +110,5 @@ class _Feeding:
 
 
 def tokens_of(line: Job) -> int:
-    """As the gateway estimates them."""
+    """Tokens of a line as the gateway estimates them."""
     return line.prompt_tokens + (line.max_tokens or line.output_tokens)

@@ -450,7 +450,7 @@ class Fleet:
         self.num_role_changes = 0
         """Changes of role that the scheduler told."""
         self.emptied_s: dict[str, float] = {}
-        """When each instance that was drained held nothing any more."""
+        """Time at which each instance that was drained held nothing any more."""
         self.scale: Callable[[actions.ScalingAction], list[str]] | None = None
         """Carries out what the scheduler wants, and says which instances it released for that."""
         self.busy_s: defaultdict[str, float] = defaultdict(float)

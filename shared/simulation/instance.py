@@ -33,7 +33,7 @@ class VirtualStep:
         self.whole_s = whole_s
         """Seconds of all its layers."""
         self.done_share = done_share
-        """When it began."""
+        """Time at which it began."""
         self.stop_share = stop_share
 
     @property
@@ -89,7 +89,7 @@ class VirtualInstance:
         return bool(self._steps)
 
     def apply(self, call: Call[T]) -> T:
-        """As the live instance's loop does."""
+        """Applies a call as the live instance's loop does."""
         now = self._events.now
         result = self.engine.apply(call, now)
         if call.brings_work:
@@ -98,7 +98,7 @@ class VirtualInstance:
         return result
 
     def ask(self, question: Callable[[Engine], T]) -> T:
-        """As the live instance's loop."""
+        """Asks the engine as the live instance's loop does."""
         return question(self.engine)
 
     def wake(self) -> None:

@@ -358,7 +358,7 @@ class FleetMigrations:
     """Those of a fleet: `Fleet(..., migrations=FleetMigrations)`."""
 
     def __init__(self, fleet: Fleet, *, max_migrations: int = 1, max_stages: int = 8) -> None:
-        """As of `InstanceSettings`."""
+        """Limits as in `InstanceSettings`."""
         self.outcomes: dict[str, int] = {}
         """How migrations ended: "moved", "moved waiting" or an `AbortReason` -> how many."""
         self._fleet = fleet

@@ -83,7 +83,7 @@ def simulate(
     patience_s: float = PATIENCE_S,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
-    """As `deployment.simulate`; offline requests are not sent. Raises `NoPlacement`."""
+    """Simulates as `deployment.simulate` does; offline requests are not sent. Raises `NoPlacement`."""
     events, interval_s = Events(), problem.traffic.interval_s
     groups = deploy(events, problem, units, kv, max_rows=max_rows)
     longest = {model.name: model.max_model_len for model in problem.models}

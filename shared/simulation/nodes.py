@@ -10,7 +10,7 @@ from shared.placement.node import Action, Ask, Kill, NodeState, Start, Terminate
 from shared.simulation.fleet import Device, Fleet, Model
 
 GRACE_S = 30.0
-"""For requests to leave what is drained or unloaded."""
+"""Time for requests to leave what is drained or unloaded."""
 
 
 class FleetNodes:

@@ -44,7 +44,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """One that has ended."""
 
     at_s: float
-    """When it began."""
+    """Time at which it began."""
     why: str
     interval_s: float
     """Length of the interval that began with it."""

@@ -51,7 +51,7 @@ class SpatialModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """The least quota is a request of this length."""
     demand: float
-    """For KV, in the measure of `first_quotas`."""
+    """Demand for KV, in the measure of `first_quotas`."""
 
 
 class _Sequence:
