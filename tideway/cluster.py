@@ -56,7 +56,7 @@ def view_model(
     instances: Mapping[str, InstanceInfo],
     configured: Collection[str] | None = None,
 ) -> ModelView:
-    """Where `name` stands. It is ready when no instance of the plan is still to load it and one serves it.
+    """State of model `name`. It is ready when no instance of the plan is still to load it and one serves it.
 
     `configured`: the models that placement has; None where that is not asked.
     """

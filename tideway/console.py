@@ -31,7 +31,7 @@ LEAST_NAME_CELLS = 8
 
 
 class TableConsole(Console):
-    """For stdout: as wide as its tables are where no terminal bounds them."""
+    """Console on stdout, as wide as its tables where no terminal bounds them."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
@@ -132,7 +132,7 @@ def _width(shown: RenderableType, console: Console) -> int:
 
 
 def count_sources(sources: Iterable[str]) -> str:
-    """Where a model's step times are from, over its instances."""
+    """Sources of a model's step times, over its instances."""
     return ", ".join(f"{source} on {number}" for source, number in sorted(Counter(filter(None, sources)).items()))
 
 
@@ -175,7 +175,7 @@ class Reporter:
         self._print(f"  [yellow]![/] {escape(text)}")
 
     def say(self, text: str) -> None:
-        """As it is, to the last character: it may be there to be copied."""
+        """Prints the text as it is, to the last character: it may be there to be copied."""
         self._print(Text(text))
 
     def waiting(self, for_what: str) -> None:

@@ -51,8 +51,8 @@ class Liveness:
 
 
 async def probe_for_ever(child: Child, check: Check, timeout_s: float) -> None:
-    """For a child that has been found ready; `check` has a deadline of its own. A process that gives no answer for
-    `timeout_s` is killed, and started again as after a crash."""
+    """Probes a child that has been found ready, for ever; `check` has a deadline of its own. A process that gives no answer
+    for `timeout_s` is killed, and started again as after a crash."""
     liveness, num_starts = Liveness(timeout_s), child.num_starts
     liveness.on_answer(time.monotonic())
     while True:
@@ -102,7 +102,8 @@ async def restart_when_there_is_space(
     restart: Callable[[str], None],
     min_free_bytes: int = MIN_FREE_BYTES,
 ) -> None:
-    """For ever. `tell` once each time the disk is full; `restart` with the reason when it is not any more."""
+    """Restarts, for ever, what stopped for want of disk space. `tell` is called once each time the disk is full; `restart`
+    with the reason when it is not any more."""
     is_told = False
     while True:
         await asyncio.sleep(CHECK_INTERVAL_S)

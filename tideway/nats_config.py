@@ -31,10 +31,10 @@ def nats_users(passwords: Mapping[str, str], nodes: Mapping[str, str]) -> list[d
 
 
 def users_file(node_ids: list[str]) -> str:
-    """For `include` in a server's configuration. Passwords are variables of the server's environment, with their values in
-    double quotes: NATS_GATEWAY_PASSWORD for user `gateway`. With `node_ids` each node has a worker of its own,
-    `worker-NODE` with NATS_WORKER_NODE_PASSWORD, and there is no common one.
-    `OperatorError` if a node cannot be one, or two have the same variable."""
+    """File for `include` in a server's configuration. Passwords are variables of the server's environment, with their
+    values in double quotes: NATS_GATEWAY_PASSWORD for user `gateway`. With `node_ids` each node has a worker of its own,
+    `worker-NODE` with NATS_WORKER_NODE_PASSWORD, and there is no common one. `OperatorError` if a node cannot be one, or
+    two have the same variable."""
     for node_id in node_ids:
         if not TOKEN.fullmatch(node_id):
             raise OperatorError(f"--node {node_id!r}: a TIDEWAY_NODE_ID has A-Z, a-z, 0-9, _ and - only.")

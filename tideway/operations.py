@@ -119,8 +119,8 @@ class AdminClient:
         may_guess: bool = False,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> AdminClient:
-        """For the gateway at `url`; where that is empty, for the one that runs on the data folder, with its key; where none
-        does, for the one at `DEFAULT_URL` if `may_guess`."""
+        """Client for the gateway at `url`; where that is empty, for the one that runs on the data folder, with its key;
+        where none does, for the one at `DEFAULT_URL` if `may_guess`."""
         gateway = find_gateway(data, url, may_guess=may_guess)
         if gateway.data is not None:
             api_key = api_key or gateway.data.credentials().admin_api_key
@@ -400,7 +400,8 @@ def scale_instances(
 
 
 def _wants_more(model: ModelState, plan: PlacementPlan) -> bool:
-    """Where no model does, the other instances stay away: an instance without a model is not started."""
+    """Whether a model wants more instances. Where none does, the other instances stay away: an instance without a model is
+    not started."""
     if model.name in plan.unplaced:
         return False
     return model.replicas is None or len(_places(plan, model.name)) < model.replicas

@@ -45,7 +45,7 @@ FIGURES: dict[str, Callable[[ModelPrediction], float]] = {
     "TTFT s": lambda one: one.mean_ttft_s,
     "TPOT ms": lambda one: 1e3 * one.mean_tpot_s,
 }
-"""Where there is room."""
+"""Columns shown where there is room."""
 
 
 def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:

@@ -26,7 +26,7 @@ from tideway.data_folder import OperatorError
 MINIMUM_MEMORY_BYTES = 2 * 1024**3
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGED_MODELS = Path(__file__).resolve().parent / "models"
-"""Where a wheel has the demonstration models; a checkout has them in models/."""
+"""Folder in which a wheel has the demonstration models; a checkout has them in models/."""
 DEMONSTRATION_MODELS = ("tideway-demo-llama", "tideway-demo-opt")
 PORT_ATTEMPTS = 100
 LEAST_PORT, MAX_PORT = 21_000, 65_536

@@ -145,7 +145,7 @@ def this_device(base: str, num_instances: int, name: str) -> Hardware:
 
 
 def write_hardware(file: Path, hardware: Hardware) -> None:
-    """As TOML, every number with its source beside it. Raises `OperatorError`."""
+    """Writes TOML, every number with its source beside it. Raises `OperatorError`."""
     plain = msgspec.to_builtins(hardware)
     sources, measured = plain.pop("sources"), plain.pop("measured")
     # what JSON writes of strings and numbers, TOML reads

@@ -168,7 +168,7 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     max_models_per_group: Annotated[int, Meta(ge=0)] = 0
     """0: as many as fit."""
     groups: list[GroupSpec] = []
-    """For the placement "groups"."""
+    """Groups for the placement "groups"."""
     serving: Serving = Serving()
     split_kv: SplitKv = SplitKv()
     """Splitting of KV in the placement "muxserve"."""
@@ -180,7 +180,7 @@ class Setting(NamedTuple):
     name: str
     scenario: Scenario
     folder: Path
-    """Where relative paths begin, if the file is there."""
+    """Folder at which relative paths begin, if the file is there."""
 
 
 class Built(NamedTuple):
@@ -384,7 +384,7 @@ def hardware_of(scenario: Scenario, folder: Path) -> dict[str, Hardware]:
 
 
 def hardware_file(file: Path) -> dict[str, Any]:
-    """As `tideway profile --hardware` writes it. Raises `ScenarioError`."""
+    """Table that `tideway profile --hardware` writes. Raises `ScenarioError`."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -43,7 +43,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of the placement, or a search for one."""
 
     at_s: float
-    """When the search began, or the change was over."""
+    """Time at which the search began, or the change was over."""
     what: str
     """searched | carried_out | rolled_back"""
     reason: str

@@ -52,7 +52,7 @@ class UpOptions:
     pipeline_parallel: int = 1
     """Stages of each instance, each of `tensor_parallel` devices."""
     roles: str = ""
-    """As of TIDEWAY_INSTANCE_ROLES."""
+    """Value of TIDEWAY_INSTANCE_ROLES."""
     deterministic: bool = False
     num_schedulers: int = 1
     num_gateways: int = 1

@@ -1,4 +1,4 @@
-"""When requests arrive. Pure: a specification and a generator of random numbers in, sorted seconds out.
+"""Arrival times of requests. Pure: a specification and a generator of random numbers in, sorted seconds out.
 
 Rates that change (phases, rates of a trace) are renewal processes in operational time: intervals of mean 1 and the given
 coefficient of variation are laid along the integral of the rate and mapped back to time.

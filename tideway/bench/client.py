@@ -41,7 +41,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Without /v1."""
     endpoint: Literal["completions", "chat"] = "completions"
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """For one request, from sending to its end."""
+    """Time for one request, from sending to its end."""
     temperature: float = 0.0
     ignore_eos: bool = False
     """Sends `ignore_eos`: answers have their planned length."""

@@ -21,7 +21,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     stream: str = ""
     """Stream of the workload."""
     arrival_s: float
-    """When it was to be sent, so that latencies include a slip of the client; in a closed loop, when it was sent."""
+    """Time at which it was to be sent, so that latencies include a slip of the client; in a closed loop, when it was
+    sent."""
     sent_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -32,7 +33,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
-    """As the server counts them; where it does not (`has_usage`), the number of pieces."""
+    """Number that the server counts; where it does not (`has_usage`), the number of pieces."""
     has_usage: bool = True
     planned_prompt_tokens: int = 0
     planned_output_tokens: int = 0
@@ -99,7 +100,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return False if waited_s > self.ttft_objective_s else None
 
     def met_tpot(self) -> bool | None:
-        """As `met_ttft`; an answer of one token meets it."""
+        """Whether its TPOT objective was met, like `met_ttft`; an answer of one token meets it."""
         if self.tpot_objective_s is None or self.is_unfinished:
             return None
         return self.is_success and (self.tpot_s is None or self.tpot_s <= self.tpot_objective_s)

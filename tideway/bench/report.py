@@ -27,7 +27,7 @@ class Result(msgspec.Struct, kw_only=True):
     """Machine of the client."""
     target: dict[str, Any]
     workload: dict[str, Any]
-    """As given, with its seed: the same again plans the same requests."""
+    """Workload as given, with its seed: the same again plans the same requests."""
     num_planned: int
     lateness: Lateness
     summary: Summary

@@ -52,7 +52,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     """What to say of the target; empty: its URL."""
     api_key: str = ""
-    """For streams that name no environment variable of their own."""
+    """Key of streams that name no environment variable of their own."""
     drain_s: float = 60.0
     warmup_s: float = 0.0
     """Requests that arrive within it are sent and not counted."""
