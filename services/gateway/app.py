@@ -334,7 +334,7 @@ ROUTES = (
     Route("POST", "/admin/plan", admin_routes.change_plan, ChangePlanRequest, ReplacementState, PLACEMENT_ERRORS),
 )
 PAGES = (("/", pages.show_root), ("/console", pages.show_page), ("/console/{file}", pages.show_file))
-"""For browsers, and no part of the API."""
+"""Pages for browsers, which are no part of the API."""
 DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_prefix_cache, None, None),)
 
 

@@ -68,7 +68,7 @@ class _Server(uvicorn.Server):
         self._handshake_timeout_s = handshake_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's for sockets that listen, which leaves clients a minute for the handshake of TLS."""
+        """Starts like uvicorn's server on sockets that listen, which leaves clients a minute for the handshake of TLS."""
         loop, config = asyncio.get_running_loop(), self.config
 
         def create_protocol() -> asyncio.Protocol:

@@ -35,7 +35,7 @@ def vllm_text(metrics: GatewayMetrics, instances: list[InstanceState], models: I
 
 
 _LABELS = {"model": "model_name", "reason": "finished_reason"}
-"""As vLLM calls ours."""
+"""vLLM's names of our labels."""
 
 
 def _renamed(name: str, family: Metric) -> Metric:

@@ -153,7 +153,7 @@ class Key:
         tenant_name: str = "",
     ) -> None:
         self.tenant_name = tenant_name
-        """As it was configured: empty: the key's own; `ANY_TENANT`: as a header says."""
+        """Tenant as configured. Empty: the key's own; `ANY_TENANT`: the one that a header names."""
         self.tenant = ""
         """Whose files and batches this key sees; empty where no keys are configured."""
         self.use_id = ""
@@ -271,7 +271,7 @@ class PromptTokens(Claim):
 
 
 class Uses(Protocol):
-    """Where the use of keys is counted (`LocalUses`, or key_uses.py over all gateways)."""
+    """Counts of the use of keys (`LocalUses`, or key_uses.py over all gateways)."""
 
     async def claim(self, key: Key, claim: Claim, now: float) -> None:
         """Takes it. Raises `ApiError` 429 where the key's limits leave no room."""
@@ -307,14 +307,14 @@ class PromptCharge:
         self._is_charged = False
 
     async def charge(self, key: Key, num_tokens: int, now: float) -> None:
-        """As `Admission.charge_prompt`."""
+        """Charges the prompt as `Admission.charge_prompt` does."""
         self._num_tokens = num_tokens
         if not self._is_charged:
             await self._admission.charge_prompt(key, num_tokens, now)
             self._is_charged = True
 
     async def wait_s(self, key: Key, now: float) -> float:
-        """For how long it is of no use to try the line. 0: now; a prompt whose length is known is charged then."""
+        """How long it is of no use to try the line. 0: now; a prompt whose length is known is charged then."""
         limit, num_tokens = key.tokens_per_minute, max(1, self._num_tokens)
         if limit is None or self._is_charged or num_tokens > limit:
             return 0.0

@@ -88,7 +88,7 @@ class _Account:
         """Whether there is something to write that nobody waits for."""
         self.is_working = False
         self.known: KvEntry[KeyUses] | None = None
-        """As it was written last from here, if nobody else came between."""
+        """Entry as it was written last from here, if nobody else came between."""
         self.written_at = float("-inf")
 
 
@@ -130,7 +130,7 @@ class SharedKeyUses:
                 logger.info("that this gateway ends is not told: %s", error)
 
     async def claim(self, key: Key, claim: Claim, now: float) -> None:
-        """As of `Uses`, within twice `MAX_WAIT_S`."""
+        """Implements `Uses.claim`, within twice `MAX_WAIT_S`."""
         if not key.has_limits or self._alive is None:
             claim.take(now)
             return
@@ -152,7 +152,7 @@ class SharedKeyUses:
             raise
 
     def note(self, key: Key, *, soon: bool = False) -> None:
-        """As of `Uses`. Not `soon`: it is written within `FLUSH_S`."""
+        """Implements `Uses.note`. Not `soon`: it is written within `FLUSH_S`."""
         if not key.has_limits or self._alive is None:
             return
         account = self._account(key)
@@ -161,7 +161,7 @@ class SharedKeyUses:
             self._wake(account)
 
     async def all(self) -> dict[str, KeyUses]:
-        """As of `Uses`: as NATS has them, without what gateways had that are gone."""
+        """Implements `Uses.all`: the uses as NATS has them, without what gateways had that are gone."""
         found = {use_id: entry.value for use_id, entry in (await self._uses.entries()).items()}
         return {use_id: replace(uses, gateways=self._alive_alone(uses)) for use_id, uses in found.items()}
 

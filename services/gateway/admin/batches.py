@@ -27,7 +27,7 @@ class BatchDetail(msgspec.Struct, kw_only=True):
     created_s: float
     """Unix time; likewise those of `status_s`."""
     status_s: dict[str, float]
-    """When each status was entered."""
+    """Time at which each status was entered."""
     batch: BatchObject
     failures: list[str]
     """First lines of its error file; empty until that is written."""

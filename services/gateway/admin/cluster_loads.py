@@ -26,7 +26,7 @@ FRESH_S = 0.5
 """Nobody is heard again for a question that comes so soon after another."""
 LISTEN_S = 0.1
 LONG_LISTEN_S = 1.2
-"""Where instances were not heard lately: longer than the second between reports of one that idles."""
+"""Time to listen where instances were not heard lately: longer than the second between reports of one that idles."""
 LATELY_S = 3.0
 KEPT_S = 10.0
 MAX_TRIES = 3

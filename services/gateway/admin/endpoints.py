@@ -306,7 +306,7 @@ async def _remove_adapter(context: GatewayContext, name: str) -> None:
 
 @audited
 async def load_adapter(context: GatewayContext, request: Request) -> Response:
-    """As vLLM has it; needs the admin key."""
+    """Loads an adapter by vLLM's endpoint of that name; needs the admin key."""
     authenticate_operator(context, request)
     message = await read_audited(context, request, _LOAD_ADAPTER)
     known = context.catalog.adapter(message.lora_name)
@@ -465,7 +465,7 @@ async def list_requests(context: GatewayContext, request: Request) -> Response:
 
 
 async def explain_slo(context: GatewayContext, request: Request) -> Response:
-    """Where the time of those went that missed an objective, by model."""
+    """Explains, by model, where the time of requests went that missed an objective."""
     authenticate_operator(context, request)
     interval_s = whole_number_of(request.query_params, "interval_s", 300, LEAST_SLO_INTERVAL_S, MAX_SLO_INTERVAL_S)
     return json_response(await context.timelines.explain_everywhere(interval_s))

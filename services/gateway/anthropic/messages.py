@@ -55,7 +55,7 @@ class MessageToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """For templates that take `enable_thinking`; disabled leaves reasoning out of the answer too."""
+    """Field `thinking`, for templates that take `enable_thinking`; disabled leaves reasoning out of the answer too."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 

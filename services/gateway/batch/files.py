@@ -64,7 +64,8 @@ class Files:
         return await self._contents.writer(file_id)
 
     async def check_room(self, num_bytes: int) -> None:
-        """For an upload of so many bytes. Raises `ApiError` 429, or 507 where NATS' disk is full."""
+        """Checks that there is room for an upload of so many bytes. Raises `ApiError` 429, or 507 where NATS' disk is
+        full."""
         if problem := self._bus.storage_problem:
             raise of_info(ErrorInfo(ErrorCode.STORAGE_FULL, f"{problem}.", retry_after_s=FULL_RETRY_AFTER_S))
         for room, needed in ((await self._contents.room(), num_bytes), (await self._records.room(), 0)):

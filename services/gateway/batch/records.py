@@ -25,7 +25,7 @@ RECORDS_BYTES = 64 << 20
 RECORDS_RESERVE_BYTES = RECORDS_BYTES // 4
 """In which no batch is created: those that are there must be able to go on."""
 RESULTS_BYTES = 1 << 30
-"""For the answers of all batches that are not finished."""
+"""Room for the answers of all batches that are not finished."""
 RESULTS_RESERVED_SHARE = 0.25
 """Share of that in which no batch is begun, and only the one that was begun first goes on."""
 LINE_BYTES, TOKEN_BYTES = 600, 5
@@ -35,7 +35,7 @@ STORED_BYTES = 150
 LOOK_INTERVAL_S = 1.0
 """At which the room is looked at; in between, what is stored from here is subtracted."""
 WATCH_TIMEOUT_S = 3.0
-"""For a record that was written to come back."""
+"""Time for a record that was written to come back."""
 
 
 class ResultsFull(BusError):

@@ -56,10 +56,10 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 1.0
 LINE_TIMEOUT_S = 6 * 3600.0
-"""For one attempt at one line, which may be preempted for long; after it the line starts over."""
+"""Time for one attempt at one line, which may be preempted for long; after it the line starts over."""
 ROOM_INTERVAL_S = 1.0
 FULL_PATIENCE_S = 900.0
-"""For the batch that was begun first, in which no result of it could be stored: longer than what others leave stays."""
+"""Time for the batch that was begun first, in which no result of it could be stored: longer than what others leave stays."""
 FIRST_ASSEMBLY_BACKOFF_S, MAX_ASSEMBLY_BACKOFF_S = 0.5, 30.0
 LINES_BETWEEN_TURNS = 200
 """Lines of validation between two turns, in which it leaves the event loop to others in between."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 32
 FORM_BYTES = 64 * 1024
-"""For boundaries, headers and fields beside the file."""
+"""Room for boundaries, headers and fields beside the file."""
 
 
 # RFC 5987: filename*=UTF-8''na%C3%AFve.txt

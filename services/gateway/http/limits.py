@@ -26,14 +26,14 @@ MIN_BODY_BYTES_PER_S = 500
 REFUSED_S = 1.0
 """A refused connection stays so long, unread, because closing it at once would take the answer from its client."""
 CLOSING_S = 10.0
-"""For the rest of an answer to leave, and of its request to come, before a connection that is over is cut."""
+"""Time for the rest of an answer to leave, and of its request to come, before a connection that is over is cut."""
 MAX_REFUSED = 256
 """Connections that stay so; others are closed at once."""
 RETRY_AFTER_S = 2.0
 
 
 class Waiting:
-    """For how long a client has made its connection wait for a request's head, or for its body. Pure."""
+    """How long a client has made its connection wait for a request's head, or for its body. Pure."""
 
     def __init__(self, head_timeout_s: float, body_idle_timeout_s: float) -> None:
         self._head_timeout_s = head_timeout_s
@@ -180,7 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._is_refused = False
         self._stuck_s = 0.0
-        """For how long the client has taken nothing of its answer, or goes on with a request that is answered."""
+        """How long the client has taken nothing of its answer, or goes on with a request that is answered."""
         self.address = ""
 
     # ---------------------------------------------------------------------------------------- asyncio's callbacks

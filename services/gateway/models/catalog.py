@@ -36,7 +36,7 @@ DRAINING = "draining"
 FAILED: Final = "failed"
 ModelState = Literal["ready", "loading", "host", "disk", "failed"]
 CHANGE_S = 2.0
-"""For what was stored to be seen here."""
+"""Time for what was stored to be seen here."""
 
 
 def loaded_model(instance: InstanceInfo, model: str) -> LoadedModel | None:

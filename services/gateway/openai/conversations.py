@@ -150,7 +150,7 @@ def _later_as_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """As a part of the last of them, where that has the same role."""
+    """Appends a message, as a part of the last one where that has the same role."""
     if messages and messages[-1]["role"] == message["role"]:
         contents = filter(None, (messages[-1]["content"], message["content"]))
         messages[-1] = {**messages[-1], "content": _BETWEEN.join(contents)}

@@ -74,7 +74,7 @@ class _Branch(NamedTuple):
     """What is asked of a branch of `oneOf` again and again."""
 
     types: set[str]
-    """As `types_of` has them."""
+    """Types as `types_of` has them."""
     schema: dict[str, Any]
     """The branch, or what it refers to."""
     values: frozenset[str] | None
@@ -390,7 +390,7 @@ def types_of(schema: Any, root: Any) -> set[str]:
 
 
 def _types_of(schema: Any, root: Any, known: dict[str, set[str]], depth: int) -> set[str]:
-    """As `types_of`. `known`: types by reference, none yet of those that are followed."""
+    """Finds what `types_of` gives. `known`: types by reference, none yet of those that are followed."""
     if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return set()
     found: set[str] = set()

@@ -73,7 +73,7 @@ class Options:
     """Grammar that the request's fields ask for."""
     tools: ToolUse | None
     prompt_logprobs: int | None
-    """As the field of that name."""
+    """Value of the field of that name."""
     parts_reasoning: bool
     """Reasoning is parted from the answer."""
     shows_reasoning: bool
@@ -301,7 +301,8 @@ def sampling_of(
     grammar: str = "",
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """For the first choice; the i-th has `seed + i`. `defaults`: the model's, where the request says nothing."""
+    """Sampling parameters of the first choice; the i-th has `seed + i`. `defaults`: the model's, where the request says
+    nothing."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that may come.")

@@ -128,7 +128,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1,
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As vLLM has it. One of `json`, `regex`, `choice`, `grammar` and `json_object`."""
+    """Field `structured_outputs` of vLLM. One of `json`, `regex`, `choice`, `grammar` and `json_object`."""
 
     json: str | dict[str, Any] | bool | None = None
     """A schema."""
@@ -204,18 +204,18 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
-    """As `structured_outputs.json`; so are those below."""
+    """Older spelling of `structured_outputs.json`, as are those below."""
     guided_regex: Source | None = None
     guided_choice: Choices | None = None
     guided_grammar: Source | None = None
     guided_whitespace_pattern: Source | None = None
     regex: Source | None = None
-    """As SGLang spells `structured_outputs.regex`; `ebnf` is its grammar, `json_schema` its schema."""
+    """SGLang's spelling of `structured_outputs.regex`; `ebnf` is its grammar, `json_schema` its schema."""
     ebnf: Source | None = None
     json_schema: str | dict[str, Any] | bool | None = None
-    """As SGLang and llama.cpp spell `structured_outputs.json`."""
+    """Spelling of `structured_outputs.json` in SGLang and llama.cpp."""
     grammar: Source | None = None
-    """As llama.cpp spells `structured_outputs.grammar`."""
+    """llama.cpp's spelling of `structured_outputs.grammar`."""
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens by their ids, `token_id:7`."""
     best_of: int | None = None
@@ -472,7 +472,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
-    """For the chat template, as a variable; with none `enable_thinking` is false too."""
+    """Variable for the chat template; with none `enable_thinking` is false too."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -547,13 +547,13 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     quantization: Literal["int8", "int4", "fp8"] | None = None
     """Quantisation of the weights, where the checkpoint is not quantised."""
     base: ModelName | None = None
-    """For a LoRA adapter: the model whose weights it is computed with."""
+    """Base of a LoRA adapter: the model whose weights it is computed with."""
     tool_format: str | None = None
     """How it writes calls of tools, where its chat template does not tell."""
     on_demand: bool | None = None
     """Loaded when requests for it come, and put away when it is idle; else it is always loaded."""
     idle_s: Annotated[float, Meta(ge=0, le=2_592_000)] | None = None
-    """For a model on demand: seconds after its last request until it is put away; default 300."""
+    """Idle time of a model on demand: seconds after its last request until it is put away; default 300."""
     engine: Literal["native", "vllm", "endpoint"] | None = None
     """Engine that computes it; default native."""
     engine_args: Annotated[str, Meta(max_length=4096)] | None = None

@@ -30,8 +30,8 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """It travels with the request."""
 
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python's `json.dumps` writes it and most models were trained to: where any white space may come, small models write
-nothing else."""
+"""JSON's spacing as Python's `json.dumps` writes it and most models were trained to: where any white space may come, small
+models write nothing else."""
 
 EBNF = "ebnf_grammar"
 """Kind of grammars as llama.cpp and xgrammar write them (`root ::= ...`)."""
@@ -43,13 +43,13 @@ class Grammar:
     """A grammar that an output follows."""
 
     text: str
-    """As llguidance takes it, but for EBNF (`as_lark`)."""
+    """Grammar as llguidance takes it, but for EBNF (`as_lark`)."""
     kind: str
     """json, regex, choice, grammar or tools: a label of metrics."""
     param: str
     """The field that asks for it."""
     schema: dict[str, Any] | None = None
-    """Where it is of JSON: as llguidance takes it."""
+    """Schema, for a grammar of JSON, as llguidance takes it."""
 
     @property
     def num_bytes(self) -> int:

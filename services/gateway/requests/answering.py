@@ -282,7 +282,8 @@ async def first_deltas(exchange: Exchange, generation: Generation, keep_alive: K
 
 
 def keep_alive_of(request: Request, default_s: float) -> KeepAlive | None:
-    """As the client asks, else a comment after `default_s`: some clients take any chunk for a token. None: never."""
+    """Keep-alive as the client asks, else a comment after `default_s`: some clients take any chunk for a token. None:
+    never."""
     text = request.headers.get("x-keep-alive-interval")
     if text is None:
         return KeepAlive(default_s, COMMENT) if default_s else None

@@ -120,7 +120,7 @@ class Call:
 
     @property
     def shown_model(self) -> str:
-        """As the client calls it."""
+        """Model name that the client uses."""
         if self._shown_model:
             return self._shown_model
         return self._model if self.routed.route is None else self.routed.route.name

@@ -72,7 +72,7 @@ class Plan:
     options: Options
     prompts: list[Prompt]
     response: ResponseObject | None = None
-    """As it was opened; None: it is no call of the Responses API."""
+    """Response as it was opened; None: it is no call of the Responses API."""
     items: tuple[InputItem, ...] = ()
     """Its conversation."""
     is_stepwise: bool = False
@@ -247,7 +247,8 @@ class KeptCalls:
     # ------------------------------------------------------------------------------------------- what clients want
 
     def wish(self, headers: Mapping[str, str], tenant: str, path: str, message: Any, *, is_stream: bool) -> Wish | None:
-        """As the headers say; None: the call is not to be kept. `message`: the decoded request. Raises `ApiError` 400."""
+        """What the headers ask for; None: the call is not to be kept. `message`: the decoded request. Raises `ApiError`
+        400."""
         limit_s = self._settings.resume_s
         window, key = headers.get(WINDOW_HEADER), headers.get(KEY_HEADER)
         window_s = limit_s

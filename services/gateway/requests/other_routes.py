@@ -33,7 +33,7 @@ from shared.messages.routes import Route
 from shared.runtime.telemetry import METRICS_TYPE, metrics_text
 
 READY_WITHOUT_NATS_S = 60.0
-"""As long as streams wait for it."""
+"""Time without NATS in which the gateway is still ready: as long as streams wait for it."""
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)

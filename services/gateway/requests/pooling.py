@@ -53,7 +53,7 @@ _QWEN3 = (
     "retrieve relevant passages that answer the query\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n"
     "<think>\n\n</think>\n\n"
 )
-"""As Qwen3-Reranker was trained to see a pair (its model card)."""
+"""Prompt in which Qwen3-Reranker was trained to see a pair (its model card)."""
 
 
 class PooledRequest(CompletionRequest, kw_only=True):

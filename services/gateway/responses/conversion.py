@@ -119,7 +119,7 @@ def tools_of(request: ResponseRequest, items: Iterable[InputItem]) -> list[Respo
 
 
 def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
-    """As they stand in the conversation of the next request."""
+    """Output items as they stand in the conversation of the next request."""
     found = []
     for item in output:
         text = "".join(part.text for part in item.content or ())
@@ -142,7 +142,7 @@ def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
 
 
 def shown_items(response_id: str, items: Sequence[InputItem]) -> list[ShownItem]:
-    """As `GET .../input_items` tells of them, each with an id."""
+    """Items as `GET .../input_items` shows them, each with an id."""
     return [_shown(f"{_ITEM_PREFIXES.get(item.type, 'item')}_{response_id}_{i}", item) for i, item in enumerate(items)]
 
 

@@ -206,8 +206,8 @@ async def _answer(
 
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
-    """As it is stored, or as far as it is; with `stream=true` its events, `starting_after` one that the client has, while
-    they are kept."""
+    """Answers with the response as far as it is stored; with `stream=true` with its events, `starting_after` one that the
+    client has, while they are kept."""
     response_id = request.path_params["response_id"]
     if request.query_params.get("stream") == "true" and response_id.startswith(ID_PREFIX):
         return await resume_stream(context, request, response_id)
@@ -226,7 +226,8 @@ async def _shown(context: GatewayContext, request: Request, key: Key, response_i
 
 
 async def _shown_of(context: GatewayContext, request: Request, key: Key, record: KeptCall) -> Response:
-    """As `_shown`; a call that is still being placed is not stored yet. Raises `ApiError`, `BusError`."""
+    """Shows the call as `_shown` does; a call that is still being placed is not stored yet. Raises `ApiError`,
+    `BusError`."""
     try:
         return await _shown(context, request, key, record.call_id)
     except ApiError as error:
@@ -246,7 +247,7 @@ async def _taken_up(context: GatewayContext, request: Request, key: Key, respons
 
 
 async def _attached(context: GatewayContext, request: Request, key: Key, response_id: str) -> ResponseObject | None:
-    """As of `_taken_up`, where it is not made here yet."""
+    """The response as `_taken_up` gives it, where it is not made here yet."""
     exchange = Exchange(context, request, "chat")
     failure: BaseException | None = None
     try:

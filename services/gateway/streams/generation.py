@@ -300,7 +300,7 @@ class Generation:
     seen: Sequence[Seen] = ()
     """How far the client has each choice, where another answer began this one."""
     is_stepwise: bool = False
-    """As of `Choice`."""
+    """`is_stepwise` of `Choice`."""
     max_open: int = 0
     """Choices that are placed at once; the others follow as these end. 0: all."""
 

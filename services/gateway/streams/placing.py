@@ -1,4 +1,4 @@
-"""Where a request goes: to the scheduler, or, where none answers, straight to a live instance (bypass)."""
+"""Placing of a request: it goes to the scheduler, or, where none answers, straight to a live instance (bypass)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SETTLE_S = 1.0
 """After a request's end, for what others still have to tell of it."""
 CANCELLED = FinishReason.CANCELLED
 ASK_TIMEOUT_S = 0.4
-"""For other gateways to answer."""
+"""Time for other gateways to answer."""
 KNOWN_S = 60.0
 """So long after it was last heard of a gateway is waited for."""
 ASK_ALL_S = 10.0
@@ -123,7 +123,7 @@ class Timelines:
         self._subscriptions: list[Subscription] = []
         self._num_asked = 0
         self._asked_at = float("-inf")
-        """When all gateways were last given time to answer."""
+        """Time at which all gateways were last given time to answer."""
         self._others: dict[str, float] = {}
         """Gateways that have asked or told something, and when they last did."""
         self._answers: dict[int, _Answers] = {}
@@ -290,14 +290,14 @@ class Timelines:
     # ---------------------------------------------------------------------------------------- other gateways
 
     async def find_anywhere(self, request_id: str) -> list[SequenceTimeline]:
-        """As `find`, here or at another gateway."""
+        """Finds as `find` does, here or at another gateway."""
         if found := self.find(request_id):
             return found
         told = await self._ask(FindTimeline(request_id), lambda answers: any(each.requests for each in answers))
         return next((each.requests for each in told if each.requests), [])
 
     async def list_everywhere(self, wanted: ListTimelines) -> list[SequenceTimeline]:
-        """As `latest`, of all gateways."""
+        """Lists what `latest` does, of all gateways."""
         found = self.latest(wanted.limit, wanted.model, wanted.is_missed, wanted.is_open)
         for each in await self._ask_known(wanted):
             found += each.requests
@@ -305,7 +305,7 @@ class Timelines:
         return found[: wanted.limit]
 
     async def explain_everywhere(self, interval_s: float) -> SloExplanation:
-        """As `explain`, of all gateways."""
+        """Explains as `explain` does, over all gateways."""
         told = await self._ask_known(ExplainSlo(interval_s))
         own = self.explain(interval_s).objectives
         return SloExplanation(interval_s, merged([own, *(each.objectives for each in told)]))

@@ -32,7 +32,7 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For a checkpoint that brings no template: one line a message, "Role: text", and "Assistant:" to be continued."""
+"""Template of a checkpoint that brings none: one line a message, "Role: text", and "Assistant:" to be continued."""
 
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 _PLACE_OF_FINAL_MESSAGE = "\x00tideway-final-message\x00"
@@ -169,7 +169,7 @@ _FILES = (
 
 
 def template_stamp(folder: Path) -> tuple[int, ...]:
-    """When the files were written that `load_template` reads, in nanoseconds; 0: there is none."""
+    """Times in nanoseconds at which the files were written that `load_template` reads; 0: there is none."""
     times = []
     for name in _FILES:
         try:

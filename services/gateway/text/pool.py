@@ -134,7 +134,7 @@ class TextPool:
 
     @contextlib.contextmanager
     def room(self, num_characters: int) -> Iterator[None]:
-        """For texts of so many characters together (of a template's input: bytes). Raises `ApiError` 429 where
+        """Holds room for texts of so many characters together (of a template's input: bytes). Raises `ApiError` 429 where
         too many are in work."""
         limit = self._settings.max_text_characters
         if self._num_characters + num_characters > limit:
@@ -185,7 +185,7 @@ class TextPool:
         return [array.array("I", ids).tolist() for ids in result.ids]
 
     async def try_grammar(self, grammar: Grammar) -> Grammar:
-        """As llguidance takes it. Raises `ApiError` 400 where it cannot be followed."""
+        """Gives the grammar as llguidance takes it. Raises `ApiError` 400 where it cannot be followed."""
         text = grammar.text
         if text not in self._tried or self._tried[text][2] < time.monotonic():
             taken, reason, until_s = "", "", math.inf

@@ -101,7 +101,7 @@ class ModelTokenizer:
         self.takes_tools = takes_tools
         self.reasoning_format = reasoning_format
         self.defaults = defaults or SamplingDefaults()
-        """As the checkpoint's maker would have it sampled."""
+        """Sampling defaults of the checkpoint's maker."""
         self.pooling = pooling
         """Pooling of a model that embeds or scores; None: it generates text."""
         added = tokenizer.get_added_tokens_decoder()
@@ -314,7 +314,7 @@ class Tokenizers:
         return future
 
     async def load_anew(self, spec: ModelSpec) -> ModelTokenizer:
-        """As the checkpoint is now, whatever was loaded of it before. Raises `CheckpointError`."""
+        """Loads the tokenizer of the checkpoint as it is now, whatever was loaded of it before. Raises `CheckpointError`."""
         return await asyncio.get_running_loop().run_in_executor(self._loaders, load_tokenizer, spec)
 
     def loaded(self, spec: ModelSpec) -> ModelTokenizer | None:
@@ -359,7 +359,7 @@ class Tokenizers:
     async def encode_cut(
         self, tokenizer: ModelTokenizer, texts: Sequence[tuple[str, str | None]], num_tokens: int | None
     ) -> list[tuple[list[int], int]]:
-        """As `ModelTokenizer.encode_cut` of each. Raises `ApiError`."""
+        """Encodes each text as `ModelTokenizer.encode_cut` does. Raises `ApiError`."""
         limit = None if num_tokens is None else tokenizer.max_characters(num_tokens)
         cut = [(first[:limit], second if second is None else second[:limit]) for first, second in texts]
         num_characters = sum(len(first) + len(second or "") for first, second in cut)
@@ -394,7 +394,8 @@ class Tokenizers:
         return result.text, result.num_characters
 
     async def try_grammar(self, tokenizer: ModelTokenizer, grammar: Grammar) -> Grammar:
-        """As instances take it. Raises `ApiError` 400 where the model's output cannot be made to follow it."""
+        """Gives the grammar as instances take it. Raises `ApiError` 400 where the model's output cannot be made to follow
+        it."""
         if not tokenizer.eos_token_ids:
             reason = "this model has no token that ends its output, which the end of a grammar needs"
             raise invalid(grammar.param, f"'{grammar.param}' cannot be had: {reason}.", "unsupported_value")

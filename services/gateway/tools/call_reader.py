@@ -25,7 +25,7 @@ class _At(Enum):
 
 
 class ValueReader:
-    """Where a JSON value ends that begins with the first character given. It is not checked further."""
+    """Finds the end of a JSON value that begins with the first character given. It is not checked further."""
 
     def __init__(self) -> None:
         self._is_begun = False

@@ -57,7 +57,8 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     """Marks that may be special tokens; the parser sees them all the same."""
     new_id: Callable[[str], str] = _long_id
-    """Where the model gives a call none; of what it alone is known by: whoever makes the answer again makes the same."""
+    """Makes the id of a call that the model gives none, out of what alone identifies it: whoever makes the answer again
+    makes the same."""
     keyed: KeyedMarks | None = None
     """Marks around arguments, where a call has them; `head` and `tail` are of no account then."""
     is_pythonic: bool = False
@@ -516,7 +517,8 @@ def _is_format(part: object) -> bool:
 
 
 def with_instructions(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template that knows no tools: they are told of in the first message, and calls and results are plain text."""
+    """Messages for a template that knows no tools: they are told of in the first message, and calls and results are plain
+    text."""
     plain = calls_as_text(messages)
     told = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
     return [{**plain[0], "content": f"{told}\n\n{plain[0]['content']}"}, *plain[1:]]

@@ -27,7 +27,7 @@ class HarmonyParser(ToolParser):
         self._is_new = True
         """Nothing was read yet."""
         self._goes_to = "content"
-        """Where the message's text goes: content, reasoning or call."""
+        """Part that the message's text goes to: content, reasoning or call."""
         self._has_reasoning = False
         """Some was told of the present message."""
         self._before_reasoning = ""

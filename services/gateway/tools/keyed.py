@@ -17,7 +17,7 @@ from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser, parted
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedMarks:
-    """Where white space may stand between any two of them."""
+    """Marks of a call, between any two of which white space may stand."""
 
     begin: str
     """Before the calls."""

@@ -42,7 +42,7 @@ class ToolUse:
         return frozenset(tool.function.name for tool in self.tools if tool.type == "custom")
 
     def definitions(self) -> list[dict[str, Any]]:
-        """As templates are given them."""
+        """Definitions as templates are given them."""
         return [plain_tool(tool) for tool in self.all_tools]
 
     def grammar_with(
