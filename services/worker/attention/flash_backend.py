@@ -51,7 +51,7 @@ class _Metadata:
     """Bound on `contexts`; of a captured batch, the whole table."""
     softcap: float
     packed_tables: torch.Tensor | None = None
-    """For a captured batch: where each replay's table arrives, as wide as that replay needs it."""
+    """Table of a captured batch: where each replay's table arrives, as wide as that replay needs it."""
 
 
 class FlashBackend(AttentionBackend):
@@ -141,7 +141,7 @@ _Attend = Callable[[torch.Tensor, LayerKv, _Metadata, "int | None"], torch.Tenso
 
 
 def _choose_kernels(major: int, *, is_split: bool = True) -> tuple[_Attend, AttentionFacts]:
-    """For devices of this compute capability. `is_split`: as of `FlashBackend`."""
+    """Kernels for devices of this compute capability. `is_split`: see `FlashBackend`."""
     problems = []
     if major in (9, 10, 11):  # elsewhere flash-attention 4 has no paging
         try:

@@ -64,7 +64,7 @@ class _Workspace:
         return self.floats
 
     def reserve_plan(self, window: int | None, num_bytes: int) -> torch.Tensor:
-        """Where the plan of the window's layers lies: in a step all plans are made before its first layer."""
+        """Buffer for the plan of the window's layers: in a step all plans are made before its first layer."""
         plan = self._plans.get(window)
         if plan is None or plan.numel() < num_bytes:
             plan = torch.empty(max(num_bytes, self._num_plan_bytes), dtype=torch.uint8, device=self.floats.device)
@@ -134,7 +134,7 @@ def _let_go(inner: Any, copied: Event) -> None:
 
 
 class _NoEvent:
-    """Where copies are done when they return."""
+    """Stands for an event where copies are done when they return."""
 
     def record(self) -> None: ...
 
@@ -177,7 +177,7 @@ class _Step:
 
 
 class FlashInferBackend(AttentionBackend):
-    """Where a step goes:
+    """Attention by FlashInfer's kernels. A step goes as follows:
 
     - decodes of few query heads a KV head: FlashInfer's decode kernels;
     - decodes of more: the tensor-core kernels of its paged prefill, through the decode wrapper;

@@ -48,7 +48,7 @@ class BatchLayout:
     windows: tuple[int, ...] = ()
     """Sliding windows that layers of the model use; layers without one attend to everything."""
     heads: Heads | None = None
-    """For back ends that plan a step before its queries are there."""
+    """Heads, for back ends that plan a step before its queries are there."""
 
     @property
     def softcap(self) -> float:

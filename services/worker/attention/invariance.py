@@ -24,7 +24,7 @@ Work = list[tuple[int, int, int]]
 
 @torch.inference_mode()
 def is_invariant(backend: AttentionBackend, model: DecoderModel) -> bool:
-    """For heads and windows as the model has them."""
+    """Whether the back end is invariant for the model's heads and windows."""
     probe = _Probe(backend, model)
     expected = probe.outputs([[(i, 0, length)] for i, length in enumerate(_LENGTHS)])
     return all(

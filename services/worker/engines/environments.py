@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parents[3]
-"""Where `shared` and `services` lie."""
+"""Folder of `shared` and `services`."""
 DONE = "installed"
 """File in an environment's folder: what is installed in it."""
 

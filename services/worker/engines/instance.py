@@ -186,7 +186,7 @@ class EngineInstance:
         await self._engine.stop()
 
     def problems(self) -> list[str]:
-        """For /health."""
+        """Problems for /health."""
         found = [f"the engine failed: {self._error}"] if self._error else []
         if not self._bus.is_connected:
             found.append("not connected to NATS")

@@ -78,7 +78,7 @@ class PreparedModel:
     graphs: DecodeGraphs | None = None
     fingerprint: str = ""
     vocabulary: Vocabulary | str = "no grammar is followed here"
-    """For grammars; or why there is none."""
+    """Vocabulary for grammars; or why there is none."""
     identity: Identity | None = None
     pooler: Pooler | None = None
     """What its hidden states go to; None: it generates text."""
@@ -183,7 +183,7 @@ class Executor:
         self._numerics = INVARIANT if deterministic else FAST
         self._backends = choose_backends(self.device, deterministic=deterministic)
         self._new_capture: Callable[[], Capture] | None = None if capture is None else lambda: capture
-        """For one more model."""
+        """Makes the capture of one more model."""
         if group.num_stages > 1:
             self._new_capture = None  # what a stage is handed lies elsewhere at each step
         elif capture is None and self.device.type == "cuda":
@@ -705,7 +705,7 @@ class Executor:
         return self._rows.sample(logits, sampled_rows, positions, masks)
 
     def _advance_grammars(self, launched: _Launched, tokens: list[int]) -> None:
-        """As soon as the step's tokens are known, and once."""
+        """Advances grammars once, as soon as the step's tokens are known."""
         if launched.guides is not None:
             self._grammars.advance(launched.guides, tokens)
             launched.guides = None

@@ -33,7 +33,7 @@ def by_sorting(
 def by_bisection(
     scores: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor, floor: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `by_sorting`, but for rounding: the sums have another order. `top_k` None: of no row."""
+    """Filters like `by_sorting`, but for rounding: the sums have another order. `top_k` None: of no row."""
     best = scores.amax(-1, keepdim=True)
     mass = (scores - best).exp_()
     if floor is not None:

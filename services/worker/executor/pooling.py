@@ -130,7 +130,7 @@ class PooledRows:
         ended: np.ndarray,
         tokens: torch.Tensor,
     ) -> list[tuple[int, torch.Tensor]]:
-        """For the sequences of a step that have `ended` with it (their indices): the index, and the vector. `tokens`:
+        """Index and vector of each sequence of a step that has `ended` with it (their indices). `tokens`:
         [rows, length] int32, of all rows."""
         wishes = [self._wishes.get(int(row), _WHOLE) for row in rows[ended]]
         if isinstance(model, EncoderModel):

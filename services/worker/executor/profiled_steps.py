@@ -49,7 +49,7 @@ class Extent:
     num_held_out: int
     """Other random works, for the error."""
     time_s: float
-    """For all; what is left of the works by then is left out."""
+    """Time for all; what is left of the works by then is left out."""
     max_step_s: float
     """Works that take longer are left out."""
     num_repeats: int

@@ -251,8 +251,8 @@ class Profiling:
 
 
 def step_clock(executor: ProfiledExecutor) -> Callable[[], float]:
-    """Where one thread computes, its own time: other processes on its core do not count. It is what a clock on the wall
-    shows on a quiet machine; what it shows on this one, the engine learns from real steps."""
+    """Clock of steps: where one thread computes, its own time, in which other processes on its core do not count. It is
+    what a clock on the wall shows on a quiet machine; what it shows on this one, the engine learns from real steps."""
     is_one_thread = executor.is_alone and executor.device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if is_one_thread else time.perf_counter
 

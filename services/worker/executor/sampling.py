@@ -41,7 +41,7 @@ class SampledTokens:
 
 @dataclass
 class LogprobTensors:
-    """For those of the S samples that asked."""
+    """Log-probabilities of those of the S samples that asked."""
 
     indices: np.ndarray
     """[L] which of the S"""

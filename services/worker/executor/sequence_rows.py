@@ -91,7 +91,7 @@ class SequenceRows:
     def prompt_logprobs(
         self, model: DecoderModel, state: ForwardState, rows: np.ndarray, layout: BatchLayout
     ) -> list[tuple[int, torch.Tensor]]:
-        """For the sequences of a step that want log-probabilities: their index in it, and what `packed_logprobs` makes
+        """Log-probabilities for the sequences of a step that want them: their index in it, and what `packed_logprobs` makes
         of the prompt's tokens after each that it computed."""
         found = []
         for index, num_positions, num_top in self.prompts.wanted(rows, layout):

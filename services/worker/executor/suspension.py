@@ -49,7 +49,7 @@ class Event(Protocol):
 
 
 class Safepoints:
-    """Where an interruptible step looks whether it is interrupted: before its first layer and after every few.
+    """Points at which an interruptible step looks whether it is interrupted: before its first layer and after every few.
 
     On a GPU launching runs ahead of computing, so that the flag would be read when the last layer has long been launched.
     Therefore the end of each interval is marked, and after launching one interval the launching thread waits for the end

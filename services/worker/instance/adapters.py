@@ -31,16 +31,16 @@ from shared.runtime.tasks import TaskSet
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0
-"""For reading an adapter, or downloading it."""
+"""Time for reading an adapter, or downloading it."""
 SUBMIT_WAIT_S = 1.0
 """Seconds that the sender of a request is kept waiting while its adapter is loaded: less than it waits for an answer."""
 RETRY_S = 0.05
 """After which a migration may ask again."""
 FAILURE_S = 5.0
-"""For which one that could not be loaded is not tried again."""
+"""How long an adapter that could not be loaded is not tried again."""
 ROOM_POLL_S = 0.02
 ROOM_WAIT_S = 10.0
-"""For requests to end that use all that there is room for; then those that wait for it are placed again."""
+"""Time for requests to end that use all that there is room for; then those that wait for it are placed again."""
 RETIRE_POLL_S = 0.2
 
 
@@ -272,7 +272,7 @@ class InstanceAdapters:
         self._failed[adapter.version] = now + FAILURE_S, info
 
     async def _make_room(self, num_bytes: int) -> bool:
-        """For one more. False: requests use all that there are. Raises `CheckpointError` where it never fits."""
+        """Makes room for one more. False: requests use all that there are. Raises `CheckpointError` where it never fits."""
         if num_bytes > self._max_bytes:
             raise CheckpointError(
                 f"it takes {num_bytes} bytes, and TIDEWAY_ADAPTER_MEMORY_BYTES allows {self._max_bytes} for all."

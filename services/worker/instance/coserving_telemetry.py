@@ -164,7 +164,7 @@ class CoServingTelemetry:
         self._seen[key] = count
 
     def on_ended(self, ended: Ended) -> None:
-        """As the client saw it, wherever its tokens were made."""
+        """Counts an end as the client saw it, wherever its tokens were made."""
         for objective, is_met in zip(("ttft", "tpot"), ended.objectives_met(), strict=True):
             if is_met is not None:
                 self._count_slo(ended.request, objective, is_met)

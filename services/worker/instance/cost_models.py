@@ -79,7 +79,7 @@ class CostModelStore:
         return cost_model
 
     async def put(self, key: str, cost_model: CostModel) -> list[str]:
-        """Where it went; empty: nowhere."""
+        """Stores a cost model. Returns where it went; empty: nowhere."""
         encoded = msgspec.json.encode(cost_model)
         places = []
         if self._folder is not None:

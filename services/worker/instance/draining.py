@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 REBALANCE_TIMEOUT_S = 1.5
-"""Where the scheduler names no destination for so long there is none, or no scheduler; and for so long nobody that could
-take over, or no connection, may be a moment's matter."""
+"""Time after which there is taken to be no destination, or no scheduler, where it names none; and for so long nobody that
+could take over, or no connection, may be a moment's matter."""
 
 
 class Draining:
@@ -37,7 +37,7 @@ class Draining:
         self._any_destination = any_destination
         self._peers_known = peers_known
         self._hopeful_s = 0.0
-        """When a scheduler last named destinations, or what kept it from doing so was over."""
+        """Time at which a scheduler last named destinations, or what kept it from doing so was over."""
         self._blocked_s: float | None = None
         """Since when they cannot move."""
 

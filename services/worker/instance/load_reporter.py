@@ -1,4 +1,4 @@
-"""When an instance, native or on another's engine, tells the scheduler how loaded it is."""
+"""Reports of an instance, native or on another's engine, to the scheduler of how loaded it is, and when they are sent."""
 
 from __future__ import annotations
 

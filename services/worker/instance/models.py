@@ -44,7 +44,7 @@ LOADER_NICENESS = 5
 CHECK_INTERVAL_S = 10.0
 """Between two checks of a model: whose requests alone are at fault makes the others wait for one step."""
 DETACH_TIMEOUT_S = 30.0
-"""For transfers of a model's KV and reservations for it, which end by their own deadlines."""
+"""Time for transfers of a model's KV and reservations for it, which end by their own deadlines."""
 
 
 OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[object]]

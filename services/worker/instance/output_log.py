@@ -22,7 +22,7 @@ MAX_FRAME_ENTRIES = 512
 ENTRY_BYTES = 1024
 """At most, without log-probabilities of a prompt."""
 KEPT_S = 60.0
-"""For so long at least the output of a request that has ended is there for a gateway that missed its last frame."""
+"""How long at least the output of a request that has ended is there for a gateway that missed its last frame."""
 MAX_ENDED_PROMPT_BYTES = 64 << 20
 """Most bytes of log-probabilities of prompts of requests that have ended."""
 

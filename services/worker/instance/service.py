@@ -223,7 +223,7 @@ class InstanceService:
         await asyncio.to_thread(self._loop.stop, 5.0)
 
     def problems(self) -> list[str]:
-        """For /health."""
+        """Problems for /health."""
         found = []
         if self._loop.failure:
             found.append(f"the engine loop failed: {self._loop.failure}")

@@ -31,7 +31,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def pack_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """As `to_device` of each, in one copy."""
+    """Does `to_device` of each, in one copy."""
     if device.type == "cpu":
         return [to_device(array, device) for array in arrays]
     packed, places = pack(arrays, pinned=True)

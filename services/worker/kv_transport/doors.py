@@ -1,4 +1,4 @@
-"""Where UCX listens on tcp, and who may come in there.
+"""Guard of the ports on which UCX listens on tcp: who may come in there.
 
 UCX believes whoever speaks its language: a few bytes that begin like a message of a peer end the process. So the kernel is
 told to drop what comes from hosts that are not peers' (a socket filter on the listening socket; most kernels take one from
@@ -35,7 +35,7 @@ _SO_ATTACH_FILTER = 26
 _SO_MEMINFO = 55
 _NUM_MEMINFO, _DROPS = 9, 8
 _SOURCE = -0x100000 + 12
-"""Where a socket filter reads an IPv4 packet's source."""
+"""Offset at which a socket filter reads an IPv4 packet's source."""
 _INSTRUCTION = struct.Struct("=HBBI")
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -79,10 +79,10 @@ class Doors:
         self._is_filtered = False
         self._num_dropped = 0
         self._since: dict[int, float] = {}
-        """When connections that UCX has not answered were first seen, by inode."""
+        """Times at which connections that UCX has not answered were first seen, by inode."""
 
     def find(self) -> list[tuple[str, int]]:
-        """Where this process listens. To be called first, when it does."""
+        """Finds where this process listens. To be called first, when it does."""
         found: dict[tuple[str, int], None] = {}
         for number, inode, one in self._sockets():
             with one:

@@ -74,7 +74,8 @@ class KvTransport:
     ) -> None:
         """`metrics`: None where nobody looks at them."""
         self.address = ""
-        """Where peers reach this transport; empty before `open`. Only they may know it: `name` is for everybody."""
+        """Address at which peers reach this transport; empty before `open`. Only they may know it: `name` is for
+        everybody."""
         self._network = network
         self._limits = limits
         self._faults = faults

@@ -121,8 +121,8 @@ class _Runtime:
 
     @contextlib.asynccontextmanager
     async def new_endpoint(self, worker_address: bytes) -> AsyncIterator[Any]:
-        """For what begins a conversation, within `CONNECT_TIMEOUT_S`. Where that fails, the endpoint is closed before the
-        block's buffers go."""
+        """Opens an endpoint for what begins a conversation, within `CONNECT_TIMEOUT_S`. Where that fails, the endpoint is
+        closed before the block's buffers go."""
         endpoint = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -212,7 +212,7 @@ def _new_context(options: Mapping[str, str]) -> Any:
 
 
 def _make_cuda_context() -> Exception | None:
-    """For this thread, as ucxx does for its own."""
+    """Makes a CUDA context for this thread, as ucxx does for its own."""
     try:
         from ucxx._cuda_context import ensure_cuda_context
 

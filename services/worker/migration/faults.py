@@ -10,7 +10,7 @@ from enum import StrEnum
 from shared.runtime.settings import SettingsError
 
 DELAY_S = 1.0
-"""Where none is given."""
+"""Delay where none is given."""
 
 
 class FaultPoint(StrEnum):

@@ -62,9 +62,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
-"""For Commits under way, when the instance stops."""
+"""Time for Commits under way, when the instance stops."""
 STOP_WRITING_S = 1.0
-"""For the transport to stop writing then."""
+"""Time for the transport to stop writing then."""
 
 
 class Loop(EngineHost, Protocol):

@@ -55,7 +55,7 @@ class Change:
 
 
 class CompiledChanges(NamedTuple):
-    """As the compiled kernels take an adapter's."""
+    """Changes of an adapter as the compiled kernels take them."""
 
     structs: ctypes.Array[ChangeStruct]
     """By layer, four each."""

@@ -49,7 +49,7 @@ class ForwardBatch:
 
 @dataclass
 class ForwardState:
-    """Where a forward pass stands between two layers."""
+    """State of a forward pass between two layers."""
 
     hidden: torch.Tensor
     """[T, hidden_size]: the residual stream."""
@@ -57,8 +57,8 @@ class ForwardState:
     """[T, hidden_size]: the last layer's output, not yet added to the stream; None: nothing is."""
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
     most_likely: Callable[[], torch.Tensor] | None = None
-    """Where the pass was replayed from a graph, until the next one is: computes the token with the largest logit after each
-    of the batch's S tokens, [S] int64, and puts it behind that one."""
+    """Function of a pass that was replayed from a graph, until the next one is: computes the token with the largest logit
+    after each of the batch's S tokens, [S] int64, and puts it behind that one."""
     local_rope: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotations of layers that attend within a window, in models where those are rotated by other frequencies."""
 

@@ -207,7 +207,7 @@ class LlamaModel(DecoderModel):
         return ForwardState(hidden, None, rope, local_rope=local)
 
     def _compiled_with(self, batch: ForwardBatch) -> CompiledLayers | None:
-        """Where the layers and the attention of this batch are compiled."""
+        """Compiled layers, where those and the attention of this batch are compiled; else None."""
         return self._compiled if isinstance(batch.metadata, CompiledBatch) else None
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:

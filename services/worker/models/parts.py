@@ -1,4 +1,4 @@
-"""Where decoders of Llama's kind differ from Llama, read from config.json: Gemma's norms, scales and soft caps, Phi-3's
+"""Differences of Llama's kin from Llama, read from config.json: Gemma's norms, scales and soft caps, Phi-3's
 fused weights and partial rotation, the experts of Mixtral and Qwen3-MoE."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _LEAST_TABLE = 1024
 """Positions of the first table."""
 
 Rope = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""As `RotaryEmbedding.__call__`."""
+"""Signature of `RotaryEmbedding.__call__`."""
 
 
 class RotaryEmbedding:

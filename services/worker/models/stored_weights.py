@@ -27,7 +27,7 @@ Read = Callable[[str], "torch.Tensor | None"]
 """A tensor of a layer as it is stored, by the last part of its name; None: there is none."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of eight columns lies."""
+"""Place in a word of each of eight columns."""
 
 _MARKS = {"awq": "qweight", "gptq": "qweight", "packed": "weight_packed", "int8": "weight_scale", "fp8": "weight_scale"}
 

@@ -149,7 +149,7 @@ class _Given(nn.Module):
 
 
 class _Result(tuple[torch.Tensor]):
-    """As a model's output object: all but the hidden states is None."""
+    """Stands for a model's output object: all but the hidden states is None."""
 
     def __new__(cls, last_hidden_state: torch.Tensor) -> _Result:
         return super().__new__(cls, (last_hidden_state,))
@@ -184,7 +184,7 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it: `[1, heads, T, head_dim]` each -> `[1, T, heads, head_dim]`."""
+    """Attention as transformers calls it: `[1, heads, T, head_dim]` each -> `[1, T, heads, head_dim]`."""
     if tideway_attend is None:
         raise TypeError("its layers hand no arguments on to their attention")
     unsupported = [name for name in _CHANGES_SCORES if others.get(name) is not None]

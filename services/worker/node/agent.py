@@ -197,11 +197,11 @@ class NodeAgent:
         self._processes.hurry()
 
     def problems(self) -> list[str]:
-        """For /health; called from another thread. That an instance is restarting is no fault of the agent."""
+        """Problems for /health; called from another thread. That an instance is restarting is no fault of the agent."""
         return [] if self._bus.is_connected else ["not connected to NATS"]
 
     def unready(self) -> list[str]:
-        """For /ready; called from another thread. Why the instances here do not serve what is planned for them."""
+        """Reasons for /ready why the instances here do not serve what is planned for them; called from another thread."""
         return self._unready
 
     # ------------------------------------------------------------------------------------------------- events

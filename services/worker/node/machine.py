@@ -41,7 +41,7 @@ class Machine:
     """cpu | cuda"""
     num_instances: int
     memory_bytes: int
-    """For weights and KV pools of all instances."""
+    """Memory for weights and KV pools of all instances."""
     num_threads: int
     """Threads of one device on CPU."""
     groups: tuple[DeviceGroup, ...] = ()
@@ -163,11 +163,11 @@ def _control_groups(root: Path, controller: str) -> list[Path]:
 class Gpu(NamedTuple):
     free_bytes: int
     name: str
-    """As CUDA has it too."""
+    """Name, which CUDA has too."""
 
 
 def _gpus(environment: Mapping[str, str], root: Path) -> dict[str, Gpu]:
-    """As CUDA_VISIBLE_DEVICES names them, in order; only those that it allows."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them, in order; only those that it allows."""
     if not list((root / "dev").glob("nvidia[0-9]*")):
         return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,name", "--format=csv,noheader,nounits"]

@@ -35,7 +35,7 @@ MAX_LINE_BYTES = 16 * 1024
 MAX_QUEUED_LINES = 4096
 """Lines of output that wait for a slow reader of the agent's own output; beyond it they are dropped and counted."""
 LAST_OUTPUT_TIMEOUT_S = 1.0
-"""For output after the exit; a descendant may hold the pipe open for ever."""
+"""Time for output after the exit; a descendant may hold the pipe open for ever."""
 
 _LAUNCHER = """
 import ctypes, os, signal, sys
@@ -99,7 +99,7 @@ class InstanceProcess:
         self.last_line = ""
         """Last line of its output: for an instance that ends by itself, often the reason."""
         self.incarnation = ""
-        """As it registered; empty before."""
+        """Incarnation as it registered; empty before."""
 
     def exit_reason(self, exit_code: int) -> str:
         """Completes "the instance ..."."""

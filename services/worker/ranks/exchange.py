@@ -31,7 +31,7 @@ class Exchange:
         slots = start + (size + 1) * LINE_BYTES
         self._struct = RanksStruct(start, slots, slot_bytes, int(timeout_s * 1e9), rank, size)
         self.pointer = ctypes.pointer(self._struct)
-        """For calls that sum in between."""
+        """Pointer for calls that sum in between."""
 
     @property
     def is_lost(self) -> bool:

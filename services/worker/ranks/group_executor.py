@@ -70,11 +70,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 60.0
-"""For the other ranks, after rank 0 has done its part."""
+"""Time for the other ranks, after rank 0 has done its part."""
 READ_TIMEOUT_S = 900.0
 """Time limit where each rank reads files of its own. One that dies is noticed at once."""
 SAMPLE_TIMEOUT_S = 2.5 * ANSWER_TIMEOUT_S
-"""For the stages after the first, whose grammars may take `MAX_MASK_WAIT_S`; more than a step may take (STUCK_STEP_S)."""
+"""Time for the stages after the first, whose grammars may take `MAX_MASK_WAIT_S`; more than a step may take
+(STUCK_STEP_S)."""
 AGREE_TIMEOUT_S = 10.0
 """A step that fails on one rank has failed on all by then; else the ranks are not where they should be."""
 CLOSE_TIMEOUT_S = 5.0
@@ -111,7 +112,7 @@ class _Call:
 
 
 class GroupExecutor:
-    """As `Executor` has it, which thread may call what."""
+    """Executor of a group of ranks. Which thread may call what is as in `Executor`."""
 
     def __init__(
         self,
@@ -311,7 +312,8 @@ class GroupExecutor:
     # ------------------------------------------------------------------------------------------------ copies
 
     def start_copy(self, copy: KvCopy) -> None:
-        """Where rank 0 may read the blocks of all ranks (CPU), a move has taken place on all when this returns."""
+        """Starts a copy. Where rank 0 may read the blocks of all ranks (CPU), a move has taken place on all when this
+        returns."""
         with self._lock:
             self._copies[copy.copy_id] = (1 + len(self._others), True)
         self._tell(Copy(copy, self._num_collected))

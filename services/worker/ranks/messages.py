@@ -48,7 +48,7 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Ranks of all stages."""
     num_stages: int = 1
     folder: str = ""
-    """Where the ranks find each other."""
+    """Folder in which the ranks find each other."""
     memory: str = ""
     """Path of the `RankMemory`."""
     region_bytes: int = 0
@@ -197,7 +197,7 @@ FromRank = Ready | Answer | CopyEnded | StepEnded | StepFailed | Failed
 # ---------------------------------------------------------------------------------------------------- the stream
 
 SEND_TIMEOUT_S = 60.0
-"""For the other end to take anything of what is sent."""
+"""Time for the other end to take anything of what is sent."""
 _length = Struct("<I")
 _timeval = Struct("ll")
 _BUFFER_BYTES = 1 << 20

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.worker.ranks.group_executor import GroupExecutor
 
 WAIT_S = 1.0
-"""For the exit of a process whose stream has ended."""
+"""Time for the exit of a process whose stream has ended."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ class HostedSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     quantization: str = ""
     pool_bytes: int = 0
-    """For KV blocks; 0, or where `engine_args` say it: as vLLM decides."""
+    """Memory for KV blocks; 0, or where `engine_args` say it: as vLLM decides."""
     engine_args: tuple[str, ...] = ()
     """vLLM's own flags, as of `vllm serve`."""
     ttft_s: float = 0.0
