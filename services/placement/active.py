@@ -95,7 +95,7 @@ DEBOUNCE_S = 0.2
 TICK_S = 1.0
 """Statistics are stored, and graces of nodes looked at, at least so often."""
 FIRST_READ_S = 5.0
-"""For the checkpoints at the start, so that the first plan has all that are at hand."""
+"""Time for the checkpoints at the start, so that the first plan has all that are at hand."""
 PUBLISH_ATTEMPTS = 3
 
 
@@ -300,7 +300,7 @@ class ActivePlacement:
             await self._plans.publish(msgspec.structs.replace(plan, version=plan.version + 1, unplaced=unplaced))
 
     def _tell_waste(self, shares: dict[tuple[str, int], dict[str, float]]) -> None:
-        """Where it is another than was told before."""
+        """Tells of the waste where it is another than was told before."""
         for key, of_models in shares.items():
             if self._told_waste.get(key) != of_models:
                 device, merged_bytes = key

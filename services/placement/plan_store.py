@@ -19,7 +19,7 @@ PLAN_KEY = "current"
 class PlanStore:
     def __init__(self, metrics: PlacementMetrics, tracer: Tracer) -> None:
         self.plan: PlacementPlan | None = None
-        """As stored last, as far as is known here."""
+        """Plan that was stored last, as far as is known here."""
         self._revision = 0
         self._is_certain = False
         """Whether what is stored is known: a write that failed may have had its effect."""

@@ -26,7 +26,8 @@ from shared.runtime.settings import PlacementSettings
 logger = logging.getLogger(__name__)
 
 ADD_READ_S = 8.0
-"""For the files of a new model or adapter within the call, less than the caller's patience; a download goes on after it."""
+"""Time for the files of a new model or adapter within the call, less than the caller's patience; a download goes on after
+it."""
 
 
 class Stored(Generic[Spec]):

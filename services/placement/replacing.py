@@ -119,7 +119,7 @@ class Replacing:
         self._problem = ""
         self._stored: ReplacementState | None = None
         self._shown_s = 0.0
-        """When metrics were."""
+        """Time at which metrics were last shown."""
         self._span: Span = trace.INVALID_SPAN
         self._stage_span: Span = trace.INVALID_SPAN
         self._stage = ""

@@ -60,7 +60,7 @@ class TrafficStatistics:
         return self._totals[model]
 
     def num_queued(self, model: str) -> int:
-        """When the scheduler last said so."""
+        """Number of requests in the queue when the scheduler last said so."""
         return self._num_queued.get(model, 0)
 
     def take_changed(self) -> list[ModelStatistics]:

@@ -120,7 +120,7 @@ PICKS_AT_ONCE = 1
 """Dispatches that are decided on before they are sent."""
 SLICE_S = 0.001
 MAX_SLICE_S = 0.02
-"""For which dispatches are decided on and sent until the loop does what else there is."""
+"""How long dispatches are decided on and sent until the loop does what else there is."""
 STATISTICS_INTERVAL_S = 1.0
 DEMAND_INTERVAL_S = 0.1
 """Between two tellings that somebody waits for a model that nobody serves."""
@@ -161,13 +161,13 @@ class ActiveScheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._told_demand_s = -math.inf
-        """When placement was last told of requests for models on demand."""
+        """Time at which placement was last told of requests for models on demand."""
         self._is_demand_due = False
         self._is_turn_due = False
         self._num_reports = 0
         """Since the turn began."""
         self._acted_s = 0.0
-        """When the last actions were carried out."""
+        """Time at which the last actions were carried out."""
         self._models = models
         self._is_closed = False
         self._telling: asyncio.Task[None] | None = None

@@ -60,7 +60,7 @@ class SchedulerService:
         self._removed_models: set[str] = set()
         self._statistics_heard: Subscription | None = None
         self._statistics: dict[str, ExecutionStatistics] = {}
-        """As last published by whoever leads: a standby must not begin with nothing."""
+        """Statistics as last published by whoever leads: a standby must not begin with nothing."""
         self._active: ActiveScheduler | None = None
         self._former: ActiveScheduler | None = None
 

@@ -30,7 +30,7 @@ class ApiServer:
 
     @classmethod
     def in_cluster(cls, folder: Path = SERVICE_ACCOUNT, environment: Mapping[str, str] | None = None) -> ApiServer:
-        """As a pod finds it. `SettingsError` outside of one."""
+        """The API server as a pod finds it. `SettingsError` outside of one."""
         environment = os.environ if environment is None else environment
         host = environment.get("KUBERNETES_SERVICE_HOST", "")
         port = environment.get("KUBERNETES_SERVICE_PORT", "443")
@@ -52,7 +52,7 @@ class ApiServer:
         return await self._call("GET", path)
 
     async def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """As a JSON merge patch."""
+        """Patches by a JSON merge patch."""
         return await self._call("PATCH", path, body)
 
     async def close(self) -> None:

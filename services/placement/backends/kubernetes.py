@@ -26,7 +26,7 @@ from shared.runtime.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""For setting the replicas, with all repetitions."""
+"""Time for setting the replicas, with all repetitions."""
 MAX_CONFLICTS = 5
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 CHEAPEST = "-1000"
