@@ -1,4 +1,4 @@
-"""Where the two processes of a bench compute: `--device cpu`, `cuda` (both on one GPU), or `cuda:0 cuda:1` (one each);
+"""Devices of the two processes of a bench: `--device cpu`, `cuda` (both on one GPU), or `cuda:0 cuda:1` (one each);
 and how large a model's KV blocks are there."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def environments(devices: Sequence[str], visible: str | None) -> list[dict[str, 
 
 
 def gpu_names(devices: Sequence[str]) -> str:
-    """For a report; empty on CPU. Makes CUDA contexts here."""
+    """Names of GPUs for a report; empty on CPU. Makes CUDA contexts here."""
     if list(devices) == ["cpu"]:
         return ""
     import torch

@@ -61,7 +61,7 @@ class Cluster:
         self.core.actions(self.now)
 
     def report(self, name: str, *, num_waiting: int = 0, ids: tuple[str, ...] = ()) -> LoadReport:
-        """As after `ids` were admitted and ended."""
+        """Report after `ids` were admitted and ended."""
         self.sequences[name] += 1
         freeness = self.random.uniform(0.0, 60.0)
         loads = [

@@ -54,7 +54,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.done_s = 0.0
-        """When all of it is."""
+        """Time at which all of it is done."""
 
     def begin(self) -> None:
         self.done_s = max(self.done_s, time.perf_counter())
@@ -97,7 +97,7 @@ def _run_instance() -> None:
             self._interval_s = 0.0
             """Time of the launched step between two safepoints."""
             self._done_s: deque[float] = deque()
-            """When each step in flight is."""
+            """Time at which each step in flight is."""
             self._safepoints = Safepoints(lambda: Mark(self._launched_interval))
 
         def _launched_interval(self) -> float:

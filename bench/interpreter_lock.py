@@ -50,7 +50,7 @@ def loops_per_s() -> float:
 
 
 def loop(load: float, num_loops: int, stop: threading.Event | ProcessEvent) -> None:
-    """As an event loop: a callback, and a look at its sockets, which passes the lock on for a moment."""
+    """Behaves like an event loop: a callback, and a look at its sockets, which passes the lock on for a moment."""
     pause_s = CALLBACK_S * (1 - load) / load
     while not stop.is_set():
         spin(num_loops)

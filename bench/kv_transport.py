@@ -48,7 +48,7 @@ PERFTEST_TIMEOUT_S = 10.0
 
 
 def message_bytes(arguments: argparse.Namespace) -> int:
-    """As the transport chooses it."""
+    """Message size as the transport chooses it."""
     block_bytes: int = arguments.block_kib << 10
     if block_bytes >= TransportLimits().lone_block_bytes:
         return block_bytes

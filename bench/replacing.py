@@ -40,7 +40,7 @@ from tideway.plan import carry_out
 
 ADDED = "fourth"
 CHANGE_S = 120.0
-"""For a change, at most."""
+"""Time for a change, at most."""
 ACTION_S, POLL_S = 15.0, 0.1
 PLANS = {
     "apart": [["small"], ["medium"], ["large"]],

@@ -75,7 +75,7 @@ class Target(msgspec.Struct, kw_only=True):
 
 
 def judged(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Verdicts for JSON."""
     return [{**msgspec.structs.asdict(target), "is_met": target.is_met} for target in targets]
 
 
@@ -91,7 +91,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def table_of(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """As `table`; the columns are the rows' keys."""
+    """Table as of `table`, with the rows' keys as columns."""
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 

@@ -47,7 +47,7 @@ def num_blocks(kind: str, block_size: int) -> int:
 
 
 def pool_bytes(blocks: Sequence[tuple[int, int]], merged_bytes: int, kind: str) -> int:
-    """For the sequences of models with KV blocks of (bytes, tokens)."""
+    """Pool for the sequences of models with KV blocks of (bytes, tokens)."""
     return sum(
         -(-num_blocks(kind, block_size) // blocks_per_merged(merged_bytes, block_bytes)) * merged_bytes
         for block_bytes, block_size in blocks

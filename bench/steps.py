@@ -1,4 +1,4 @@
-"""Where each microsecond of a step goes: decode steps of 1, 8 and 32 sequences and prefills of 256 and 2,048 tokens, from
+"""Accounts for each microsecond of a step: decode steps of 1, 8 and 32 sequences and prefills of 256 and 2,048 tokens, from
 the engine's plan to the text for the client, beside what this machine could do at best.
 
     python -m bench.steps [--shape 135m] [--decodes 1 8 32] [--prefills 256 2048] [--context 290] [--output bench/results]

@@ -20,7 +20,7 @@ from tests.nats_cluster import NatsCluster
 
 SETTLE_S = 5.0
 AWAY_S = 15.0
-"""For how long a node that was killed is away."""
+"""How long a node that was killed is away."""
 REQUEST_TIMEOUT_S = 90.0
 RETRY_S = 0.5
 SECOND_GATEWAY = "gateway-1"

@@ -25,7 +25,7 @@ from bench.reporting import Target, machine, table_of, write
 
 TARGET_P99_MS = 10.0
 MOST_REQUESTS_PER_S = 4.0
-"""For each instance."""
+"""Requests of each instance."""
 
 
 class Report(msgspec.Struct, frozen=True):

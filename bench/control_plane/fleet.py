@@ -159,9 +159,9 @@ class Fleet:
         ]
         self._is_flat_out = is_flat_out
         self._due: list[tuple[float, int]] = []
-        """When, and which instance: a heap with lazy deletion."""
+        """Times and instances of reports: a heap with lazy deletion."""
         self._news: list[tuple[float, int, str, list[bytes]]] = []
-        """When, and where, a request ends, or has the blocks of its prompt ("")."""
+        """Times and instances at which a request ends, or has the blocks of its prompt ("")."""
         for index, instance in enumerate(self._instances):
             instance.reported_s = began_s - random.uniform(0.0, self._drift_s(instance))
             self._report_within(index, self._drift_s(instance))
@@ -201,7 +201,7 @@ class Fleet:
         return REPORT_INTERVAL_S if self._is_flat_out else instance.load.drift_s
 
     def due_s(self) -> float:
-        """When the next report is due, at the latest."""
+        """Time at which the next report is due, at the latest."""
         return min(self._due[0][0], self._news[0][0] if self._news else math.inf)
 
     def due(self, now: float, limit: int) -> list[bytes]:

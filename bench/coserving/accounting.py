@@ -1,4 +1,4 @@
-"""Where a device's time goes, by the cost model, and what could be had of it while objectives are kept."""
+"""Accounting of a device's time, by the cost model, and what could be had of it while objectives are kept."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Bench:
         return self._capacities[kind]
 
     def objectives(self, *online: Sequence[PlannedRequest], duration_s: float, scale: float = 1.0) -> Objectives:
-        """As the options say; else `scale` times the P99 of runs of Online-Only with the same requests."""
+        """Objectives that the options give; else `scale` times the P99 of runs of Online-Only with the same requests."""
         options = self.options
         if options.ttft_ms and options.tpot_ms:
             return Objectives(options.ttft_ms / 1000, options.tpot_ms / 1000)

@@ -61,7 +61,7 @@ class Point(msgspec.Struct):
     attainment: dict[str, float]
     """By system: the share of the requests that kept both."""
     tokens_per_s: dict[str, float]
-    """As in `SystemFigures`."""
+    """Throughput as in `SystemFigures`."""
     offline_tokens_per_s: dict[str, float]
     limited: str
     """The system that `vllm++ limited` is here."""

@@ -176,7 +176,7 @@ def system_table(title: str, figures: Sequence[SystemFigures]) -> Table:
 
 
 def series_of(run: RunResult) -> dict[str, Any]:
-    """For plots, rounded."""
+    """Series for plots, rounded."""
     num_bins = int(np.ceil(run.end_s)) or 1
     tokens = np.zeros((num_bins, 2))
     for step in run.steps:

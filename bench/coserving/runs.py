@@ -42,7 +42,7 @@ class System(msgspec.Struct, frozen=True):
     name: str
     description: str
     co_serving: str
-    """As `Configuration` has it, and so are the next ones."""
+    """Value as in `Configuration`, like the next ones."""
     interruption: str = "off"
     checkpoints: bool = False
     """Has host memory for them."""

@@ -166,7 +166,7 @@ def _reactions(bench: Bench) -> tuple[list[float], list[float]]:
 
 
 def met_step_s(steps: Sequence[Step], times_s: Sequence[float]) -> list[float]:
-    """For each time the duration, over all its launches, of the interruptible step that ran then; where none did, the
+    """Duration, for each time, of the interruptible step that ran then, over all its launches; where none did, the
     median of the others. (A discarded step counts as far as it came.)"""
     whole_s = [0.0] * len(steps)
     begun: list[int] = []

@@ -180,7 +180,7 @@ class Run:
         pool_tokens: int = 0,
         num_held: int = 0,
     ) -> None:
-        """As `VirtualRun`."""
+        """Arguments as of `VirtualRun`."""
         setup = testbed.setup
         engine, self._executor = testbed.build(system, pool_tokens or setup.pool_tokens, objectives)
         self._origin_s = time.perf_counter()
@@ -221,7 +221,7 @@ class Run:
         *,
         grace_s: float = 20.0,
     ) -> RunResult:
-        """As `VirtualRun`'s."""
+        """Runs like `VirtualRun`."""
         requests = deque(self._clients.expect(online, offline))
         gc.collect()
         gc.freeze()

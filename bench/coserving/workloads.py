@@ -50,7 +50,7 @@ class Workloads:
         return self._backlog("offline", **self._fixed(2588, 291), **self._bound)
 
     def trace(self, rate_rps: float, duration_s: float, seed: int = 0) -> list[PlannedRequest]:
-        """As ConServe samples BurstGPT (6.1): the whole trace is squeezed into the run, and as many of its requests are
+        """Samples BurstGPT as ConServe does (6.1): the whole trace is squeezed into the run, and as many of its requests are
         kept, drawn by the seed, as the rate says."""
         if not self.has_traces:
             return self._plan(duration_s, seed, Gamma(rate_rps=rate_rps), **self._like_trace())

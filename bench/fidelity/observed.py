@@ -23,7 +23,7 @@ class Step(NamedTuple):
     shape: StepShape
     start_s: float
     end_s: float
-    """When its tokens were known."""
+    """Time at which its tokens were known."""
     is_followed: bool
     """Requests were still held then: the next step follows as soon as the host comes to it."""
 
@@ -35,9 +35,9 @@ class Observed(NamedTuple):
     """Cost models that the engine was given."""
     steps: list[Step]
     submitted_s: dict[bytes, float]
-    """When each request reached the engine, by its prompt (the API gives requests other names)."""
+    """Time at which each request reached the engine, by its prompt (the API gives requests other names)."""
     first_s: dict[bytes, float]
-    """When its first token was known there."""
+    """Time at which its first token was known there."""
     statistics: list[tuple[float, ExecutionStatistics]]
     """Statistics of the models' requests, when the engine was given them."""
 

@@ -103,7 +103,7 @@ def with_needed(names: Sequence[str]) -> list[Part]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where parts run, and with what."""
+    """Place in which parts run, and what they run with."""
 
     device: str
     """cuda or cpu"""

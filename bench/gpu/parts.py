@@ -158,7 +158,7 @@ def decode(setup: Setup, quantization: str = "") -> None:
 
 
 def _profile(setup: Setup, runner: Runner, context: int) -> None:
-    """Where the time of a step of one sequence goes: kernels by time."""
+    """Profiles a step of one sequence: kernels by time."""
     runner.fill([0], context, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         runner.decode_s([0], context, 5)

@@ -60,7 +60,7 @@ class Document:
     device: str
     """cuda or cpu"""
     card: str
-    """As its driver names it; empty on a CPU."""
+    """Card as its driver names it; empty on a CPU."""
     driver: str
     commit: str
     """Commit of the tree; empty: not known."""

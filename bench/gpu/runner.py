@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVES = (REPOSITORY / ".tideway/gpu/site.tar.xz", REPOSITORY / ".tideway/gpu/site.tar.gz")
 """Archives of `make gpu-wheels`; the first that is there counts."""
 PACKED = ("msgspec", "nats", "fastapi", "opentelemetry", "pytest_asyncio")
-"""Where one of them is not installed, the archive's packages are used."""
+"""Packages without one of which those of the archive are used."""
 BUILT_AHEAD = "flashinfer/data/aot"
 MADE_FOR = "python-version"
 """The archive's file that says for which Python its packages are, as `3.12`."""
@@ -266,7 +266,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def environment_of(archive: Path | None) -> dict[str, str]:
-    """For parts: what is missing here comes from the archive, unpacked beside it. Raises as `unpacked`."""
+    """Environment for parts: what is missing here comes from the archive, unpacked beside it. Raises as `unpacked`."""
     environment = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
     paths = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
     is_bare = any(importlib.util.find_spec(name) is None for name in PACKED)

@@ -56,7 +56,7 @@ class Setup:
     rows: Path
     is_quick: bool
     ends_s: float
-    """When its limit will end this part, of `time.monotonic`."""
+    """Time at which its limit will end this part, of `time.monotonic`."""
     warnings: Warnings = field(default_factory=Warnings)
 
     def emit(self, **row: Any) -> None:

@@ -57,7 +57,7 @@ class Stream:
     epoch: int = 0
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """When each token came, and below who sent it."""
+    """Time at which each token came, and below who sent it."""
     senders: list[str] = field(default_factory=list)
     has_ended: bool = False
 

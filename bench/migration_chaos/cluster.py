@@ -200,7 +200,7 @@ class Instance(Process):
         self.start()
 
     def can_serve(self) -> bool:
-        """As its registry entry says."""
+        """Whether its registry entry says so."""
         info = self._cluster.registry.get(self.name)
         return (
             info is not None
@@ -329,7 +329,7 @@ class Cluster:
                 instance.is_up = instance.can_serve() and not instance.is_ending
 
     async def _write_models(self) -> None:
-        """As placement does."""
+        """Writes the models as placement does."""
         bucket = await self.bus.key_value(MODELS)
         for spec in SPECS:
             await bucket.put(bucket_key(spec.name), spec)

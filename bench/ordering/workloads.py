@@ -104,7 +104,7 @@ ALIKE = msgspec.structs.replace(
 PREFILL_HEAVY = Service(
     model="prefill-heavy", share=0.5, prompt=_lengths(2600, 0.7, 7500, 200), output=_lengths(22, 1.0, 300, 2)
 )
-"""As code completion: prompts of thousands of tokens, answers of a line."""
+"""Workload like code completion: prompts of thousands of tokens, answers of a line."""
 MOST_MEAN_PROMPT = 4000.0
 """Tokens; the prompts of a trace with more are halved until it has not."""
 

@@ -63,7 +63,7 @@ NUM_DEVICES = 8
 LOAD = 4.0
 """Mean time of requests alone, times their devices, over the devices' time; they are served in batches."""
 LEAD_S = 3600.0
-"""Where a plan is a little too slow, requests gather over so long a time."""
+"""Time over which requests gather where a plan is a little too slow."""
 MOST_S = 3600.0
 """Most seconds of a stretch that is estimated at once."""
 BIN_S = 2.5

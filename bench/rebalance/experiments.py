@@ -55,9 +55,9 @@ DURATION_S = 600.0
 START_S = 15.0
 """Start of an instance: weights from local storage."""
 FILLED_S = 8.0
-"""When the long prompt comes."""
+"""Time at which the long prompt comes."""
 DRAIN_S = 5.0
-"""When the word to drain comes."""
+"""Time at which the word to drain comes."""
 
 SYSTEMS = {
     "round_robin": System(name="round_robin", dispatch="round_robin", is_late=False, migrates=False),

@@ -55,7 +55,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     cv: float = 3.0
     """Coefficient of variation of a service's intervals between arrivals."""
     window_s: float = 20.0
-    """For which a service's rate stays as it is: one window of the trace of rates."""
+    """How long a service's rate stays as it is: one window of the trace of rates."""
     num_consecutive: int = 1
     """Requests of one service that come one after the other: the order of the services is shuffled in such runs, arrival
     times stay (the paper's skew). 1: as drawn."""

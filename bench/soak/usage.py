@@ -170,7 +170,7 @@ async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample
 
 
 async def settled(stack: Stack, client: httpx.AsyncClient, at_s: float, within_s: float = 40.0) -> Sample:
-    """When nothing is under way any more, or what there is after `within_s`."""
+    """Sample taken when nothing is under way any more, or after `within_s`."""
     async with asyncio.timeout(within_s + 30):
         for _ in range(int(within_s)):
             taken = await sample(stack, client, at_s)

@@ -26,7 +26,8 @@ from shared.placement.search import search
 from shared.simulation.itl import Itl
 
 POPULARITY = {"small": 4.0, "medium": 2.0, "large": 1.0}
-"""Where all models are asked for alike, instances of one model each have the largest batches: nothing is left to share."""
+"""Shares of requests. Where all models are asked for alike, instances of one model each have the largest batches: nothing
+is left to share."""
 MIX = msgspec.structs.replace(MIXES[1], models=POPULARITY)
 """Mix of three models on three instances."""
 
