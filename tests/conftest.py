@@ -206,7 +206,7 @@ class NatsServer:
             self._process = None
 
     def terminate(self) -> None:
-        """As an operator stops it."""
+        """Stops it as an operator does."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

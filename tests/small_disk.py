@@ -20,7 +20,7 @@ class SmallDisk:
         """Raises `SmallDiskError`."""
         self._place = tempfile.TemporaryDirectory(prefix="tideway-disk-")
         self.path = Path(self._place.name)
-        """As seen by processes that `prefix` starts."""
+        """Folder as seen by processes that `prefix` starts."""
         self._holder = subprocess.Popen(
             ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _SCRIPT, str(self.path), str(num_bytes)],
             stdout=subprocess.PIPE,
@@ -33,7 +33,7 @@ class SmallDisk:
         self.prefix = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials"]
         """Prefix of a command that is to see it."""
         self.seen_path = Path(f"/proc/{self._holder.pid}/root{self.path}")
-        """As seen from here."""
+        """Folder as seen from here."""
         self._ballast = self.seen_path / "ballast"
 
     def fill(self) -> None:

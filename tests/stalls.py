@@ -58,7 +58,7 @@ class StallWatch:
         self._stalls: list[tuple[int, float, float]] = []
         """Core, when it ended, its seconds."""
         self._held: list[tuple[float, float]] = []
-        """When a process was held still, and for how many seconds by then."""
+        """Times at which a process was held still, and for how many seconds by then."""
 
     def test_begins(self) -> None:
         """Starts the process where there is none: a pytest that only collects needs none."""
@@ -146,7 +146,7 @@ class Stopwatch:
 
 
 def _waits_s() -> Mapping[str, float]:
-    """For how long each thread of this process and of those it started has been ready without a core so far, as the kernel
+    """How long each thread of this process and of those it started has been ready without a core so far, as the kernel
     says: the second number of `schedstat`, in ns."""
     waits = {}
     for pid in _family(os.getpid()):

@@ -44,7 +44,7 @@ def planned(at_s: float, prompt_tokens: int, output_tokens: int, request_class: 
 
 
 def run(fits_costs: bool, slowness: float, noise: float, seed: int) -> tuple[RunResult, Engine]:
-    """For 20 s: short streams that begin all the time, beside prompts of 900 tokens without end."""
+    """Runs for 20 s: short streams that begin all the time, beside prompts of 900 tokens without end."""
     objectives = Objectives(OBJECTIVES.ttft_s * slowness, OBJECTIVES.tpot_s * slowness)
     setup = ColdSetup(fits_costs=fits_costs, seed=seed)
     testbed = VirtualTestbed(setup, SMOLLM_135M_ON_TWO_CORES.scaled(slowness), noise)

@@ -46,7 +46,7 @@ ONLY_THERE = {
 
 
 def requires(versions: Mapping[str, str]) -> Mapping[str, list[str]]:
-    """As the index says it, from what is installed here."""
+    """Requirements as the index says them, from what is installed here."""
     found = {}
     for name in versions:
         try:

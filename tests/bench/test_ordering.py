@@ -174,7 +174,7 @@ def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.Capture
 
 
 class LongestPromptFirst(OrderingPolicy):
-    """As somebody's module outside of the bench has it."""
+    """Policy in somebody's module outside of the bench."""
 
     is_static = True
 

@@ -81,7 +81,7 @@ class Browser:
         return element
 
     def click(self, selector: str) -> None:
-        """As a user does, where the element is seen."""
+        """Clicks as a user does, where the element is seen."""
         self._post(f"/element/{self.find(selector)}/click")
 
     def write(self, selector: str, text: str) -> None:

@@ -62,8 +62,8 @@ class Cluster:
         }
 
     def environment(self, name: str) -> dict[str, str]:
-        """As the kubelet would make it for the workload's first pod, each secret's value being its key; fails for a
-        reference to something that is not there."""
+        """Environment that the kubelet would make for the workload's first pod, each secret's value being its key; fails
+        for a reference to something that is not there."""
         values: dict[str, str] = {}
         for source in self.container(name).get("envFrom", ()):
             values |= self.find("ConfigMap", source["configMapRef"]["name"])["data"]

@@ -35,7 +35,7 @@ def make_certificates(folder: Path) -> Path:
 
 
 def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0, routes: tuple[int, ...] = ()) -> Path:
-    """As mounted in a pod, changed only in what cannot be had outside a container."""
+    """Writes the configuration as mounted in a pod, changed only in what cannot be had outside a container."""
     data = here.find("ConfigMap", "tideway-nats")["data"]
     text = data["nats.conf"].replace("0.0.0.0:4222", f"127.0.0.1:{port}")
     text = text.replace("0.0.0.0:8222", f"127.0.0.1:{free_port()}").replace('"/data"', f'"{folder}/data-{server}"')
@@ -51,7 +51,7 @@ def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0,
 
 
 class Servers:
-    """As many as the chart has replicas, in one folder; `url` names all, `cluster` is what they are of."""
+    """NATS servers, as many as the chart has replicas, in one folder; `url` names all, `cluster` is what they are of."""
 
     def __init__(self, values: dict[str, Any], folder: Path) -> None:
         here = self.cluster = Cluster(render({**values, "backup": {"enabled": True}}))

@@ -27,7 +27,7 @@ def collector() -> Iterator[OtlpCollector]:
 
 @pytest.fixture(scope="package")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stack's scheduler and instances write their recordings."""
+    """Folder in which the stack's scheduler and instances write their recordings."""
     return tmp_path_factory.mktemp("recordings")
 
 

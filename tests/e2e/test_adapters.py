@@ -18,7 +18,7 @@ from tests.worker.adapters import merged, write_adapter
 
 PROMPT = list(range(5, 45))
 STEP_S = 0.02
-"""Where requests are to move, which the start of a command precedes: they last for 240 of them."""
+"""Step time where requests are to move, which the start of a command precedes: they last for 240 of them."""
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def wait_gone(system: Stack, *instance_ids: str) -> None:
 
 
 def load(system: Stack, instance_id: str) -> dict:
-    """As it was reported last."""
+    """Load that was reported last."""
     system.wait_until(lambda: (system.instance(instance_id) or {}).get("load"), f"a report of {instance_id}")
     return system.instance(instance_id)["load"]
 
@@ -355,7 +355,7 @@ async def test_without_a_transport_all_else_works(workers, undisturbed):
 
 
 def places(system: Stack, model: str) -> list[str]:
-    """Where the model is ready."""
+    """Instances on which the model is ready."""
     return [
         instance["instance_id"]
         for instance in system.instances()

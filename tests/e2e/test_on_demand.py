@@ -20,7 +20,7 @@ from tests.e2e.stack import Stack
 from tests.stalls import Stopwatch
 
 MEMORY_BYTES = 220 << 20
-"""For `c`, a KV pool and one of the others, of 77 MB each."""
+"""Room for `c`, a KV pool and one of the others, of 77 MB each."""
 IDLE_S = {"a": 60.0, "b": 60.0, "short": 1.0}
 STILL_S = 0.5
 

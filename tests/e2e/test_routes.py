@@ -55,7 +55,7 @@ def num_arrived(stack: Stack) -> dict[str, int]:
 
 
 def num_arrived_settled(stack: Stack) -> dict[str, int]:
-    """When all that was sent before is counted."""
+    """Arrivals, once all that was sent before is counted."""
     counts, since_s = num_arrived(stack), time.monotonic()
 
     def is_still() -> bool:

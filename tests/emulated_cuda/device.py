@@ -43,7 +43,7 @@ before it ends the pool's allocation), and from then on no cached memory is give
 
 
 class CudaError(RuntimeError):
-    """As torch raises for errors of CUDA's runtime."""
+    """Error like those that torch raises for CUDA's runtime."""
 
 
 class Span(NamedTuple):
@@ -97,7 +97,7 @@ class Plain:
 
     @contextmanager
     def in_mode(self) -> Iterator[None]:
-        """For a mode's own handler, in which torch has left it."""
+        """Context for a mode's own handler, in which torch has left it."""
         self._enter(has_left_mode=True)
         try:
             yield
@@ -141,7 +141,7 @@ class Pool:
         replayed. On a device it computes nothing, and they need not wait for each other."""
 
     def take(self, num_bytes: int) -> int:
-        """Where so many bytes are from now on."""
+        """Address at which so many bytes are from now on."""
         size = max(1, -(-num_bytes // ROUNDING_BYTES)) * ROUNDING_BYTES
         for index, (begin, free) in enumerate(self._free):
             if free >= size:
@@ -717,7 +717,7 @@ def _flat(accesses: dict[int, dict[Any, Access]]) -> list[Access]:
 
 
 def place() -> str:
-    """Where in the project this is called from: its two innermost lines."""
+    """Place in the project from which this is called: its two innermost lines."""
     found: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(found) < 2:

@@ -26,7 +26,7 @@ _meetings: dict[str, Meeting] = {}
 
 
 class Meeting:
-    """Where the ranks of one communicator meet, call after call."""
+    """Meeting point of the ranks of one communicator, call after call."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

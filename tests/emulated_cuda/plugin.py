@@ -1,5 +1,5 @@
-"""For pytest: `-p tests.emulated_cuda.plugin` makes the emulated device this process's, and each test fails in which an
-access was in no order, memory was given back too early, or a copy that should not wait does."""
+"""Plugin of pytest: `-p tests.emulated_cuda.plugin` makes the emulated device this process's, and each test fails in which
+an access was in no order, memory was given back too early, or a copy that should not wait does."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def properties(_: Any = None) -> Any:
 
 
 class Runtime:
-    """As `torch.cuda.cudart()`."""
+    """Stands for `torch.cuda.cudart()`."""
 
     @staticmethod
     def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
@@ -397,7 +397,7 @@ def build_guard() -> Path:
 
 
 def install() -> None:
-    """For the rest of this process, before the project's modules are imported. Raises `Unavailable`."""
+    """Installs the device for the rest of this process, before the project's modules are imported. Raises `Unavailable`."""
     global _library
     if torch.cuda.is_available():
         raise Unavailable("there is a real CUDA device")

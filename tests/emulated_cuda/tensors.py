@@ -79,7 +79,7 @@ def on_device(inner: torch.Tensor, index: int | None = None) -> DeviceTensor:
 
 
 def wait(what: str) -> None:
-    """For the current stream, as an operator of torch does."""
+    """Waits for the current stream, as an operator of torch does."""
     device.wait(what, device.stream().clock, is_torchs=True)
 
 

@@ -134,7 +134,7 @@ class ScriptedPeer:
         self.plan = PlacementPlan(1, [])
         self.replacement = ReplacementState(mode="advise", interval_s=600.0, since_s=1.0)
         self.changed_plan = ChangePlan("search")
-        """As it was asked last."""
+        """Change that was asked for last."""
         self.loads: dict[str, dict[str, object]] = {}
         """Fields of the load reports of an instance; one that has none here says nothing."""
         self.num_reports = 0

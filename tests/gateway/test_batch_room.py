@@ -89,7 +89,7 @@ class Store:
 
 @pytest.fixture
 async def store(nats_settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
-    """As two gateways see it."""
+    """Store as two gateways see it."""
     monkeypatch.setattr(batches, "RESULTS_BYTES", STORE_BYTES)
     buses = [await NatsBus.connect(nats_settings, service="gateway", service_id=f"g{n}") for n in range(2)]
     stores = [Batches(bus) for bus in buses]

@@ -178,7 +178,7 @@ def test_arguments_of_any_text_are_an_object(text: str) -> None:
 
 
 def test_results_of_tools_in_the_history_of_a_template_that_knows_none() -> None:
-    """As where the last turn of an agent has no tools any more."""
+    """The last turn of an agent, say, has no tools any more."""
     text = prompt(NO_TOOLS, said("user", "A"), called('{"a": 1}'), said("tool", "R1"), said("tool", "R2"))
     call = '[{"name": "f", "arguments": {"a": 1}}]'
     assert text == f"<|user|>A<|end|><|assistant|>{call}<|end|><|user|>R1\n\nR2<|end|>"

@@ -45,7 +45,7 @@ CODE: tuple[str, Any] = (
 )
 ONE: tuple[str, Any] = ("code", {"n": 1})
 SHOWN = {"text": CODE[1]["text"], "n": "1", "list": "[1, 2.5]", "maybe": "null", "flag": "True", "new": '{"a": "b"}'}
-"""As the families that mark each argument write them."""
+"""Arguments as the families that mark each of them write them."""
 CODED_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 CODED = CODED_NOW.replace(
     "now>", "code>\n" + "\n".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in SHOWN.items())

@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def with_room(nats_settings: BusSettings, folder: Path) -> AsyncIterator[Stack]:
-    """For what a model is told of tools."""
+    """Stack with room for what a model is told of tools."""
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(folder))], instance=False) as stack:
         await stack.peer.add_instance("a", MODEL, max_model_len=MAX_LEN)
         yield stack
@@ -86,7 +86,7 @@ async def test_calls_in_a_stream(tools: Stack) -> None:
 
 
 async def test_a_chunk_of_a_stream_has_one_entry_a_call(tools: Stack) -> None:
-    """Where all tokens come in one frame, as after a stall."""
+    """All tokens come in one frame, as after a stall."""
     tokens = tools.say(BOTH)
     tools.peer.automatic = False
     stream = tools.read("/v1/chat/completions", messages=HI, tools=TOOLS)

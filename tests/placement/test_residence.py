@@ -47,7 +47,7 @@ class Peers:
 
 @dataclass
 class Room:
-    """For one model; `meanwhile` happens while it is asked for."""
+    """Room for one model; `meanwhile` happens while it is asked for."""
 
     meanwhile: Any = lambda: None
 

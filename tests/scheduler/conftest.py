@@ -1,4 +1,4 @@
-"""Where a scenario runs: on a real NATS server, or on the memory bus in virtual time."""
+"""Buses for scenarios: a real NATS server, or on the memory bus in virtual time."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ LIVE = Bucket("test_live", Ping, ttl_s=2.0)
 BLOBS = ObjectBucket("test_blobs")
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NO_TEXT = msgspec.Raw(b"\x91\xa1\xff")
-"""As `Ping` and `Pong` are sent, with a byte that is no UTF-8."""
+"""Payload like those of `Ping` and `Pong`, with a byte that is no UTF-8."""
 
 Connect = Callable[[str], Awaitable[Bus]]
 

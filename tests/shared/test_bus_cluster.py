@@ -63,7 +63,7 @@ def paused(server: NatsServer) -> Iterator[None]:
 
 
 async def keep_alive(store: KeyValue[Ping], key: str) -> None:
-    """As instances write their entries: again and again, whatever becomes of it."""
+    """Writes an entry as instances do: again and again, whatever becomes of it."""
     while True:
         with suppress(BusError):
             await store.put(key, Ping("here"))
@@ -85,7 +85,7 @@ async def refusal(write: Awaitable[int]) -> BusError | None:
 async def test_no_entry_is_gone_because_the_server_hung(
     fresh_nats: NatsServer, connect_to: ConnectTo, pause_s: float
 ) -> None:
-    """For less than a client takes to leave it, and for longer."""
+    """It hangs for less than a client takes to leave it, and for longer."""
     writer, reader = await connect_to(fresh_nats, "writer"), await connect_to(fresh_nats, "reader")
     told: list[tuple[str, Ping | None]] = []
     await (await writer.key_value(LEDGER)).put("model", Ping("x"))

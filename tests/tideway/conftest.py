@@ -16,7 +16,7 @@ InThisProcess = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InThisProcess:
-    """For commands that end by themselves, at once. Exit code and output as `python -m tideway` has them."""
+    """Runs commands that end by themselves, at once. Exit code and output as `python -m tideway` has them."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["tideway", *arguments])

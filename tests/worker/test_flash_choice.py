@@ -20,14 +20,14 @@ def current(
     seqused_k: Any = None, page_table: Any = None, causal: bool = False, window_size: Any = None, num_splits: int = 1,
     softcap: float = 0.0,
 ) -> None:  # fmt: skip
-    """As flash-attn-4 has it."""
+    """Signature of flash-attn-4."""
 
 
 def early(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, seqused_k: Any = None, page_table: Any = None,
     causal: bool = False, window_size: Any = None,
 ) -> None:  # fmt: skip
-    """As flash-attn 2.8.3 brings it along."""
+    """Signature that flash-attn 2.8.3 brings along."""
 
 
 class Broken(ModuleType):

@@ -232,7 +232,7 @@ def test_a_grammar_is_compiled_beside_the_masks_of_others(
 
 
 class Panic(BaseException):
-    """As PyO3 raises those of the library."""
+    """Panic of the library as PyO3 raises it."""
 
 
 def test_a_panic_of_the_library_ends_its_request_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_those_put_away_first_make_room(folder: Path) -> None:
 
 
 def test_storages_are_emptied_and_filled_again_with_all_views() -> None:
-    """As on a GPU, whose part the CPU plays."""
+    """The CPU plays a GPU's part."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
     model.register_buffer("view", model[0].weight.data[2:4].T)
     inputs = torch.randn(3, 8)

@@ -41,7 +41,7 @@ async def drained_after(stage: Stage) -> float:
 
 
 async def name_a_destination(stage: Stage) -> None:
-    """As a scheduler does for as long as there is one."""
+    """Names a destination as a scheduler does for as long as there is one."""
     while True:
         rebalance(stage, MigrationReason.DRAIN)
         await asyncio.sleep(0.4)

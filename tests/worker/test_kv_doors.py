@@ -1,4 +1,4 @@
-"""Where the KV transport listens over UCX, and what strangers at that port can do."""
+"""Ports at which the KV transport listens over UCX, and what strangers there can do."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_kernels_on_cuda(dtype: torch.dtype) -> None:
 
 
 def test_the_signatures_are_flashinfers() -> None:
-    """Where it is installed."""
+    """Checked where FlashInfer is installed."""
     real = pytest.importorskip("flashinfer")
     for module in ("norm", "activation", "rope"):
         for name, fake in vars(getattr(fake_flashinfer, module)).items():

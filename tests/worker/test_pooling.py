@@ -32,7 +32,7 @@ def text_of(length: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def expected(path: Path, name: str, text: list[int], num_first: int = 0) -> torch.Tensor:
-    """As sentence-transformers' modules say, from transformers' own forward pass."""
+    """Vectors as sentence-transformers' modules give them, from transformers' own forward pass."""
     ids = torch.tensor([text])
     if name == "qwen3-yes-no":
         logits = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits[0, -1]

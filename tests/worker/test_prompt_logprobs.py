@@ -21,7 +21,7 @@ NUM_TOP = 3
 
 
 def expected(path: Path, prompt: list[int]) -> tuple[list[float], list[list[int]], list[int]]:
-    """For each token from the second on: its log-probability, the most likely ids, its rank."""
+    """Log-probability of each token from the second on, the most likely ids, its rank."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)

@@ -74,7 +74,7 @@ class Group:
 
 
 def gpus() -> tuple[str, ...]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(seen.split(",") if seen else map(str, range(torch.cuda.device_count())))
 

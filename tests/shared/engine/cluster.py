@@ -70,7 +70,7 @@ class Node:
         return plan is not None
 
     def take_copies(self) -> None:
-        """As a driver does before whatever it does next."""
+        """Takes copies as a driver does before whatever it does next."""
         self.copies.extend(self.executor.start(self.engine.next_copies()))
 
     def step_returns(self, now: float, fails: bool = False, share: float = 0.5) -> None:

@@ -177,7 +177,7 @@ def test_offline_work_of_another_model_gets_what_that_of_the_same_model_does(dep
 
 @pytest.mark.parametrize("tpot_s", [0.03, 0.05, 0.11])
 def test_a_backlog_of_another_model_costs_little_more_than_its_own_steps(tpot_s):
-    """Where there is always more to do, what is lost is that its steps read weights of their own."""
+    """There is always more to do: what is lost is that its steps read weights of their own."""
     harvested = {}
     for model in "AB":
         world = World("AB", tpot_s=tpot_s)

@@ -1,4 +1,4 @@
-"""When an instance that only decodes reports next."""
+"""Time of the next report of an instance that only decodes."""
 
 from __future__ import annotations
 

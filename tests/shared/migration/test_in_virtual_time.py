@@ -39,7 +39,7 @@ BLOCK_BYTES = 1000
 ORDERS = (MigrationReason.BALANCE, MigrationReason.PROMPTS, MigrationReason.DRAIN)
 """Reasons for which a scheduler has requests given away."""
 ENDED_S = 1000.0
-"""When nothing may be left of anything: what is remembered longest is forgotten after 600 s."""
+"""Time after which nothing may be left of anything: what is remembered longest is forgotten after 600 s."""
 
 
 class Node:
@@ -156,7 +156,7 @@ class World:
         self.streams: dict[str, StreamState] = {}
         self.sent: dict[str, GenerationRequest] = {}
         self.firsts_s: dict[str, float] = {}
-        """When the first token of each came."""
+        """Time at which the first token of each came."""
         self.gaps: set[str] = set()
         self.has_ghosts = False
         """Some are taken for dead that live."""

@@ -1,4 +1,4 @@
-"""Where the time of a request went: phases follow each other without gaps, whatever is told, and in whichever order."""
+"""Timelines of requests: phases follow each other without gaps, whatever is told, and in whichever order."""
 
 from __future__ import annotations
 

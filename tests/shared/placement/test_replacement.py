@@ -1,4 +1,4 @@
-"""When to search, and what is worth a change."""
+"""Decisions of when to search, and of what is worth a change."""
 
 from __future__ import annotations
 

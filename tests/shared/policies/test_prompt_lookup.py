@@ -1,4 +1,4 @@
-"""Where a sequence repeats itself, and how many tokens are worth a guess."""
+"""Places at which a sequence repeats itself, and how many tokens are worth a guess."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Instance:
     others: tuple[Resident, ...] = ()
     """Residents of other models than "m", which is what runs."""
     late_s: float = 0.0
-    """When its late prompt is begun."""
+    """Time at which its late prompt is begun."""
 
     def usage(self) -> float:
         return sum(self.running) + (self.waiting[0] if self.waiting else 0)

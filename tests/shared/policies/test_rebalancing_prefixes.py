@@ -1,4 +1,4 @@
-"""Where requests move that others share a beginning with: to who holds it, if that is as good a place."""
+"""Requests whose beginning others share move to who holds it, if that is as good a place."""
 
 from __future__ import annotations
 

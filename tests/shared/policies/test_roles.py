@@ -56,7 +56,7 @@ def view(name: str, role: Role = Role.BOTH, **fields: object) -> RoleView:
 
 
 def after(views: list[RoleView], work: float) -> list[RoleView]:
-    """As they are when nothing is to be changed any more, at the same load."""
+    """Views once nothing is to be changed any more, at the same load."""
     for _ in range(2 * len(views) + 1):
         change = next_role(views, work)
         if change is None:

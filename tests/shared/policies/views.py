@@ -31,7 +31,7 @@ class FakeModel:
     last_planned_step: int = -1
     sequences: list[FakeSequence] = field(default_factory=list)
     due_s: float = inf
-    """When its streams are due."""
+    """Time at which its streams are due."""
     serving_s: float = 0.0
     pool_share: float = 0.0
     num_short: int = 0

@@ -28,7 +28,7 @@ class Instance:
     migrations: list[MigrationOutcome] = field(default_factory=list)
     migrated_in: list[HeldRequest] = field(default_factory=list)
     moved_to: dict[str, str] = field(default_factory=dict)
-    """Where cancels are forwarded."""
+    """Instances to which cancels are forwarded."""
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
         known = self.held.get(request.request_id)

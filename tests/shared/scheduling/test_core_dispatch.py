@@ -365,7 +365,7 @@ def lost_request(request_id: str, num_prior: int) -> GenerationRequest:
 
 
 def loading(driver: Driver, instance_id: str, state: str = "loading") -> None:
-    """As workers register what they load: without its sizes."""
+    """Registers a model as workers register what they load: without its sizes."""
     model = LoadedModel(name="m", state=state)
     info = msgspec.structs.replace(make_info(instance_id), state="starting", models=[model])
     driver.core.apply(OnRegistry(instance_id, info), driver.now)

@@ -81,7 +81,7 @@ class World(RuleBasedStateMachine):
         """What gateways still wait for, with the epoch they know."""
         self.over: Counter[str] = Counter()
         self.heard_owners: dict[str, Instance] = {}
-        """As the gateway heard of them from their first frame; it notices by itself that one has gone."""
+        """Owners of which the gateway heard by their first frame; it notices by itself that one has gone."""
         self.calls: list[Dispatch] = []
         self.asks: list[AskHeld] = []
         for name in NAMES[:num_instances]:

@@ -245,7 +245,7 @@ def test_a_burst_is_shared_equally_among_equals(num_instances: int, num_requests
 
 
 def test_a_request_goes_where_others_of_its_model_are() -> None:
-    """As soon and with memory everywhere; to the freest where the step times are not known."""
+    """All instances are as soon free and have memory; without known step times it goes to the freest."""
     for decode_s, expected in ((0.02, {"m": "i0", "n": "i1"}), (0.0, {"m": "i1", "n": "i1"})):
         core = make_core([], [], max_waiting=4)
         for name, model in (("i0", "m"), ("i1", "n")):

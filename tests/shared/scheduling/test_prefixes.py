@@ -208,7 +208,7 @@ def test_who_heard_nothing_so_far_hears_all_in_turn_and_who_falls_behind_is_told
 
 
 def test_what_is_told_again_is_taken_in_by_who_may_lack_it_alone() -> None:
-    """For two rounds from the first report on; a gap makes it the first."""
+    """It is told for two rounds from the first report on; a gap makes it the first."""
     index, asked = PrefixIndex(), prompt(*range(14))
     told = b"".join(keys(asked))
 

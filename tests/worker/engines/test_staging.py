@@ -53,7 +53,7 @@ def test_caches_that_are_not_made_of_blocks_do_not_move() -> None:
 
 
 class Core:
-    """As much of vLLM's engine core as `Staging` uses. One sequence, `r`, in the blocks 5, 6 and 7."""
+    """Part of vLLM's engine core that `Staging` uses. One sequence, `r`, in the blocks 5, 6 and 7."""
 
     def __init__(self, num_computed: int = 70, num_free: int = 4) -> None:
         self.copies: list[tuple[list[int], list[int], bool]] = []
