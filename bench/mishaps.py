@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.batches import ENDED, answers_of, begin, file_of, num_answered_once
 from tests.conftest import free_port
 from tests.e2e.checkpoints import make_llama, make_opt
 from tests.e2e.stack import REPOSITORY, Stack
@@ -33,7 +33,6 @@ from tests.small_disk import SmallDisk, SmallDiskError
 DISK_BYTES = 160 << 20
 TIMEOUT_S = 1800.0
 MODEL = "tideway-demo-opt"
-ENDED = ("completed", "failed", "expired", "cancelled")
 
 # ------------------------------------------------------------------------------------------------------ disk full
 
@@ -73,21 +72,9 @@ def disk_full(num_lines: int, full_s: float) -> bool:
     try:
         with tideway_up(disk) as url, httpx.Client(base_url=url, timeout=60.0) as client:
             until("ready", lambda: client.get("/ready").status_code == 200, 300.0)
-            ids = [f"line-{index}" for index in range(num_lines)]
-            lines = "\n".join(
-                json.dumps(
-                    {
-                        "custom_id": name,
-                        "method": "POST",
-                        "url": "/v1/completions",
-                        "body": {"model": MODEL, "prompt": f"Chapter {name}", "max_tokens": 4, "ignore_eos": True},
-                    }
-                )
-                for name in ids
-            )
-            file = upload(client, lines).raise_for_status().json()
-            body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-            batch_id = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
+            body = {"model": MODEL, "max_tokens": 4, "ignore_eos": True}
+            bodies = {f"line-{index}": body | {"prompt": f"Chapter {index}"} for index in range(num_lines)}
+            batch_id = begin(client, bodies)
 
             def batch() -> dict:  # type: ignore[type-arg]
                 return client.get(f"/v1/batches/{batch_id}").raise_for_status().json()
@@ -99,7 +86,7 @@ def disk_full(num_lines: int, full_s: float) -> bool:
             print(
                 f"full at {batch()['request_counts']}; /ready says after {time.monotonic() - began_s:.1f} s: {problems}"
             )
-            answer = upload(client, lines)
+            answer = client.post("/v1/files", **file_of(bodies))
             print(f"an upload meanwhile: {answer.status_code} {answer.text[:200]}")
             completion = {"model": MODEL, "prompt": "x", "max_tokens": 4}
             statuses = Counter[int]()
@@ -113,15 +100,10 @@ def disk_full(num_lines: int, full_s: float) -> bool:
             print(f"written again {time.monotonic() - freed_s:.1f} s after there was space")
             final = until("the end", lambda: batch() if batch()["status"] in ENDED else None)
             output = client.get(f"/v1/files/{final['output_file_id']}/content").raise_for_status().text
-            answers = [json.loads(line) for line in output.splitlines()]
-            times = Counter(answer["custom_id"] for answer in answers)
-            num_good = sum(answer["response"]["status_code"] == 200 for answer in answers)
-            num_once = sum(times[name] == 1 for name in ids)
-            print(
-                f"{final['status']}: {num_once} of {num_lines} lines once, {len(answers)} answers, {num_good} with 200"
-            )
-            print(f"an upload afterwards: {upload(client, lines).status_code}")
-            return num_once == num_good == len(answers) == num_lines and answer.status_code == 507
+            answers, num_once = answers_of(output), num_answered_once(answers_of(output))
+            print(f"{final['status']}: {num_once} of {num_lines} lines once with 200, {len(answers)} answers")
+            print(f"an upload afterwards: {client.post('/v1/files', **file_of(bodies)).status_code}")
+            return num_once == len(answers) == num_lines and answer.status_code == 507
     finally:
         disk.close()
 
@@ -130,10 +112,6 @@ def ready(client: httpx.Client) -> dict:  # type: ignore[type-arg]
     answer = client.get("/ready")
     assert "problems" in answer.json(), answer.text
     return answer.json()  # type: ignore[no-any-return]
-
-
-def upload(client: httpx.Client, lines: str) -> httpx.Response:
-    return client.post("/v1/files", files={"file": ("input.jsonl", lines.encode())}, data={"purpose": "batch"})
 
 
 # ------------------------------------------------------------------------------------------------- rolling restart

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from uuid import uuid4
 
 import httpx
 
-from bench.mishaps import ENDED, upload
+from bench.batches import ENDED, answers_of, begin, num_answered_once
 from tests.e2e.streams import Stream, stream_completion
 
 PROBE_INTERVAL_S = 0.5
@@ -29,23 +28,16 @@ class Batch:
 
     def __init__(self, url: str, models: list[str], num_lines: int) -> None:
         self._url, self.num_lines = url, num_lines
-        self._lines = [
-            {
-                "custom_id": f"line-{index}",
-                "method": "POST",
-                "url": "/v1/completions",
-                "body": {"model": models[index % len(models)], "prompt": f"Chapter {index}", "max_tokens": 40}
-                | {"ignore_eos": True, "temperature": 0},
-            }
+        body = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        self._bodies = {
+            f"line-{index}": body | {"model": models[index % len(models)], "prompt": f"Chapter {index}"}
             for index in range(num_lines)
-        ]
+        }
         self._id = ""
 
     def begin(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60.0) as client:
-            file = upload(client, "\n".join(map(json.dumps, self._lines))).raise_for_status().json()
-            body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-            self._id = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
+            self._id = begin(client, self._bodies)
 
     def end(self) -> tuple[str, int]:
         """Its status, and how many lines were answered with 200 exactly once."""
@@ -59,9 +51,7 @@ class Batch:
             if not batch.get("output_file_id"):
                 return f"{batch['status']} {batch.get('errors')}", 0
             output = client.get(f"/v1/files/{batch['output_file_id']}/content").raise_for_status().text
-        answers = [json.loads(line) for line in output.splitlines()]
-        times = Counter(each["custom_id"] for each in answers if each["response"]["status_code"] == 200)
-        return batch["status"], sum(number == 1 for number in times.values())
+        return batch["status"], num_answered_once(answers_of(output))
 
 
 async def probe(url: str, models: list[str], over: asyncio.Event) -> Counter[tuple[int, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -13,13 +12,13 @@ from typing import Any
 
 import httpx
 
+from bench.batches import ENDED, answers_of, batch_of, file_of
 from bench.soak.traffic import FaultError, Traffic
 from tests.e2e.stack import Stack
 from tests.worker.adapters import write_adapter
 
 WAIT_S = 90.0
 BATCH_LINES = 120
-ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class Operations:
@@ -121,12 +120,9 @@ class Operations:
     async def _begin_batch(self, num_lines: int) -> tuple[str, list[str]]:
         """Its id, and its lines' own."""
         body = {"model": "opt", "prompt": "Chapter", "max_tokens": 12, "ignore_eos": True}
-        ids = [f"line-{i}" for i in range(num_lines)]
-        lines = [{"custom_id": one, "method": "POST", "url": "/v1/completions", "body": body} for one in ids]
-        content = "\n".join(map(json.dumps, lines)).encode()
-        file = await self._ask("POST", "/v1/files", files={"file": ("soak.jsonl", content)}, data={"purpose": "batch"})
-        wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        return (await self._ask("POST", "/v1/batches", wanted))["id"], ids
+        bodies = {f"line-{i}": body for i in range(num_lines)}
+        file = await self._ask("POST", "/v1/files", **file_of(bodies))
+        return (await self._ask("POST", "/v1/batches", batch_of(file)))["id"], list(bodies)
 
     async def _ended_batch(self, batch_id: str) -> dict[str, Any]:
         deadline_s = time.monotonic() + 3 * WAIT_S
@@ -145,7 +141,7 @@ class Operations:
         batch_id, ids = await self._begin_batch(BATCH_LINES)
         found = await self._ended_batch(batch_id)
         text = await self._ask("GET", f"/v1/files/{found['output_file_id']}/content") if found["output_file_id"] else ""
-        answered = [json.loads(line)["custom_id"] for line in text.splitlines()]
+        answered = [answer["custom_id"] for answer in answers_of(text)]
         if found["status"] != "completed" or answered != ids:
             raise FaultError(f"{found['status']}, {len(answered)} lines of {len(ids)}: {found['request_counts']}")
         await self._forget(found)
