@@ -15,10 +15,11 @@ from bench.coserving.runs import (
     VirtualRun,
     VirtualTestbed,
 )
-from shared.costs.model import CostModel, CostSource
+from shared.costs.model import CostSource
 from shared.engine.calls import AddModel, SetCostModel
 from shared.engine.engine import Engine
 from shared.messages.requests import RequestClass
+from tests.shared.costs import costs
 from tideway.bench.workload import PlannedRequest
 
 OBJECTIVES = Objectives(ttft_s=1.5, tpot_s=0.11)
@@ -77,8 +78,6 @@ def test_objectives_are_kept_from_the_first_request_on_without_a_profile(slownes
 
 def test_a_measured_cost_model_takes_over() -> None:
     _, engine = run(True, 1.0, 0.0, 1)
-    measured = CostModel(
-        fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0
-    )
+    measured = costs(0.01, 0.001, decode_s=0.001)
     engine.apply(SetCostModel(MODEL, measured, CostSource.STORED), 0.0)
     assert engine.cost_models()[MODEL] == (measured, 1.0, CostSource.STORED)

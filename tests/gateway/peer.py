@@ -52,6 +52,7 @@ from shared.messages.catalogue import (
     PLANS,
     SCHEDULER_CANCEL,
     SCHEDULER_GRANT,
+    SCHEDULER_STATISTICS,
     SCHEDULER_SUBMIT,
 )
 from shared.messages.channels import bucket_key
@@ -61,8 +62,10 @@ from shared.messages.cluster import (
     LoadedModel,
     LoadReport,
     ModelSpec,
+    ModelStatistics,
     PlacementPlan,
     SetRole,
+    StatisticsReport,
 )
 from shared.messages.requests import (
     Accepted,
@@ -192,6 +195,12 @@ class ScriptedPeer:
         self.grant_queries.append(query)
         grants = [OfflineGrant(demand.batch_id, self.grant_tokens, demand.model) for demand in query.demands]
         return GrantReply(grants, 0.05, self.tokens_per_s)
+
+    def tell_statistics(self, model: str, **fields: int) -> None:
+        """Publishes what the scheduler says of a model each second; what is not given is 0."""
+        counts = dict.fromkeys(("num_arrived", "num_finished", "prompt_tokens", "output_tokens", "num_queued"), 0)
+        statistics = ModelStatistics(model=model, interval_s=1.0, queued_s=0.0, execution_s=0.0, **counts | fields)
+        self.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [statistics]))
 
     async def stop_scheduler(self) -> None:
         for subscription in self._served.pop("scheduler"):

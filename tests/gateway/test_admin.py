@@ -14,16 +14,14 @@ import pytest
 from services.gateway.admin import cluster_loads
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ScaleInstances, ScaleModel
-from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC, SCHEDULER_STATISTICS
+from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC
 from shared.messages.channels import Topic
 from shared.messages.cluster import (
     InstanceExited,
     ModelLoad,
     ModelSpec,
-    ModelStatistics,
     Role,
     SetRole,
-    StatisticsReport,
 )
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import GetTraffic, ModelSummary, ModelTraffic, TrafficReply
@@ -153,18 +151,7 @@ async def test_models_with_their_queues(stack: Stack) -> None:
         return model
 
     assert (await only_model())["num_queued"] is None, "no scheduler has said anything"
-    queued = ModelStatistics(
-        model=MODEL,
-        interval_s=1.0,
-        num_arrived=0,
-        num_finished=0,
-        prompt_tokens=0,
-        output_tokens=0,
-        queued_s=0.0,
-        execution_s=0.0,
-        num_queued=17,
-    )
-    stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [queued]))
+    stack.peer.tell_statistics(MODEL, num_queued=17)
     await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
     model = await only_model()
     assert (model["num_queued"], model["num_running"], model["num_waiting"]) == (17, 5, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from openai.types.responses import Response
 
 from services.gateway.responses.store import answered_of
+from services.gateway.service import GatewayService
 from shared.messages.catalogue import KEPT_CALLS, RESPONSES
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, GenerationRequest
 from shared.runtime.settings import BusSettings
@@ -159,69 +161,72 @@ async def test_a_deleted_one_ends(manual: Stack) -> None:
             await client.responses.retrieve(response.id)
 
 
+@asynccontextmanager
+async def two_gateways(
+    nats_settings: BusSettings, checkpoint: Path
+) -> AsyncIterator[tuple[Stack, openai.AsyncOpenAI, GatewayService, openai.AsyncOpenAI]]:
+    """A stack whose frames the test sends, a client of it, another gateway and a client of that."""
+    async with (
+        logging_stack(nats_settings, checkpoint) as stack,
+        stack.openai() as client,
+        running_gateway(nats_settings, gateway_id="other") as other,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0) as there,
+    ):
+        stack.peer.automatic = False
+        yield stack, client, other, there
+
+
 async def test_one_that_is_deleted_stays_so_whoever_makes_it(
     nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with logging_stack(nats_settings, checkpoint) as stack:
-        stack.peer.automatic = False
-        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
-            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
-            async with there:
-                response, request = await begun(stack, client)
-                # The one that began it is not told in time, and makes it to its end.
-                stack.peer.emit(request, 0, stack.ids(TEXT)[:4])
-                keep, may_keep = stack.gateway.context.responses.keep, asyncio.Event()
+    async with two_gateways(nats_settings, checkpoint) as (stack, client, _, there):
+        response, request = await begun(stack, client)
+        # The one that began it is not told in time, and makes it to its end.
+        stack.peer.emit(request, 0, stack.ids(TEXT)[:4])
+        keep, may_keep = stack.gateway.context.responses.keep, asyncio.Event()
 
-                async def late(*args: Any) -> None:
-                    await may_keep.wait()
-                    await keep(*args)
+        async def late(*args: Any) -> None:
+            await may_keep.wait()
+            await keep(*args)
 
-                monkeypatch.setattr(stack.gateway.context.responses, "keep", late)
-                await there.responses.delete(response.id)
-                may_keep.set()
-                await until(lambda: not stack.gateway.context.background._making)
-                for one in (client, there):
-                    with pytest.raises(openai.NotFoundError):
-                        await one.responses.retrieve(response.id)
-                    with pytest.raises(openai.NotFoundError):
-                        await one.responses.delete(response.id)
+        monkeypatch.setattr(stack.gateway.context.responses, "keep", late)
+        await there.responses.delete(response.id)
+        may_keep.set()
+        await until(lambda: not stack.gateway.context.background._making)
+        for one in (client, there):
+            with pytest.raises(openai.NotFoundError):
+                await one.responses.retrieve(response.id)
+            with pytest.raises(openai.NotFoundError):
+                await one.responses.delete(response.id)
 
 
 async def test_another_gateway_has_it_too(nats_settings: BusSettings, checkpoint: Path) -> None:
-    async with logging_stack(nats_settings, checkpoint) as stack:
-        stack.peer.automatic = False
+    async with two_gateways(nats_settings, checkpoint) as (stack, client, _, there):
         tokens = stack.ids(TEXT)
-        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
-            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
-            async with there:
-                response, _ = await begun(stack, client)
-                assert (await there.responses.cancel(response.id)).status == "cancelled"
-                assert (await over(client, response.id)).status == "cancelled"
-                response, request = await begun(stack, client)
-                stack.peer.emit(request, 0, tokens[:4])
-                assert (await there.responses.retrieve(response.id)).status == "in_progress"
-                # The one that began it goes away in the middle.
-                await stack.gateway.stop()
-                stack.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
-                assert (await over(there, response.id)).output_text == TEXT
+        response, _ = await begun(stack, client)
+        assert (await there.responses.cancel(response.id)).status == "cancelled"
+        assert (await over(client, response.id)).status == "cancelled"
+        response, request = await begun(stack, client)
+        stack.peer.emit(request, 0, tokens[:4])
+        assert (await there.responses.retrieve(response.id)).status == "in_progress"
+        # The one that began it goes away in the middle.
+        await stack.gateway.stop()
+        stack.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
+        assert (await over(there, response.id)).output_text == TEXT
 
 
 async def test_another_gateway_takes_it_up_once(nats_settings: BusSettings, checkpoint: Path) -> None:
-    async with logging_stack(nats_settings, checkpoint) as stack:
-        stack.peer.automatic = False
+    async with two_gateways(nats_settings, checkpoint) as (stack, client, other, there):
         tokens = stack.ids(TEXT)
-        async with stack.openai() as client, running_gateway(nats_settings, gateway_id="other") as other:
-            there = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{other.port}/v1", api_key="x", max_retries=0)
-            async with there:
-                response, request = await begun(stack, client)
-                stack.peer.emit(request, 0, tokens[:4])
-                polled = await asyncio.gather(*(there.responses.retrieve(response.id) for _ in range(4)))
-                assert {one.status for one in polled} == {"in_progress"}
-                stack.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
-                assert (await over(there, response.id)).output_text == TEXT
-                in_flight = other.context.metrics.in_flight.labels("online")._value
-                await until(lambda: in_flight.get() == 0)
-                assert not other.context.background._making
+        response, request = await begun(stack, client)
+        stack.peer.emit(request, 0, tokens[:4])
+        polled = await asyncio.gather(*(there.responses.retrieve(response.id) for _ in range(4)))
+        assert {one.status for one in polled} == {"in_progress"}
+        stack.peer.emit(request, 4, tokens[4:], FinishReason.LENGTH)
+        assert (await over(there, response.id)).output_text == TEXT
+        in_flight = other.context.metrics.in_flight.labels("online")._value
+        await until(lambda: in_flight.get() == 0)
+        assert not other.context.background._making
 
 
 async def test_one_that_is_being_placed_is_found_by_its_idempotency_key(manual: Stack) -> None:

@@ -20,9 +20,9 @@ from shared.engine.calls import Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.admin import ScaleInstances, ScaleModel
-from shared.messages.catalogue import ADAPTERS, GATEWAY_EVENTS, INSTANCE_POOL, SCHEDULER_STATISTICS
+from shared.messages.catalogue import ADAPTERS, GATEWAY_EVENTS, INSTANCE_POOL
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import AdapterSpec, ModelSpec, ModelStatistics, StatisticsReport
+from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.console import PoolView
 from shared.messages.requests import RequestClass
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
@@ -130,11 +130,7 @@ async def test_an_operator_looks_on_and_acts(stack: Stack, browser: Browser) -> 
 
     def tell() -> None:
         """What the scheduler says each second, and of a move that is under way."""
-        queued = {"num_arrived": 1, "num_finished": 0, "prompt_tokens": 0, "output_tokens": 0}
-        statistics = ModelStatistics(
-            model=MODEL, interval_s=1.0, queued_s=0, execution_s=0, num_queued=7, num_offline_queued=3, **queued
-        )
-        stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("s", [statistics]))
+        stack.peer.tell_statistics(MODEL, num_arrived=1, num_queued=7, num_offline_queued=3)
         topic = GATEWAY_EVENTS.at(gateway_id=stack.gateway.context.gateway_id)
         event = RequestEvent(sent.request_id, 0, EventKind.MIGRATING, 1.7e9, "balance", "b")
         stack.peer.bus.publish(topic, RequestEvents("a", [event]))
@@ -246,11 +242,7 @@ async def test_a_gateways_history_is_everybodys_and_each_slot_is_written_once(
 ) -> None:
     async with running_gateway(nats_settings, gateway_id="another", admin_api_key=ADMIN_KEY) as other:
         histories = [stack.gateway.context.history, other.context.history]
-        queued = {"prompt_tokens": 0, "queued_s": 0, "execution_s": 0, "num_arrived": 0}
-        statistics = ModelStatistics(
-            model=MODEL, interval_s=1.0, num_queued=7, num_finished=5, output_tokens=400, **queued
-        )
-        stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("s", [statistics]))
+        stack.peer.tell_statistics(MODEL, num_queued=7, num_finished=5, output_tokens=400)
         await until(lambda: all(one._tokens[MODEL] == 400 for one in histories), "statistics")
         now_s = time.time()
         for history in histories:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.costs.model import CostModel, StepShape
+from shared.costs.model import StepShape
 from shared.policies.virtual_usage import (
     HIGH_WEIGHT,
     IDEAL_SLOWDOWN,
@@ -22,6 +22,7 @@ from shared.policies.virtual_usage import (
     merged_demand,
     migration_virtual_usage,
 )
+from tests.shared.costs import costs
 
 blocks = st.floats(0, 1e4)
 
@@ -110,14 +111,8 @@ def test_decode_steps_until_the_pool_is_full() -> None:
 def test_the_ideal_load_slows_a_step_by_no_more_than_that(
     fixed_s: float, decode_s: float, context_s: float, over_knee_s: float, knee: int
 ) -> None:
-    cost = CostModel(
-        fixed_s=fixed_s,
-        prefill_token_s=0.0,
-        prefill_attention_s=0.0,
-        decode_s=decode_s,
-        decode_context_s=context_s,
-        over_knee_s=over_knee_s,
-        knee_tokens=max(1, knee),
+    cost = costs(
+        fixed_s, decode_s=decode_s, decode_context_s=context_s, over_knee_s=over_knee_s, knee_tokens=max(1, knee)
     )
     tokens = ideal_load_tokens(cost)
     if tokens == math.inf:

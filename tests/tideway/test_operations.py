@@ -24,7 +24,7 @@ from shared.messages.admin import (
     ScaleInstances,
     ScaleModel,
 )
-from shared.messages.catalogue import MODELS, PLACEMENT_TRAFFIC, SCHEDULER_STATISTICS
+from shared.messages.catalogue import MODELS, PLACEMENT_TRAFFIC
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
     InstanceInfo,
@@ -32,9 +32,7 @@ from shared.messages.cluster import (
     LoadedModel,
     ModelLoad,
     ModelSpec,
-    ModelStatistics,
     PlacementPlan,
-    StatisticsReport,
 )
 from shared.messages.traffic import GetTraffic, MeanStd, ModelSummary, ModelTraffic, Spread, TrafficReply
 from shared.runtime.settings import BusSettings
@@ -141,21 +139,24 @@ def plan_both_models_on_b(stack: Stack) -> None:
     stack.peer.plan = msgspec.structs.replace(stack.peer.plan, instances=[InstancePlan("b", "node", specs, 0, 0)])
 
 
+async def restart_with(stack: Stack, instance_id: str, models: list[LoadedModel]) -> None:
+    info = InstanceInfo(
+        instance_id=instance_id,
+        incarnation="2",
+        node_id="node",
+        state="ready",
+        models=models,
+        num_merged=100,
+        merged_bytes=2**20,
+    )
+    await stack.peer.put_instance(info)
+    await until(lambda: stack.gateway.context.catalog.instances[instance_id].incarnation == "2", "the registry")
+
+
 async def test_an_instance_that_cannot_load_a_model_is_not_back(stack: Stack) -> None:
     plan_both_models_on_b(stack)
     models = [LoadedModel(name=MODEL, state="ready"), LoadedModel(name="ebb", state="failed", error="no such weights")]
-    await stack.peer.put_instance(
-        InstanceInfo(
-            instance_id="b",
-            incarnation="2",
-            node_id="node",
-            state="ready",
-            models=models,
-            num_merged=100,
-            merged_bytes=2**20,
-        )
-    )
-    await until(lambda: stack.gateway.context.catalog.instances["b"].incarnation == "2", "the registry")
+    await restart_with(stack, "b", models)
     with pytest.raises(OperatorError, match=r"^b is there, but could not load ebb: no such weights.$"):
         await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
 
@@ -271,18 +272,7 @@ async def test_scaling_that_takes_too_long_or_cannot_be(stack: Stack) -> None:
     with pytest.raises(OperatorError, match=r"^b: 9 requests left after 0.1 s. It goes on by itself.$"):
         await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=0.1)
     failed = [LoadedModel(name=MODEL, state="failed", error="no such weights")]
-    await stack.peer.put_instance(
-        InstanceInfo(
-            instance_id="a",
-            incarnation="2",
-            node_id="node",
-            state="ready",
-            models=failed,
-            num_merged=100,
-            merged_bytes=2**20,
-        )
-    )
-    await until(lambda: stack.gateway.context.catalog.instances["a"].incarnation == "2", "the registry")
+    await restart_with(stack, "a", failed)
     with pytest.raises(OperatorError, match=rf"^a is there, but could not load {MODEL}: no such weights.$"):
         await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=20)
 
@@ -318,18 +308,7 @@ async def test_the_gateway_of_the_data_folder(stack: Stack, tmp_path: Path) -> N
 
 
 async def test_one_view_of_top(stack: Stack) -> None:
-    queued = ModelStatistics(
-        model=MODEL,
-        interval_s=1.0,
-        num_arrived=0,
-        num_finished=0,
-        prompt_tokens=0,
-        output_tokens=0,
-        queued_s=0.0,
-        execution_s=0.0,
-        num_queued=17,
-    )
-    stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [queued]))
+    stack.peer.tell_statistics(MODEL, num_queued=17)
     await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
     with AdminClient(stack.url, "root") as client:
         await asyncio.to_thread(client.drain, "a", is_undone=False)

@@ -27,6 +27,7 @@ from shared.messages.requests import (
     unpack_tokens,
 )
 from shared.runtime.settings import InstanceSettings
+from tests.shared.costs import costs
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 
 NUM_OFFLINE, NUM_ONLINE = 8, 8
@@ -34,16 +35,7 @@ OFFLINE_TOKENS, ONLINE_TOKENS = 60, 8
 VARIANTS = ("llama3", "opt")
 
 
-SLOW = CostModel(
-    fixed_s=0.05,
-    prefill_token_s=0.01,
-    prefill_attention_s=0.0,
-    decode_s=0.005,
-    decode_context_s=0.0,
-    num_layers=3,
-    checkpoint_block_s=0.001,
-    restore_block_s=0.001,
-)
+SLOW = costs(0.05, 0.01, decode_s=0.005, num_layers=3, checkpoint_block_s=0.001, restore_block_s=0.001)
 """Predicts steps long enough to be interrupted, and to be gone on with in parts."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.costs.model import CostModel, StepShape
+from shared.costs.model import StepShape
 from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import CopyKind, KvCopy, ModelShape
@@ -23,20 +23,8 @@ from shared.policies.silence import allowed_silence_s
 from shared.policies.slo_budget import SloTokenBudget
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance, VirtualStep
+from tests.shared.costs import INTERRUPTIBLE_7B as COST
 
-COST = CostModel(
-    fixed_s=0.012,
-    prefill_token_s=1e-4,
-    prefill_attention_s=3e-9,
-    decode_s=3e-5,
-    decode_context_s=3.6e-7,
-    prefill_s=0.002,
-    num_layers=32,
-    layers_per_safepoint=4,
-    checkpoint_block_s=0.004,
-    restore_block_s=0.004,
-)
-"""About a 7B model on a GPU."""
 TTFT_S, TPOT_S = 1.5, 0.11
 OFFLINE, HIGH = RequestClass.OFFLINE, Priority.HIGH
 

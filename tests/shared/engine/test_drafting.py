@@ -16,13 +16,12 @@ from shared.messages.requests import FinishReason, GenerationRequest, TokenEntry
 from shared.policies.catalogue import ordering_policy
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.token_budget import FixedTokenBudget
+from tests.shared.costs import costs
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, repeating_token, request
 
 SHAPE = ModelShape("a", 4, 2, 200)
 LOOKUP = LookupSettings(6, 2, 4)
-COST = CostModel(
-    fixed_s=0.02, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0
-)  # fmt: skip
+COST = costs(0.02, 0.001, decode_s=0.001)  # fmt: skip
 
 
 def going_round(prefix: list[int]) -> int:
@@ -178,9 +177,7 @@ def test_no_step_is_planned_behind_one_with_guesses_and_one_without_is_followed(
 
 
 def test_a_large_batch_has_no_guesses() -> None:
-    dear = CostModel(
-        fixed_s=0.001, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0
-    )  # fmt: skip
+    dear = costs(0.001, 0.001, decode_s=0.001)  # fmt: skip
     run = Run(going_round, cost=dear)
     run.submit(*(request(f"r{i}", [0, 1, 2, 3, 4, 0, 1], 40) for i in range(8)))
     run.to_the_end()

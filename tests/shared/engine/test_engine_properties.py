@@ -6,7 +6,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, ModelShape, StepResult
@@ -24,6 +23,7 @@ from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
+from tests.shared.costs import SMALL
 from tests.shared.engine.fake_executor import (
     FakeExecutor,
     expected_output,
@@ -34,14 +34,6 @@ from tests.shared.engine.fake_executor import (
 )
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
-COST_MODEL = CostModel(
-    fixed_s=0.01,
-    prefill_token_s=0.002,
-    prefill_attention_s=0.00001,
-    decode_s=0.003,
-    decode_context_s=0.0001,
-    num_layers=4,
-)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -109,7 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.copies = []
         if has_cost_model:
             for shape in SHAPES:
-                self.engine.apply(SetCostModel(shape.name, COST_MODEL), 0.0)
+                self.engine.apply(SetCostModel(shape.name, SMALL), 0.0)
 
     @rule(
         target=requests,

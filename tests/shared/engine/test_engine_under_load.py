@@ -8,8 +8,9 @@ import random
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
-from shared.costs.model import CostModel, shape_of
+from shared.costs.model import shape_of
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
@@ -18,19 +19,11 @@ from shared.messages.requests import FinishReason, RequestClass, unpack_tokens
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.slo_budget import SloTokenBudget
+from tests.shared.costs import SMALL
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPES = [ModelShape("a", 4, 3, 80), ModelShape("b", 2, 2, 40)]
-COST_MODEL = CostModel(
-    fixed_s=0.01,
-    prefill_token_s=0.002,
-    prefill_attention_s=0.00001,
-    decode_s=0.003,
-    decode_context_s=0.0001,
-    num_layers=16,
-    checkpoint_block_s=0.001,
-    restore_block_s=0.001,
-)
+COST_MODEL = replace(SMALL, num_layers=16, checkpoint_block_s=0.001, restore_block_s=0.001)
 
 
 class Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.costs.model import CostModel, StepShape
+from shared.costs.model import StepShape
 from shared.engine.calls import (
     Adopt,
     Detach,
@@ -26,6 +26,7 @@ from shared.engine.planner import EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, pack_tokens
+from tests.shared.costs import costs
 from tests.shared.engine.cluster import Cluster, Node
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import OFFLINE, make, pair, run
@@ -68,7 +69,7 @@ def test_a_decoding_request_goes_on_where_it_was():
 
 def test_who_comes_runs_at_once_beside_little_of_the_prompts_that_wait():
     cluster, source, destination = pair(num_merged=40, budget=512)
-    cost = CostModel(fixed_s=0.02, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0)
+    cost = costs(0.02, 0.001, decode_s=0.001)
     destination.engine.apply(SetCostModel("a", cost), 0.0)
     cluster.submit(source, request("r", list(range(10)), 20))
     run(source, 5)
@@ -269,20 +270,7 @@ def test_an_online_arrival_of_kv_interrupts_offline_steps():
     cluster.submit(source, request("r", list(range(10)), 20))
     run(source, 3)
     cluster.collect()
-    destination.engine.apply(
-        SetCostModel(
-            "a",
-            CostModel(
-                fixed_s=5.0,
-                prefill_token_s=0.0,
-                prefill_attention_s=0.0,
-                decode_s=0.0,
-                decode_context_s=0.0,
-                num_layers=4,
-            ),
-        ),
-        0.0,
-    )
+    destination.engine.apply(SetCostModel("a", costs(5.0, num_layers=4)), 0.0)
     cluster.submit(destination, request("offline", list(range(20)), 5, request_class=OFFLINE))
     assert destination.plan(0.0) and destination.in_flight[0].is_interruptible
     assert destination.engine.take_interrupt(0.0) is None

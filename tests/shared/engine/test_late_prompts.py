@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.costs.model import CostModel
 from shared.engine.calls import Adopt, Cancel, SetCostModel, Submit
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, GenerationRequest
+from tests.shared.costs import costs
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import OFFLINE, make, run
 
-COST = CostModel(fixed_s=0.0, prefill_token_s=0.1, prefill_attention_s=0.0, decode_s=0.0, decode_context_s=0.0)
+COST = costs(0.0, 0.1)
 """A prompt of ten tokens takes a second."""
 
 

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from shared.costs.model import CostModel, StepShape
+from shared.costs.model import StepShape
 from shared.engine.calls import Detach, Release, Reserve, SetCostModel, Submit, Unreserve
 from shared.engine.engine import Engine
 from shared.engine.memory.allocator import GROWTH_STEPS
@@ -19,6 +19,7 @@ from shared.messages.requests import Priority, RequestClass
 from shared.policies.baselines import RoundRobin
 from shared.policies.token_budget import FixedTokenBudget
 from shared.policies.virtual_usage import HIGH_WEIGHT
+from tests.shared.costs import costs
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import request
 
@@ -183,34 +184,22 @@ def test_a_waiting_request_of_high_priority_counts():
     [
         # 1.5 times 20 ms: 100 sequences of 256 tokens more, 1,616 merged blocks in all.
         (
-            CostModel(
-                fixed_s=0.02, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=0.0001, decode_context_s=0.0
-            ),
+            costs(0.02, decode_s=0.0001),
             (1 + 100.5) * 16,
         ),
         # The context counts as the number of sequences does.
         (
-            CostModel(
-                fixed_s=0.02, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=0.0, decode_context_s=0.0001 / 256
-            ),
+            costs(0.02, decode_context_s=0.0001 / 256),
             (1 + 100.5) * 16,
         ),
         # Beyond the knee each of them takes twice as long.
         (
-            CostModel(
-                fixed_s=0.02,
-                prefill_token_s=0.0,
-                prefill_attention_s=0.0,
-                decode_s=0.0001,
-                decode_context_s=0.0,
-                over_knee_s=0.0001,
-                knee_tokens=51,
-            ),
+            costs(0.02, decode_s=0.0001, over_knee_s=0.0001, knee_tokens=51),
             (1 + 50 + 25.25) * 16,
         ),
         # Even two are too many; an eighth of the pool is allowed all the same.
         (
-            CostModel(fixed_s=0.001, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=1.0, decode_context_s=0.0),
+            costs(0.001, decode_s=1.0),
             4000 / 8,
         ),
     ],
@@ -228,13 +217,7 @@ def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ide
 def test_where_no_load_slows_decode_there_is_no_headroom():
     node = make(num_merged=40)
     node.engine.apply(Submit(request("w", list(range(16)), 50, priority=HIGH)), 0.0)
-    node.engine.apply(
-        SetCostModel(
-            "a",
-            CostModel(fixed_s=0.02, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.0, decode_context_s=0.0),
-        ),
-        0.0,
-    )
+    node.engine.apply(SetCostModel("a", costs(0.02, 0.001)), 0.0)
     assert node.engine.load().dispatch_freeness == 39
 
 
@@ -251,14 +234,7 @@ def test_who_runs_has_room_to_grow_when_one_more_is_admitted(more: int):
 
 def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
     node = make()
-    cost = CostModel(
-        fixed_s=0.02,
-        prefill_token_s=0.001,
-        prefill_attention_s=1e-5,
-        decode_s=0.002,
-        decode_context_s=0.0,
-        over_knee_s=0.003,
-    )
+    cost = costs(0.02, 0.001, prefill_attention_s=1e-5, decode_s=0.002, over_knee_s=0.003)
     run(node, request("decodes", list(range(10)), 50))
     assert node.engine.load(0.0).prompts_s == 0.0, "nothing is known of time"
     node.engine.apply(SetCostModel("a", cost), 0.0)
@@ -278,7 +254,7 @@ def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
 
 def test_what_a_decode_more_adds_has_the_contexts_of_those_that_are_there():
     node = make()
-    cost = CostModel(fixed_s=0.02, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=1e-5)
+    cost = costs(0.02, decode_s=0.001, decode_context_s=1e-5)
     node.engine.apply(SetCostModel("a", cost), 0.0)
     assert node.engine.load().models[0].decode_cost == pytest.approx((0.021, 0.0))
     run(node, request("short", list(range(7)), 50), request("long", list(range(39)), 50))

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shared.costs.model import CostModel
 from shared.engine.calls import OnTime, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
@@ -19,18 +18,11 @@ from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
+from tests.shared.costs import SMALL
 from tests.shared.engine.cluster import Cluster, Node, classes
 from tests.shared.engine.fake_executor import next_token, repeating_token, request
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
-COST_MODEL = CostModel(
-    fixed_s=0.01,
-    prefill_token_s=0.002,
-    prefill_attention_s=0.00001,
-    decode_s=0.003,
-    decode_context_s=0.0001,
-    num_layers=4,
-)
 CHANCES = {
     "submit": 10,
     "cancel": 2,
@@ -83,7 +75,7 @@ class Events:
         node = Node(engine, SHAPES, repeating_token if self.guesses else next_token)
         if choose.random() < 0.6:
             for shape in SHAPES:
-                engine.apply(SetCostModel(shape.name, COST_MODEL), 0.0)
+                engine.apply(SetCostModel(shape.name, SMALL), 0.0)
         return node
 
     @property

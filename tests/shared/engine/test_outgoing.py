@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shared.costs.model import CostModel
 from shared.engine.calls import (
     Cancel,
     Detach,
@@ -22,6 +21,7 @@ from shared.engine.handover import Detached
 from shared.engine.requests import Ended, Output
 from shared.engine.sequence import State
 from shared.messages.requests import FinishReason, Priority, unpack_tokens
+from tests.shared.costs import costs
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.shared.engine.moves_setup import OFFLINE, effects, make, run, taken
 
@@ -288,20 +288,7 @@ def test_a_waiting_one_leaves_at_once_and_waits_again_when_put_back():
 
 def test_a_suspended_step_is_given_up_for_what_leaves():
     node = make(ttft_s=0.2, slo=True)
-    node.engine.apply(
-        SetCostModel(
-            "a",
-            CostModel(
-                fixed_s=0.5,
-                prefill_token_s=0.0,
-                prefill_attention_s=0.0,
-                decode_s=0.0,
-                decode_context_s=0.0,
-                num_layers=4,
-            ),
-        ),
-        0.0,
-    )
+    node.engine.apply(SetCostModel("a", costs(0.5, num_layers=4)), 0.0)
     sent = [request(name, list(range(9)), 4, request_class=OFFLINE) for name in ("r", "stays")]
     for offline in sent:
         node.engine.apply(Submit(offline), 0.0)
@@ -331,20 +318,7 @@ def test_a_suspended_step_is_given_up_for_what_leaves():
 
 def test_a_step_that_is_suspended_with_one_that_leaves_is_given_up():
     node = make(ttft_s=0.2, slo=True)
-    node.engine.apply(
-        SetCostModel(
-            "a",
-            CostModel(
-                fixed_s=0.5,
-                prefill_token_s=0.0,
-                prefill_attention_s=0.0,
-                decode_s=0.0,
-                decode_context_s=0.0,
-                num_layers=4,
-            ),
-        ),
-        0.0,
-    )
+    node.engine.apply(SetCostModel("a", costs(0.5, num_layers=4)), 0.0)
     for name in ("r", "stays"):
         node.engine.apply(Submit(request(name, list(range(9)), 4, request_class=OFFLINE)), 0.0)
     assert node.plan(0.0)

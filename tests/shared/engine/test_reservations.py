@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.costs.model import CostModel, shape_of
+from shared.costs.model import shape_of
 from shared.engine.calls import OnTime, Pin, RemoveModel, Reserve, SetCostModel, Submit, Unreserve
 from shared.engine.handover import Reservation
 from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.migration import MigrationReason
 from shared.messages.requests import ErrorCode, Priority, RequestClass
+from tests.shared.costs import costs
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import OFFLINE, make, run, stage
 
@@ -140,7 +141,7 @@ def test_what_was_demanded_in_vain_is_given_back_to_offline_work_in_time():
     assert node.plan(1.0)
 
 
-COST = CostModel(fixed_s=0.04, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0)
+COST = costs(0.04, 0.001, decode_s=0.001)
 """Two prompts of 50 tokens take 2.5 times as long as a decode."""
 
 

@@ -22,17 +22,8 @@ from shared.messages.requests import GenerationRequest, Priority, RequestClass, 
 from shared.policies.catalogue import ordering_policy
 from shared.policies.silence import allowed_silence_s
 from shared.policies.slo_budget import SloTokenBudget
+from tests.shared.costs import GPU_7B as COST
 
-COST = CostModel(
-    fixed_s=0.012,
-    prefill_token_s=1e-4,
-    prefill_attention_s=3e-9,
-    decode_s=3e-5,
-    decode_context_s=3.6e-7,
-    prefill_s=0.002,
-    num_layers=32,
-)
-"""About a 7B model on a GPU."""
 TPOT_S = 0.11
 PAGE = 32
 

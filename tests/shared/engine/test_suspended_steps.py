@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.costs.model import CostModel, shape_of
+from shared.costs.model import shape_of
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
@@ -14,12 +14,11 @@ from shared.policies.catalogue import ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.interruption import WAIT_TTFTS
 from shared.policies.slo_budget import PACE, SloTokenBudget
+from tests.shared.costs import costs
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPE = ModelShape("a", 8, 4, 2000)
-COST_MODEL = CostModel(
-    fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0, num_layers=20
-)
+COST_MODEL = costs(0.01, 0.001, decode_s=0.001, num_layers=20)
 TTFT_S, TPOT_S = 1.0, 0.1
 
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.costs.model import CostModel
 from shared.engines.admission import num_to_send, offline_rows
 from shared.engines.capabilities import Capability, asked, refusal
 from shared.engines.harvest import WAIT_SHARE, SequenceView, Victim, decide, victims
 from shared.engines.resuming import Diverged, Resumption, repeats_for
 from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, Pooled, SamplingParams, pack_tokens
 from shared.policies.slo_budget import SloTokenBudget
+from tests.shared.costs import costs
 
 ALL = frozenset(Capability)
-COST = CostModel(fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0)
+COST = costs(0.01, 0.001, decode_s=0.001)
 
 
 def made(prior: list[int] = [], adapter: Adapter | None = None, **sampling: object) -> GenerationRequest:  # noqa: B006

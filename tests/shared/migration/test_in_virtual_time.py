@@ -13,7 +13,6 @@ from random import Random
 import msgspec
 import pytest
 
-from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Effect
 from shared.engine.handover import Detached
@@ -32,6 +31,7 @@ from shared.simulation.fleet import CONTROL_S
 from shared.simulation.instance import VirtualInstance
 from shared.simulation.migration import Network, VirtualMigrations
 from shared.streams import Outcome, StreamState
+from tests.shared.costs import costs
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPE = ModelShape("a", 4, 3, 400)
@@ -61,9 +61,7 @@ class Node:
         self.world, self.name = world, name
         self.engine = configuration.build()
         self.executor = FakeExecutor([SHAPE])
-        cost = CostModel(
-            fixed_s=step_s, prefill_token_s=prompt_token_s, prefill_attention_s=0.0, decode_s=1e-4, decode_context_s=0.0
-        )
+        cost = costs(step_s, prompt_token_s, decode_s=1e-4)
         self.host = VirtualInstance(
             self.engine, world.events, lambda _: cost, lambda plan: self.executor.execute(plan).tokens,
             self._on_effects,

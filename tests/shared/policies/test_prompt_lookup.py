@@ -18,11 +18,9 @@ from shared.policies.prompt_lookup import (
     draft_lengths,
     may_pay,
 )
+from tests.shared.costs import costs
 
-COST = CostModel(
-    fixed_s=0.02, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=1e-6,
-    over_knee_s=0.004, knee_tokens=16,
-)  # fmt: skip
+COST = costs(0.02, 0.001, decode_s=0.001, decode_context_s=1e-6, over_knee_s=0.004, knee_tokens=16)  # fmt: skip
 
 
 def lookup_of(tokens: list[int], **settings: int) -> PromptLookup:

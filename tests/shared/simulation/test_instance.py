@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from shared.costs.model import CostModel
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Effect
 from shared.engine.plan import ModelShape
@@ -17,20 +16,13 @@ from shared.messages.requests import FinishReason, RequestClass, unpack_tokens
 from shared.policies.prompt_lookup import LookupSettings
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance, VirtualStep
+from tests.shared.costs import costs
 from tests.shared.engine.fake_executor import request
 
 SHAPE = ModelShape("a", 8, 4, 2000)
 TOKEN = 5
-COST = CostModel(
-    fixed_s=0.01,
-    prefill_token_s=0.001,
-    prefill_attention_s=0.0,
-    decode_s=0.001,
-    decode_context_s=0.0,
-    num_layers=20,
-    layers_per_safepoint=2,
-    checkpoint_block_s=0.001,
-    restore_block_s=0.001,
+COST = costs(
+    0.01, 0.001, decode_s=0.001, num_layers=20, layers_per_safepoint=2, checkpoint_block_s=0.001, restore_block_s=0.001
 )
 
 

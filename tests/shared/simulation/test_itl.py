@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.costs.model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
@@ -17,6 +16,7 @@ from shared.runtime.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 from shared.simulation.itl import LEAST_S, NUM_PENDING, Itl, ItlHistogram
+from tests.shared.costs import costs
 
 SECONDS = st.floats(2 * LEAST_S, 1e4)
 
@@ -56,7 +56,7 @@ def test_nothing_and_what_lies_outside_of_the_bins() -> None:
 
 def test_a_gateway_counts_each_token_after_the_first_by_class_model_and_priority() -> None:
     """A stream that stands still once: its TPOT hardly shows it."""
-    cost = CostModel(fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=0.0, decode_s=0.0, decode_context_s=0.0)
+    cost = costs(0.01, 1e-4)
     fleet = Fleet(SchedulerSettings(), noise=0.0)
     configuration = Configuration(
         num_merged=1000, num_rows=16, ordering="fcfs", token_budget=8192, steps_in_flight=1, co_serving="priority_only"
