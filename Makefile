@@ -7,6 +7,8 @@ ARGS ?=
 CALL ?=
 OUTPUT ?=
 BIN := .venv/bin
+# Tools of tests and releases, apart from what Tideway needs.
+TOOLS := .tideway/tools
 # The short ones, which need no running Tideway.
 BENCHES ?= planning dispatching stack gateway steps
 
@@ -83,14 +85,14 @@ test-long: development
 test-fast: development
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast -p no:schemathesis $(ARGS)
 
-chart: promtool
+chart: development promtool
 	$(BIN)/python -m pytest -n 0 -p no:schemathesis tests/deploy $(ARGS)
 
 # For the tests of the alerts, which are skipped without it: out of Debian's package, without installing that.
-promtool: development
-	@[ -x $(BIN)/promtool ] || command -v promtool >/dev/null || ! command -v apt-get >/dev/null || { \
-		folder=$$(mktemp -d) && (cd $$folder && (apt-get download -q prometheus || { apt-get update -q && apt-get download -q prometheus; }) \
-		&& dpkg-deb -x prometheus_*.deb .) >/dev/null 2>&1 && mv $$folder/usr/bin/promtool $(BIN)/promtool \
+promtool:
+	@[ -x $(TOOLS)/bin/promtool ] || command -v promtool >/dev/null || ! command -v apt-get >/dev/null || { \
+		folder=$$(mktemp -d) && mkdir -p $(TOOLS)/bin && (cd $$folder && (apt-get download -q prometheus || { apt-get update -q && apt-get download -q prometheus; }) \
+		&& dpkg-deb -x prometheus_*.deb .) >/dev/null 2>&1 && mv $$folder/usr/bin/promtool $(TOOLS)/bin/promtool \
 		|| echo "promtool could not be had: tests of the alerts are skipped"; rm -rf "$$folder"; }
 
 check: development
@@ -147,8 +149,7 @@ bench-unified: development
 soak: development
 	$(BIN)/python -m bench.soak --seconds $(or $(SECONDS),1200) $(ARGS)
 
-# Tools of a release, apart from what Tideway needs.
-TOOLS := .tideway/tools
+# uv and what else makes a release.
 $(TOOLS)/bin/uv: Makefile
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/pip install --quiet uv==0.13.9 cyclonedx-bom==7.5.0

@@ -1,5 +1,5 @@
 """The alerts: each fires when it should and not before (by promtool), names metrics that are there, and has a page that says
-what to do. promtool is a part of Debian's `prometheus`, and of `make development` where apt is there."""
+what to do. promtool is a part of Debian's `prometheus`, which `make promtool` fetches where apt is there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RUNBOOK = "docs/runbooks.md"
 
 
 def promtool() -> str:
-    beside = Path(sys.executable).with_name("promtool")
-    found = str(beside) if beside.exists() else shutil.which("promtool")
+    fetched = REPOSITORY / ".tideway/tools/bin/promtool"
+    found = str(fetched) if fetched.exists() else shutil.which("promtool")
     if found is None:
         pytest.skip("promtool is not installed (apt install prometheus)")
     return found
