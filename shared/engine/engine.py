@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from shared.costs.model import KnownCosts
 from shared.engine.calls import Call, TakeInterrupt
 from shared.engine.charging import Charging
 from shared.engine.checks import check_engine
+from shared.engine.config import EngineConfig
 from shared.engine.copying import Copying
 from shared.engine.drafting import Drafting
 from shared.engine.handover import Detached, MigrationCandidate, PromptChunk
@@ -69,63 +70,44 @@ class Engine:
         num_rows: int,
         ordering: OrderingPolicy,
         token_budget: TokenBudgetPolicy,
+        config: EngineConfig | None = None,
         *,
-        steps_in_flight: int = 2,
-        max_waiting: int = 1024,
         serves_offline: bool = True,
-        interruption: str = "suspend",
-        mix_phases: bool = True,
-        num_host_merged: int = 0,
         checkpoint: CheckpointPolicy | None = None,
-        prefetch: bool = True,
-        ttft_s: float = 1.5,
-        tpot_s: float = 0.11,
-        migration_cooldown_s: float = 1.0,
-        high_priority_load: float = 0.0,
-        fits_costs: bool = True,
-        least_share: float = 0.25,
-        num_stages: int = 1,
-        give_up_s: float = 0.0,
-        lookup: LookupSettings = LookupSettings(),  # noqa: B008 - immutable
         record: Recorder | None = None,
+        **options: Any,
     ) -> None:
-        """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
-        host memory for checkpoints. `prefetch`: restore beside other steps of the model, not before them. `ttft_s`,
-        `tpot_s`: objectives where model and request name none. `migration_cooldown_s`: a request that moved, or was to,
-        stays for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from
-        the cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
-        token budget bounds a step there. `least_share`: of the pool, that is divided evenly over the models and kept for
-        their online requests. `num_stages`: of the pipeline that computes a step; with several none is interrupted,
-        and as many should be in flight. `give_up_s`: offline requests of a model that has had no turn beside online work
-        for so long are given up, for somebody to place them again; 0: they wait. `lookup`: which tokens are guessed;
-        pipelines guess none. `record` is given each call before it is carried out, each plan after it was made."""
-        self.memory = Allocator(num_merged, num_rows, num_host_merged, ordering, least_share)
+        """`options`: fields of `config`, in the place of those that it has. `record` is given each call before it is carried
+        out, each plan after it was made. Raises `TypeError` for an option that there is not."""
+        config = msgspec.structs.replace(config or EngineConfig(), **options)
+        num_stages = config.num_stages
+        self.memory = Allocator(num_merged, num_rows, config.num_host_merged, ordering, config.least_share)
         self.planner = Planner(
             self.memory,
             token_budget,
-            Drafting(lookup if num_stages == 1 else LookupSettings(), self.memory.pool),
+            Drafting(config.lookup if num_stages == 1 else LookupSettings(), self.memory.pool),
             serves_offline=serves_offline,
-            may_interrupt=interruption != "off" and num_stages == 1,
-            mix_phases=mix_phases,
-            prefetch=prefetch,
-            steps_in_flight=steps_in_flight,
+            may_interrupt=config.interruption != "off" and num_stages == 1,
+            mix_phases=config.mix_phases,
+            prefetch=config.prefetch,
+            steps_in_flight=config.steps_in_flight,
             num_stages=num_stages,
         )
-        self.requests = RequestTable(self.memory, max_waiting, give_up_s)
+        self.requests = RequestTable(self.memory, config.max_waiting, config.give_up_s)
         self.charging = Charging(self.memory)
-        self.steps = Steps(self.memory, self.planner, self.requests, self.charging, steps_in_flight)
+        self.steps = Steps(self.memory, self.planner, self.requests, self.charging, config.steps_in_flight)
         self.requests.charge_leaving = self.steps.charge_leaving
-        self.outgoing = Outgoing(self.requests, self.memory, migration_cooldown_s)
+        self.outgoing = Outgoing(self.requests, self.memory, config.migration_cooldown_s)
         self.reservations = Reservations(self.memory)
         self.incoming = Incoming(self.requests, self.memory, self.reservations, self.steps.online_wait_s)
         self.pool = self.memory.pool
         self.counters = self.memory.counters
         self.serves_offline = serves_offline
         self._copying = Copying(self.memory, checkpoint or AdaptiveCheckpoint())
-        self._keeps_suspended = interruption == "suspend"
-        self._objectives = (ttft_s, tpot_s)
-        self._fits_costs = fits_costs
-        self._high_priority_load = high_priority_load
+        self._keeps_suspended = config.interruption == "suspend"
+        self._objectives = (config.ttft_s, config.tpot_s)
+        self._fits_costs = config.fits_costs
+        self._high_priority_load = config.high_priority_load
         self._record = record
 
     def apply(self, call: Call[R], now: float) -> R:

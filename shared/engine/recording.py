@@ -9,42 +9,27 @@ import msgspec
 
 from shared import recording
 from shared.engine import calls
+from shared.engine.config import EngineConfig
 from shared.engine.engine import Engine
 from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
-from shared.policies.prompt_lookup import LookupSettings
 from shared.recording import Recorder
 
 CALLS = recording.decoder_of(calls.Call)
 
 
-class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
-    """All that an engine is made of. Names of policies: `shared.policies.catalogue`; the rest: `Engine`."""
+class Configuration(EngineConfig, frozen=True, tag="engine", kw_only=True):
+    """All that an engine is made of. Names of policies: `shared.policies.catalogue`."""
 
     num_merged: int
     num_rows: int
     ordering: str
     token_budget: int
     """Tokens of a step at most."""
-    steps_in_flight: int
-    max_waiting: int = 1024
     co_serving: str = "slo"
     """slo | priority_only | online_only"""
-    interruption: str = "suspend"
-    mix_phases: bool = True
-    num_host_merged: int = 0
     checkpoint_start: float = 0.5
     """Used share of the KV pool."""
-    prefetch: bool = True
-    ttft_s: float = 1.5
-    tpot_s: float = 0.11
-    migration_cooldown_s: float = 1.0
-    high_priority_load: float = 0.0
-    fits_costs: bool = True
-    least_share: float = 0.25
-    num_stages: int = 1
-    give_up_s: float = 0.0
-    lookup: LookupSettings = LookupSettings()
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `Engine`; policy objects are new ones."""

@@ -11,14 +11,26 @@ from shared import recording as records
 from shared.costs.model import CostSource
 from shared.engine import calls, recording
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, Submit
+from shared.engine.config import EngineConfig
+from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.requests import Priority, RequestClass
+from shared.policies.catalogue import ordering_policy
 from shared.policies.prompt_lookup import LookupSettings
+from shared.policies.slo_budget import SloTokenBudget
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import FakeExecutor, next_token, repeating_token, request
 from tests.shared.engine.test_moves_properties import CHANCES, Events
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
+
+
+def test_options_of_an_engine_are_fields_of_its_configuration() -> None:
+    policies = ordering_policy("fcfs"), SloTokenBudget(8)
+    engine = Engine(8, 4, *policies, EngineConfig(steps_in_flight=3, num_host_merged=5), steps_in_flight=1)
+    assert engine.steps.max_in_flight == 1 and engine.memory.host.pool is not None
+    with pytest.raises(TypeError, match="max_wating"):
+        Engine(8, 4, *policies, max_wating=1)
 
 
 def record_random_run(seed: int, lookup: LookupSettings = LookupSettings()) -> bytes:  # noqa: B008 - immutable
