@@ -15,11 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+from typer.testing import CliRunner
 
 from services.worker.native import building
 from tests import paced
 from tests.conftest import NatsServer, free_port
 from tests.nats_cluster import NatsCluster
+from tideway.command import app
 from tideway.nats_config import nats_users
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -139,10 +141,9 @@ class Stack:
         process.wait(STOP_TIMEOUT_S)
 
     def tideway(self, *arguments: str) -> str:
-        """What the operator's command prints."""
-        command = [sys.executable, "-m", "tideway", *arguments, "--url", self.url]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        """What the operator's command prints, run in this process: another would import for a second."""
+        done = CliRunner().invoke(app, [*arguments, "--url", self.url])
+        assert done.exit_code == 0, f"{done.output}{done.exception!r}"
         return done.stdout
 
     def log(self, name: str, num_lines: int = 40) -> str:
