@@ -14,7 +14,7 @@ from shared.simulation.gateway import Job
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [7, 8])
+@pytest.mark.parametrize("seed", [7, pytest.param(8, marks=pytest.mark.long)])
 def test_first_tokens_beside_each_flood(seed: int) -> None:
     alone = run(None, A10, 1, 100.0, seed)
     for kind in FLOODS:

@@ -23,6 +23,7 @@ from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
+from tests.seeds import examples
 from tests.shared.costs import SMALL
 from tests.shared.engine.fake_executor import (
     FakeExecutor,
@@ -274,5 +275,5 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.output[name] == expected[: len(self.output[name])]
 
 
-EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)
 TestEngine = EngineMachine.TestCase

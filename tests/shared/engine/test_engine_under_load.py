@@ -152,14 +152,13 @@ def go(run: Run, steps: int = 250) -> None:
     run.finish()
 
 
-LONG = ("fcfs", "mlfq")
-"""Policies that take a minute to end what the others have long ended."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ordering",
-    [pytest.param(name, marks=pytest.mark.long if name in LONG else []) for name in sorted(ORDERING_POLICIES)],
+    [
+        "doubling_budget",
+        *(pytest.param(name, marks=pytest.mark.long) for name in sorted({*ORDERING_POLICIES} - {"doubling_budget"})),
+    ],
 )
 def test_every_output_is_that_of_an_undisturbed_run(ordering):
     used = Counter()

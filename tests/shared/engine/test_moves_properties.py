@@ -18,6 +18,7 @@ from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
+from tests.seeds import examples
 from tests.shared.costs import SMALL
 from tests.shared.engine.cluster import Cluster, Node, classes
 from tests.shared.engine.fake_executor import next_token, repeating_token, request
@@ -202,7 +203,7 @@ class ClusterMachine(RuleBasedStateMachine):
             self.events.check_tenants()
 
 
-ClusterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)
+ClusterMachine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=80, deadline=None)
 TestMoves = pytest.mark.slow(ClusterMachine.TestCase)
 
 

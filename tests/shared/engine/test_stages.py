@@ -12,6 +12,7 @@ from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
+from tests.seeds import examples
 from tests.shared.engine.fake_executor import FakeExecutor, request
 from tests.shared.engine.test_engine_under_load import SHAPES, Run, go
 
@@ -32,7 +33,7 @@ def watched(run: Run, used: Counter) -> Run:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 10_000), ordering=st.sampled_from(sorted(ORDERING_POLICIES)), stages=st.integers(2, 4))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 def test_no_sequence_is_in_two_steps_and_every_output_is_that_of_one_stage(seed, ordering, stages):
     used, in_flight = Counter(), Counter()
     go(watched(Run(seed, used, ordering=ordering, num_stages=stages, steps_in_flight=stages), in_flight), 60)

@@ -79,8 +79,15 @@ class World:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ordering", sorted(ORDERING_POLICIES))
-@pytest.mark.parametrize("lengths", [((200, 100), (200, 100)), ((1500, 20), (100, 300))], ids=["alike", "unlike"])
+@pytest.mark.parametrize(
+    ("ordering", "lengths"),
+    [
+        pytest.param(ordering, lengths, id=f"{ordering}-{name}", marks=[] if is_quick else pytest.mark.long)
+        for ordering in sorted(ORDERING_POLICIES)
+        for name, lengths in (("alike", ((200, 100), (200, 100))), ("unlike", ((1500, 20), (100, 300))))
+        for is_quick in [ordering == "doubling_budget" or (ordering, name) == ("fcfs", "alike")]
+    ],
+)
 def test_backlogged_tenants_are_served_by_weight(ordering: str, lengths: tuple[tuple[int, int], ...]) -> None:
     world = World(ordering=ordering)
     for number in range(400):

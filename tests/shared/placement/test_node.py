@@ -21,6 +21,7 @@ from shared.messages.cluster import (
 )
 from shared.placement import node as node_state
 from shared.placement.node import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s, num_planned
+from tests.seeds import examples
 
 MIB = 1 << 20
 GRACE_S = 30.0
@@ -409,7 +410,7 @@ plans_strategy = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(plans_strategy, st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=12), st.booleans())
 def test_any_history_ends_in_the_last_plan(
     contents: list[dict[int, tuple[set[str], int]]], events: list[tuple[int, int]], loses_requests: bool
@@ -438,7 +439,7 @@ def test_any_history_ends_in_the_last_plan(
     assert not node.counts, "a plan that is carried out leaves nothing to do"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(plans_strategy, st.lists(st.integers(0, 60), min_size=4, max_size=4), st.booleans())
 def test_what_stays_in_the_plan_is_never_touched(
     contents: list[dict[int, tuple[set[str], int]]], waits: list[int], loses_requests: bool

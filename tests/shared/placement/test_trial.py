@@ -18,6 +18,7 @@ from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
 from shared.placement.stretches import evidence_s
 from shared.placement.trial import try_change
+from tests.seeds import examples
 from tests.shared.placement.small import model, node, problem
 
 TIMES = ChangeTimes(restart_s=10.0, drain_s=5.0)
@@ -61,7 +62,7 @@ def test_models_that_are_everywhere_come_apart_without_a_restart() -> None:
     assert busy.seconds > TIMES.restart_s, "its requests need the memory that the other model has"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.data())
 def test_every_rehearsal_ends_as_it_should(data: st.DataObject) -> None:
     sets = st.sampled_from([("a",), ("b",), ("a", "b")])

@@ -24,6 +24,7 @@ from shared.policies.autoscaling import (
     mean_freeness,
     mean_without,
 )
+from tests.seeds import examples
 
 BOUNDS = ScalingBounds(low=100.0, high=500.0, period_s=10.0, min_instances=1, max_instances=4, settle_s=5.0)
 POOL = 10_000.0
@@ -234,7 +235,7 @@ def direction(decision: Decision) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 3), bounds_strategy, loads, st.integers(0, 40), st.integers(0, 40))
 def test_a_constant_load_is_met_without_going_to_and_fro(
     more: int, bounds: ScalingBounds, load: tuple[float, int], start_s: int, drain_s: int
@@ -246,7 +247,7 @@ def test_a_constant_load_is_met_without_going_to_and_fro(
     assert not any(isinstance(decision, Keep) for decision in cluster.history)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(bounds_strategy, st.lists(loads, min_size=2, max_size=6), st.integers(1, 90), st.integers(0, 30))
 def test_no_load_whatever_leaves_the_bounds(
     bounds: ScalingBounds, changes: list[tuple[float, int]], every_s: int, takes_s: int

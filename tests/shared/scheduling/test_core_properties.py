@@ -49,6 +49,7 @@ from shared.scheduling.core import SchedulerCore
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import RequestState
 from shared.scheduling.rescheduling import Rescheduler
+from tests.seeds import examples
 from tests.shared.scheduling.instance_model import Instance, held_as
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
@@ -493,7 +494,7 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=examples(60),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -17,6 +17,7 @@ from shared.engine.memory.cache_news import MAX_NOTED, MAX_TOLD, CacheChanges, C
 from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_positions
 from shared.messages.requests import Adapter, GenerationRequest, pack_tokens
 from shared.scheduling.prefixes import GUESS_S, MIN_ENTRIES, PrefixIndex, prompt_keys
+from tests.seeds import examples
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import make, run
 
@@ -162,7 +163,7 @@ def test_an_engine_tells_of_the_blocks_that_a_prompt_is_looked_for_by() -> None:
     assert index.held_tokens(asked, PAGE, 0.0) == {"i": 12}, "it runs still"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.booleans()), max_size=80))
 def test_after_any_history_the_index_is_what_the_pools_hold(history: list[tuple[int, bool, bool]]) -> None:
     """Blocks come and go on the device and in host memory, in small pools; what is in either is held."""

@@ -22,6 +22,7 @@ from shared.simulation.migration import FleetMigrations
 from shared.simulation.nodes import FleetNodes
 from shared.simulation.scaling import Scaling
 from shared.streams import MAX_FRUITLESS_LOSSES
+from tests.seeds import examples
 
 COST = CostModel(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=1e-4, decode_context_s=1e-6,
@@ -299,7 +300,7 @@ def test_a_fleet_with_roles_hands_long_prompts_over() -> None:
     check_empty(fleet)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(data=st.data())
 def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObject) -> None:
     """The gateway fails a run in which a token is repeated or left out, or a request ends twice or with an error."""

@@ -70,7 +70,14 @@ async def test_a_request_moves_to_another_process(start: Start) -> None:
         assert json.loads(await process.stdout.readline()) == {"used": 0, "held": 0, "adopted": 3}
 
 
-@pytest.mark.parametrize("point", ["destination.reserved", "destination.copied", "destination.commit"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("destination.reserved", marks=pytest.mark.long),
+        pytest.param("destination.copied", marks=pytest.mark.long),
+        "destination.commit",
+    ],
+)
 async def test_a_destination_killed_at_a_point_gives_the_request_back(start: Start, point: str) -> None:
     group, process = await start(f"{point}:exit")
     sent = request("r1", list(range(80)), 300)
