@@ -14,6 +14,7 @@ import pytest
 
 from services.gateway.anthropic.conversion import chat_request
 from services.gateway.anthropic.messages import MessageRequest
+from services.gateway.http.errors import ApiError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
 from shared.runtime.settings import BusSettings
@@ -222,6 +223,33 @@ def test_a_conversation_becomes_that_of_a_chat() -> None:
     assert [message.tool_call_id for message in chat.messages[3:5]] == ["t1", "t2"]
     assert (chat.tool_choice, chat.parallel_tool_calls, chat.user, chat.stop) == ("required", False, "u", ["x"])
     assert (chat.max_completion_tokens, chat.reasoning_effort) == (7, "high")
+
+
+def test_documents_of_text_are_read_and_a_text_stands_for_what_a_tool_returned_beside_it() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+    plain = {"type": "text", "media_type": "text/plain", "data": "P"}
+    found = {"type": "search_result", "source": "https://a", "title": "T", "content": [{"type": "text", "text": "F"}]}
+    inner = {"type": "content", "content": [{"type": "text", "text": "I"}]}
+    result = [{"type": "text", "text": "R"}, image, pdf, found, {"type": "tool_reference", "tool_name": "x"}]
+    asked = [{"type": "document", "title": "D", "source": plain}, {"type": "document", "source": inner}, found]
+    messages = [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "see", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": result}]},
+    ]
+    chat = chat_request(msgspec.convert({"model": "m", "max_tokens": 1, "messages": messages}, MessageRequest))
+    assert [message.content for message in chat.messages] == [
+        "D\nP\nI\nT\nhttps://a\nF",
+        "",
+        "R\n[An image was left out here: this model reads text only.]\n"
+        "[A file was left out here: this model reads text only.]\nT\nhttps://a\nF",
+    ]
+    for block in (image, pdf):
+        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+        with pytest.raises(ApiError, match="is not supported") as refused:
+            chat_request(msgspec.convert(body, MessageRequest))
+        assert refused.value.param == "messages[0].content[0].type"
 
 
 async def test_what_is_asked_for_is_followed(claude: Stack) -> None:

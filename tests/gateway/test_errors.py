@@ -119,7 +119,7 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
-        "'image_url'; it is one of 'text', ",
+        "'image_url' is not supported by this server",
     ),
     (
         {"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": ["now"]}]}]},

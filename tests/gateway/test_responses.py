@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from services.gateway.openai.replies import FunctionChunk, ToolCallChunk
-from services.gateway.responses.conversion import chat_request, items_of
+from services.gateway.responses.conversion import chat_request, items_of, sealed
 from services.gateway.responses.messages import ResponseRequest
 from services.gateway.responses.writing import ResponseBuilder
 from services.gateway.streams.generation import Delta
@@ -328,6 +328,53 @@ def test_what_codex_sends_again_becomes_messages() -> None:
     assert [messages[i].content for i in (3, 4, 5)] == ["R1", "R2", "No."]
 
 
+def test_a_text_stands_for_what_tools_returned_beside_text() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBO", "detail": "high"}
+    output = [{"type": "input_text", "text": "R"}, image, {"type": "input_file", "file_data": "JVBE"}]
+    items = [
+        {"type": "function_call", "call_id": "1", "name": "view_image", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": output},
+    ]
+    request = request_of(input=items)
+    content = chat_request(request, items_of(request)).messages[1].content
+    assert content == (
+        "R[An image was left out here: this model reads text only.][A file was left out here: this model reads text only.]"
+    )
+
+
+def test_reasoning_comes_back_sealed() -> None:
+    """From clients that hand back no text of it."""
+    whole = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "W"}]}
+    items = [
+        {"type": "reasoning", "summary": [], "encrypted_content": sealed("Ü", "tideway-reasoning")},
+        {"type": "reasoning", "summary": [], "encrypted_content": "tideway-reasoning:%"},
+        {"type": "reasoning", "summary": [], "encrypted_content": sealed("x", "tideway-summary")},
+        {**whole, "encrypted_content": sealed("x", "tideway-reasoning")},
+        {"type": "message", "role": "assistant", "content": "A"},
+    ]
+    request = request_of(input=items)
+    assert chat_request(request, items_of(request)).messages[0].reasoning_content == "Ü\nW"
+
+
+async def test_items_of_stored_responses_are_referred_to(keyed: Stack) -> None:
+    """As Vercel's AI SDK does where responses are stored."""
+    async with keyed.openai("one") as one, keyed.openai("two") as two:
+        answer = await one.responses.create(model=MODEL, input="Hi")
+        (item,) = answer.output
+        again: Any = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": item.id}]
+        again.append({"role": "user", "content": "More"})
+        await one.responses.create(model=MODEL, input=again)
+        assert prompt_of(keyed).endswith("Hi<|end|><|assistant|>Hello world<|end|><|user|>More<|end|><|assistant|>")
+        for client, item_id in (
+            (two, item.id),
+            (one, f"{item.id}9"),
+            (one, "msg_0"),
+            (one, f"{item.id.rpartition('_')[0]}0_0"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": item_id}])
+
+
 async def test_reasoning_and_calls_of_codex(nats_settings: BusSettings, tmp_path: Path) -> None:
     template = TEMPLATE + "{# </think> #}{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
     folder = write_checkpoint(tmp_path / "codex", byte_level_tokenizer(), template, MAX_LEN)
@@ -346,6 +393,10 @@ async def test_reasoning_and_calls_of_codex(nats_settings: BusSettings, tmp_path
             assert (call.type, call.name, call.namespace) == ("function_call", "find", "mcp__docs")
             assert json.loads(call.arguments) == {"q": 1}
             assert answer.usage.output_tokens_details.reasoning_tokens > 0
+        included: Any = {"include": ["reasoning.encrypted_content"], "store": False}
+        stateless = await client.responses.create(model=MODEL, input="Hi", tools=CODEX_TOOLS, **included)
+        sealed_reasoning = stateless.output[0].model_dump(include={"type", "summary", "encrypted_content"})
+        assert sealed_reasoning["encrypted_content"] and reasoning.encrypted_content is None
         kinds = [event.type for event in events]
         assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
         deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
@@ -362,8 +413,10 @@ async def test_reasoning_and_calls_of_codex(nats_settings: BusSettings, tmp_path
         )
         assert again.output_text == "Done." and prompt_of(stack).endswith("<|tool|>ok<|end|>I see.")
         replayed = [*[item.model_dump(exclude_none=True) for item in whole.output], result]
-        again = await client.responses.create(model=MODEL, input=replayed, tools=CODEX_TOOLS)  # type: ignore[arg-type]
-        assert again.output_text == "Done." and prompt_of(stack).endswith("<|tool|>ok<|end|>I see.")
+        kept_back = [sealed_reasoning, *replayed[1:]]
+        for items in (replayed, kept_back):
+            again = await client.responses.create(model=MODEL, input=items, tools=CODEX_TOOLS)  # type: ignore[arg-type]
+            assert again.output_text == "Done." and prompt_of(stack).endswith("<|tool|>ok<|end|>I see.")
 
 
 async def test_the_input_of_a_stored_response_and_its_tokens(stack: Stack) -> None:

@@ -8,11 +8,22 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.anthropic.messages import Block, InputMessage, MessageRequest, MessageTool, Prompted
+from services.gateway.anthropic.messages import Block, InputMessage, MessageRequest, MessageTool, Prompted, Source
 from services.gateway.http.errors import ApiError, invalid
-from services.gateway.openai.schemas import ChatRequest
+from services.gateway.openai.conversations import not_served
+from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
 
-_LEFT_OUT = ("redacted_thinking", "server_tool_use", "container_upload", "mcp_tool_use")
+_LEFT_OUT = (
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "redacted_thinking",
+    "server_tool_use",
+    "container_upload",
+    "mcp_tool_use",
+    "tool_reference",
+)
+"""Blocks without text of their own."""
 _SERVER_RESULT = "_tool_result"
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -126,24 +137,39 @@ def _others(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     assert not isinstance(message.content, str)
     results = [block for block in message.content if block.type == "tool_result"]
     for block in results:
-        content = _text(block.content or "", where)
+        content = _text(block.content or "", where, is_result=True)
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     text = _text(message.content, where)
     if text or not results:
         yield {"role": message.role, "content": text}
 
 
-def _text(content: str | list[Block], where: str) -> str:
-    """The text of the blocks, a line break between any two. Raises `ApiError` for blocks of what is not served."""
+def _text(content: str | list[Block], where: str, *, is_result: bool = False) -> str:
+    """The text of the blocks, a line break between any two. Raises `ApiError` for blocks of what is not served; in what a
+    tool returned (`is_result`) a text stands for them."""
     if isinstance(content, str):
         return content
     texts = []
     for i, block in enumerate(content):
-        if block.type == "text":
-            texts.append(block.text)
-        elif block.type not in ("tool_use", "tool_result", "thinking", *_LEFT_OUT) and not block.type.endswith(
-            _SERVER_RESULT
-        ):
-            param = f"{where}[{i}].type"
-            raise invalid(param, f"Invalid value for '{param}': '{block.type[:100]}' is not supported by this server.")
+        written = _written(block, f"{where}[{i}]", is_result=is_result)
+        if written is not None:
+            texts.append(written)
+        elif is_result and block.type in UNSEEN:
+            texts.append(unseen(block.type))
+        elif block.type not in _LEFT_OUT and not block.type.endswith(_SERVER_RESULT):
+            raise not_served(f"{where}[{i}].type", block.type)
     return "\n".join(texts)
+
+
+def _written(block: Block, where: str, *, is_result: bool) -> str | None:
+    """The text of a block; None: it has none."""
+    if block.type == "text":
+        return block.text
+    source = block.source
+    if block.type == "search_result" and isinstance(source, str):
+        content = _text(block.content or "", f"{where}.content", is_result=is_result)
+        return "\n".join(filter(None, (block.title, source, content)))
+    if block.type == "document" and isinstance(source, Source) and source.type in ("text", "content"):
+        content = _text(source.content or source.data, f"{where}.source.content", is_result=is_result)
+        return "\n".join(filter(None, (block.title, content)))
+    return None

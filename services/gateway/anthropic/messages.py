@@ -12,9 +12,19 @@ from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ModelName, 
 ID_PREFIX = "msg_"
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Source of a document or an image, of which only text is read."""
+
+    type: str = ""
+    data: str = ""
+    """Text, where `type` is text."""
+    content: str | list[Block] | None = None
+
+
 class Block(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a message: text, reasoning, a call of a tool, or what that returned. Those of tools that Anthropic runs
-    itself are left out; `cache_control` is not needed, as all prefixes are cached."""
+    """A part of a message: text, a document or a search result of text, reasoning, a call of a tool, or what that returned
+    (where a text stands for images and other documents). Those of tools that Anthropic runs itself are left out;
+    `cache_control` is not needed, as all prefixes are cached."""
 
     type: str
     text: str = ""
@@ -25,6 +35,9 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_use_id: str = ""
     content: str | list[Block] | None = None
     is_error: bool | None = None
+    title: str | None = None
+    """Title of a document or a search result."""
+    source: Source | str | None = None
 
     def __post_init__(self) -> None:
         check_nesting(input=self.input)

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from services.gateway.http.errors import invalid
-from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatMessage, is_nested_deep
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.schemas import CUSTOM_ARGUMENT, UNSEEN, ChatMessage, is_nested_deep
+
+
+class Part(Protocol):
+    """A part of a message's content."""
+
+    @property
+    def type(self) -> str: ...
+
 
 Message = dict[str, Any]
 Form = Callable[[Sequence[Message]], list[Message]]
@@ -30,6 +38,8 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     for i, message in enumerate(messages):
         content = message.content
         if isinstance(content, list):
+            if message.role not in _RESULTS:
+                check_parts(content, f"messages[{i}].content")
             content = "\n".join(part.shown for part in content)
         elif content is None:
             if message.role not in ("assistant", *_RESULTS):  # a tool may return nothing
@@ -48,6 +58,17 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
             fields["tool_calls"] = [_with_arguments(call, f"{where}[{j}]") for j, call in enumerate(message.tool_calls)]
         plain.append(fields)
     return plain
+
+
+def check_parts(parts: Sequence[Part], param: str) -> None:
+    """Raises `ApiError` 400 for a part that only results of tools may have. `param`: what they are called in the request."""
+    for i, part in enumerate(parts):
+        if part.type in UNSEEN:
+            raise not_served(f"{param}[{i}].type", part.type)
+
+
+def not_served(param: str, part_type: str) -> ApiError:
+    return invalid(param, f"Invalid value for '{param}': '{part_type[:100]}' is not supported by this server.")
 
 
 def _with_arguments(call: dict[str, Any], param: str) -> dict[str, Any]:

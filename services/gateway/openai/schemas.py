@@ -327,16 +327,28 @@ class ScoreRequest(PooledFields, kw_only=True):
     """Another name of `text_2`."""
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """A piece of text, as chats or responses name it, or a refusal, as an assistant's message may have it."""
+_IMAGES, _FILES = ("image", "image_url", "input_image"), ("document", "input_file")
+UNSEEN = dict.fromkeys(_IMAGES, "An image") | dict.fromkeys(_FILES, "A file")
+"""What models here cannot read, by types of parts of messages."""
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+
+def unseen(part_type: str) -> str:
+    """The text that stands for a part of a tool's result, so that an agent's conversation goes on; empty: it is text."""
+    what = UNSEEN.get(part_type)
+    return f"[{what} was left out here: this model reads text only.]" if what else ""
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A piece of text, as chats or responses name it, or a refusal, as an assistant's message may have it. Results of tools
+    may have images, for which a text stands."""
+
+    type: Literal["text", "input_text", "output_text", "refusal", "image_url", "input_image", "input_file"]
     text: str = ""
     refusal: str = ""
 
     @property
     def shown(self) -> str:
-        return self.text or self.refusal
+        return unseen(self.type) or self.text or self.refusal
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

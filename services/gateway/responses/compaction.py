@@ -24,4 +24,5 @@ def summing_up(request: CompactRequest, items: Sequence[InputItem]) -> ChatReque
 def compacted(items: Sequence[InputItem], response_id: str, summary: str) -> list[ShownItem]:
     """What takes the conversation's place: its user messages, and the summary."""
     kept = [item for item in shown_items(response_id, items) if item.type == "message" and item.role == "user"]
-    return [*kept, ShownItem(id=f"cmp_{response_id}", type="compaction", encrypted_content=sealed(summary))]
+    content = sealed(summary, "tideway-summary")
+    return [*kept, ShownItem(id=f"cmp_{response_id}", type="compaction", encrypted_content=content)]

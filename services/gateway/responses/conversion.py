@@ -6,11 +6,12 @@ import base64
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.conversations import check_parts
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatRequest
 from services.gateway.responses.messages import (
@@ -29,6 +30,8 @@ from services.gateway.responses.tools import called_tools, chat_choice, chat_nam
 from services.gateway.streams.generation import Prompt
 
 LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+REFERENCE = "item_reference"
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -40,7 +43,8 @@ _NAMES = {
 
 
 def items_of(request: Conversed) -> list[InputItem]:
-    """Input items of a request; those of hosted tools are left out. Raises `ApiError` 400."""
+    """Input items of a request; those of hosted tools are left out, and references stand for their items. Raises `ApiError`
+    400."""
     if request.input is None:
         if request.previous_response_id is None:
             raise invalid("input", "Missing required parameter: 'input'.")
@@ -55,8 +59,10 @@ def items_of(request: Conversed) -> list[InputItem]:
         if missing := next((name for name in needed or () if getattr(item, name) is None), None):
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")
+        if isinstance(item.content, list):
+            check_parts(item.content, f"input[{index}].content")
     return [
-        _unsealed(item, f"input[{index}].encrypted_content") if item.type in _COMPACTED else item
+        _unsealed(item, f"input[{index}].encrypted_content")
         for index, item in enumerate(request.input)
         if item.type in _NEEDED
     ]
@@ -69,10 +75,12 @@ _NEEDED = {
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
+    REFERENCE: ("id",),
     "additional_tools": ("tools",),
     "compaction": ("encrypted_content",),
     "compaction_summary": ("encrypted_content",),
 }
+"""Fields that an item must have, by its type."""
 _COMPACTED = ("compaction", "compaction_summary")
 _HOSTED_ITEMS = (
     "program",
@@ -87,23 +95,34 @@ _HOSTED_ITEMS = (
 """How the types end of items of tools that OpenAI runs itself."""
 
 
-_SEAL = "tideway-summary:"
-"""What OpenAI encrypts is here the summary itself, spelled so that clients do not take it for text."""
+Sealed = Literal["tideway-summary", "tideway-reasoning"]
 
 
-def sealed(summary: str) -> str:
-    """`encrypted_content` of a compaction item."""
-    return _SEAL + base64.urlsafe_b64encode(summary.encode()).decode()
+def sealed(text: str, kind: Sealed) -> str:
+    """`encrypted_content`. What OpenAI encrypts is here the text itself, spelled so that clients do not take it for text."""
+    return f"{kind}:{base64.urlsafe_b64encode(text.encode()).decode()}"
+
+
+def _opened(item: InputItem, kind: Sealed) -> str | None:
+    """What was sealed; None: this server has not made it."""
+    mark, _, coded = (item.encrypted_content or "").partition(":")
+    with contextlib.suppress(ValueError):
+        if mark == kind:
+            return base64.b64decode(coded, "-_", validate=True).decode()
+    return None
 
 
 def _unsealed(item: InputItem, param: str) -> InputItem:
-    """What a compaction item says to the model. Raises `ApiError` 400 where another server made it."""
-    mark, _, coded = (item.encrypted_content or "").partition(":")
-    with contextlib.suppress(ValueError):
-        if f"{mark}:" == _SEAL:
-            summary = base64.b64decode(coded, "-_", validate=True).decode()
-            return InputItem(role="user", content=f"A summary of the conversation so far:\n{summary}")
-    raise invalid(param, f"'{param}' was not made by this server, which therefore cannot read it.")
+    """What a compaction says to the model, and reasoning whose text the client keeps back; other items as they are. Raises
+    `ApiError` 400 for a compaction that another server made; its reasoning is left as it is, which may have a summary."""
+    if item.type in _COMPACTED:
+        summary = _opened(item, "tideway-summary")
+        if summary is None:
+            raise invalid(param, f"'{param}' was not made by this server, which therefore cannot read it.")
+        return InputItem(role="user", content=f"A summary of the conversation so far:\n{summary}")
+    if item.type == "reasoning" and not item.content and (text := _opened(item, "tideway-reasoning")):
+        return InputItem("reasoning", content=[TextPart("reasoning_text", text)])
+    return item
 
 
 def tools_of(request: ResponseRequest, items: Iterable[InputItem]) -> list[ResponseTool] | None:
@@ -207,6 +226,7 @@ def opened_response(
         created_at=created_s,
         status="in_progress",
         instructions=request.instructions,
+        include=request.include or msgspec.UNSET,
         max_output_tokens=request.max_output_tokens,
         model=model,
         output=[],

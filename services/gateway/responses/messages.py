@@ -21,6 +21,7 @@ from services.gateway.openai.schemas import (
     ReasoningEffort,
     TopP,
     check_nesting,
+    unseen,
 )
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -28,13 +29,17 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TextPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    """A text. What a tool returned may have images and files, for which a text stands."""
+
+    type: Literal[
+        "input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text", "input_image", "input_file"
+    ]
     text: str = ""
     refusal: str = ""
 
     @property
     def shown(self) -> str:
-        return self.text or self.refusal
+        return unseen(self.type) or self.text or self.refusal
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,9 +61,11 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     summary: list[TextPart] | None = None
     """Summary of reasoning; `content` has the whole of it."""
     encrypted_content: str | None = None
-    """Content of a compaction, as `POST /v1/responses/compact` made it; not used of reasoning."""
+    """Content of a compaction, as `POST /v1/responses/compact` made it, or of reasoning, as a response had it."""
     tools: list[dict[str, Any]] | None = None
     """Further tools, of an item `additional_tools`."""
+    id: str | None = None
+    """Id of an item of a stored response, for which an `item_reference` stands."""
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -137,7 +144,7 @@ class ResponseRequest(Conversed, kw_only=True):
     top_p: TopP | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[str] | None = None
-    """`message.output_text.logprobs` is what is heeded."""
+    """`message.output_text.logprobs` and `reasoning.encrypted_content` are heeded."""
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -175,6 +182,8 @@ class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: list[OutputText | ReasoningText] | msgspec.UnsetType = msgspec.UNSET
     summary: list[ReasoningText] | msgspec.UnsetType = msgspec.UNSET
     """Summary of reasoning; always empty."""
+    encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
+    """Reasoning for clients that hand back no text of it, if the request included it."""
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
@@ -217,6 +226,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     """Unix seconds."""
     status: ResponseStatus
     error: ResponseFailure | None = None
+    include: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """As the request has it."""
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None

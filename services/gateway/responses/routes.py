@@ -114,7 +114,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
 
 async def _conversation(context: GatewayContext, message: Conversed, tenant: str) -> list[InputItem]:
     """The stored one that the request goes on from, and what it brings. Raises `ApiError`, `BusError`."""
-    items = items_of(message)
+    items = await context.responses.resolved(items_of(message), tenant)
     if message.previous_response_id is None:
         return items
     return await context.responses.conversation(message.previous_response_id, tenant) + items

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 
 from services.gateway.batch.files import is_id
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.responses.conversion import items_of_output
+from services.gateway.responses.conversion import REFERENCE, items_of_output
 from services.gateway.responses.messages import InputItem, ResponseFailure, ResponseObject, ResponseStatus
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict
 from shared.messages.catalogue import RESPONSES
@@ -19,6 +20,7 @@ from shared.messages.responses import StoredResponse
 logger = logging.getLogger(__name__)
 
 ID_PREFIX = "resp_"
+_ITEM_ID = re.compile(r"[a-z]+_(.+)_([0-9]{1,4})")
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 4096
 """Most bytes of a response with its whole conversation."""
 
@@ -41,6 +43,11 @@ _ANSWERED = msgspec.json.Decoder(Answered)
 
 
 _RESPONSE = msgspec.json.Decoder(ResponseObject)
+
+
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """Id of an item of a response's output, which says whose it is: whoever makes the response again makes the same."""
+    return f"{prefix}{response_id.removeprefix(ID_PREFIX)}_{index}"
 
 
 def answered_of(stored: StoredResponse) -> Answered:
@@ -112,6 +119,29 @@ class Responses:
         conversation = _ITEMS.decode(stored.conversation)
         num_answered = len(answered_of(stored).output)
         return conversation[: len(conversation) - num_answered]
+
+    async def resolved(self, items: list[InputItem], tenant: str) -> list[InputItem]:
+        """With items of stored responses in place of what refers to them. Raises `ApiError` 404, `BusError`."""
+        outputs: dict[str, list[InputItem]] = {}
+        found = []
+        for item in items:
+            if item.type == REFERENCE:
+                item = await self._referenced(item.id or "", tenant, outputs)
+            found.append(item)
+        return found
+
+    async def _referenced(self, item_id: str, tenant: str, outputs: dict[str, list[InputItem]]) -> InputItem:
+        """`outputs`: of responses that were read before, by their ids. Raises as `resolved`."""
+        place = _ITEM_ID.fullmatch(item_id)
+        response_id, index = (ID_PREFIX + place[1], int(place[2])) if place else ("", 0)
+        if place and response_id not in outputs:
+            stored = await self.get(response_id, tenant, "input")
+            conversation = _ITEMS.decode(stored.conversation)
+            outputs[response_id] = conversation[len(conversation) - len(answered_of(stored).output) :]
+        if index >= len(outputs.get(response_id, ())):
+            message = f"There is no item '{item_id[:100]}' in the output of a stored response."
+            raise ApiError(404, message, param="input", code="response_not_found")
+        return outputs[response_id][index]
 
     async def fail(self, response_id: str, tenant: str, why: str) -> None:
         """One that is not over will never be. Raises as `get`."""

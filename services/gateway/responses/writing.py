@@ -7,7 +7,6 @@ the next `sequence_number`.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
 from services.gateway.openai.conversations import custom_input
 from services.gateway.openai.replies import ToolCallChunk, Usage
 from services.gateway.requests.answers import on_one_line
+from services.gateway.responses.conversion import SEALED_REASONING, sealed
 from services.gateway.responses.messages import (
     IncompleteDetails,
     InputTokensDetails,
@@ -29,6 +29,7 @@ from services.gateway.responses.messages import (
     ResponseObject,
     ResponseUsage,
 )
+from services.gateway.responses.store import item_id
 from services.gateway.responses.tools import Called
 from services.gateway.streams.generation import Delta
 from services.gateway.text.logprobs import ShownToken, chat_logprobs
@@ -159,9 +160,7 @@ class ResponseBuilder:
         return events
 
     def _new_id(self, prefix: str) -> str:
-        """Id of the next item: whoever makes the response again makes the same."""
-        seed = f"{self.response.id}/{len(self.response.output)}"
-        return prefix + hashlib.sha256(seed.encode()).hexdigest()[:32]
+        return item_id(prefix, self.response.id, len(self.response.output))
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -191,6 +190,8 @@ class ResponseBuilder:
             assert item.content
             (whole,) = item.content
             text: dict[str, Any] = {"content_index": 0, "text": whole.text}
+            if item.type == "reasoning" and SEALED_REASONING in (self.response.include or ()):
+                item.encrypted_content = sealed(whole.text, "tideway-reasoning")
             if isinstance(whole, OutputText):
                 events.append(("response.output_text.done", {**place, **text, "logprobs": whole.logprobs}))
             else:
