@@ -1,7 +1,7 @@
 """Test suites of others against a Tideway that runs: what passes, and why the rest does not.
 
     python -m bench.foreign --folder PATH [--url http://127.0.0.1:8000] [--model NAME]
-        [--embedding-model NAME] [--python VENV/bin/python]
+        [--embedding-model NAME] [--tokenizer FOLDER] [--python VENV/bin/python]
 
 PATH holds checkouts that the user has, under their usual names: `openai-python` (openai/openai-python),
 `anthropic-sdk-python` (anthropics/anthropic-sdk-python), `llama.cpp` (ggml-org/llama.cpp), `vllm` (vllm-project/vllm, or its
@@ -60,7 +60,7 @@ class Suite:
     port_variable: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     plugin: str = ""
-    """A module that pytest loads, with FOREIGN_URL, FOREIGN_MODEL and FOREIGN_ADMIN_KEY."""
+    """A module that pytest loads, with FOREIGN_URL, FOREIGN_MODEL, FOREIGN_ADMIN_KEY and FOREIGN_TOKENIZER."""
     options: tuple[str, ...] = ()
     """More of pytest's."""
 
@@ -124,9 +124,20 @@ SUITES = (
             "tests/entrypoints/openai/completion/test_prompt_validation.py",
             *(
                 f"tests/entrypoints/openai/responses/test_{name}.py"
-                for name in ("simple", "basic", "stateful", "structured_output", "function_call")
+                for name in (
+                    "simple",
+                    "basic",
+                    "stateful",
+                    "structured_output",
+                    "function_call",
+                    "namespace_tool_separator",
+                )
             ),
+            "tests/entrypoints/openai/models/test_models.py",
+            *(f"tests/entrypoints/openai/test_{name}.py" for name in ("return_token_ids", "return_tokens_as_ids")),
             "tests/entrypoints/anthropic/test_messages.py",
+            "tests/entrypoints/serve/tokenize/test_tokenization.py",
+            "tests/entrypoints/serve/instrumentator/test_basic.py",
         ),
         plugin="bench.foreign_vllm",
         options=("--confcutdir=tests/entrypoints", "-o", "asyncio_mode=auto", "--timeout=120"),
@@ -196,8 +207,10 @@ def reason_of(case: Case) -> str:
     return next((reason for reason, pattern in REASONS.items() if re.search(pattern, told)), "")
 
 
-def run(suite: Suite, checkout: Path, url: str, python: str, model: str = "", admin_key: str = "") -> list[Case]:
-    """Its tests, one after the other. `model`, `admin_key`: for its plug-in."""
+def run(
+    suite: Suite, checkout: Path, url: str, python: str, model: str = "", admin_key: str = "", tokenizer: str = ""
+) -> list[Case]:
+    """Its tests, one after the other. `model`, `admin_key`, `tokenizer`: for its plug-in."""
     root = checkout / suite.root
     tests = [test for test in suite.tests if (root / test).exists()]
     with tempfile.TemporaryDirectory() as folder:
@@ -209,6 +222,7 @@ def run(suite: Suite, checkout: Path, url: str, python: str, model: str = "", ad
             more["PYTHONPATH"] = str((checkout / suite.source).resolve())
         if suite.plugin:
             more |= {"FOREIGN_URL": url, "FOREIGN_MODEL": model, "FOREIGN_ADMIN_KEY": admin_key}
+            more["FOREIGN_TOKENIZER"] = tokenizer
             more["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
         if suite.port_variable:
             more[suite.port_variable] = str(urlsplit(url).port or 80)
@@ -271,6 +285,9 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="tideway-demo-llama", help="that the suites' names stand for")
     parser.add_argument("--embedding-model", default="", help="likewise; empty: there is none")
+    parser.add_argument(
+        "--tokenizer", default="", help="folder of NAME's tokenizer, which some of vLLM's tests compare with"
+    )
     parser.add_argument("--python", default=sys.executable, help="with what the suites import")
     parser.add_argument("--admin-key", default="")
     parser.add_argument(
@@ -289,9 +306,8 @@ def main() -> None:
         if arguments.embedding_model:
             model_of |= dict.fromkeys(suite.embedding_models, arguments.embedding_model)
         with Routes(arguments.url, model_of, arguments.admin_key):
-            cases = run(
-                suite, checkout, arguments.url, arguments.python, arguments.model, admin_key=arguments.admin_key
-            )
+            asked = (arguments.model, arguments.admin_key, arguments.tokenizer)
+            cases = run(suite, checkout, arguments.url, arguments.python, *asked)
             are_explained &= show(suite.name, cases)
     sys.exit(0 if are_explained else 1)
 

@@ -1,14 +1,17 @@
 """A pytest plugin by which vLLM's API tests ask a server that runs, without vLLM: `bench.foreign` loads it.
 
-Their `RemoteOpenAIServer` becomes the server at FOREIGN_URL, and names of models that they ask for become routes to
-FOREIGN_MODEL, made with FOREIGN_ADMIN_KEY. vLLM's own modules are stood in for; a test that uses one looks into vLLM itself
-and is skipped. It runs in the suite's environment, so of this repository it imports `bench.foreign` alone.
+Their `RemoteOpenAIServer` becomes the server at FOREIGN_URL, and names of models and adapters that they ask for become
+routes to FOREIGN_MODEL, made with FOREIGN_ADMIN_KEY; their tokenizer is the one in the folder FOREIGN_TOKENIZER. vLLM's other
+modules are stood in for; a test that uses one looks into vLLM itself and is skipped. It runs in the suite's environment, so
+of this repository it imports `bench.foreign` alone.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import itertools
+import json
 import os
 import sys
 from types import ModuleType
@@ -21,6 +24,7 @@ from bench.foreign import Routes
 URL = os.environ["FOREIGN_URL"]
 MODEL = os.environ["FOREIGN_MODEL"]
 ADMIN_KEY = os.environ["FOREIGN_ADMIN_KEY"]
+TOKENIZER = os.environ["FOREIGN_TOKENIZER"]
 
 
 class _OfVllm(type):
@@ -37,15 +41,30 @@ class _Part(metaclass=_OfVllm):
     pass
 
 
+def _tokenizer(*arguments: Any, **more: Any) -> Any:
+    if not TOKENIZER:
+        pytest.skip("it needs the model's tokenizer (--tokenizer)")
+    return __import__("transformers").AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+class _Hub:
+    """Whose files nobody reads: adapters are routes, too."""
+
+    def snapshot_download(self, repo_id: str) -> str:
+        return repo_id
+
+
+_SERVED = {"VLLMValidationError": ValueError, "get_tokenizer": _tokenizer, "hf_api": _Hub}
+"""What tests take of vLLM and ask the server with."""
+
+
 class _Module(ModuleType):
     __path__: list[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "VLLMValidationError":
-            return ValueError
-        return _Part
+        return _SERVED.get(name, _Part)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -66,8 +85,12 @@ class RemoteOpenAIServer:
 
     def __init__(self, model: str, args: list[str] | None = None, *more: Any, **options: Any) -> None:
         given = list(args or ())
-        served = given[given.index("--served-model-name") + 1 :][:1] if "--served-model-name" in given else []
-        self._routes = Routes(URL, dict.fromkeys([model, *served], MODEL), ADMIN_KEY)
+        names = [model]
+        for flag in ("--served-model-name", "--lora-modules"):
+            if flag in given:
+                values = itertools.takewhile(lambda value: not value.startswith("--"), given[given.index(flag) + 1 :])
+                names += [json.loads(one)["name"] if one.startswith("{") else one.partition("=")[0] for one in values]
+        self._routes = Routes(URL, dict.fromkeys(names, MODEL), ADMIN_KEY)
         self.url_root = URL
 
     def __enter__(self) -> RemoteOpenAIServer:

@@ -35,13 +35,19 @@ VLLM_TESTS = """
 import urllib.request
 from tests.utils import RemoteOpenAIServer
 from vllm.entrypoints import Thing
+from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.repo_utils import hf_api
 
 def test_server():
-    with RemoteOpenAIServer("org/model", ["--served-model-name", "served"]) as server:
+    adapters = ["--lora-modules", "one=" + hf_api().snapshot_download("org/one"), '{"name": "two"}', "--enforce-eager"]
+    with RemoteOpenAIServer("org/model", ["--served-model-name", "served", *adapters]) as server:
         assert urllib.request.urlopen(server.url_for("v1", "x")).status == 200
 
 def test_inside():
     Thing(1)
+
+def test_tokens():
+    get_tokenizer("org/model")
 """
 
 
@@ -91,13 +97,13 @@ def test_vllms_tests_ask_the_server_by_routes_that_are_made_with_the_admin_key(t
         finally:
             server.shutdown()
     assert {case.name.rpartition("::")[2]: case.outcome for case in cases} == {
-        "test_server": "passed", "test_inside": "skipped",
+        "test_server": "passed", "test_inside": "skipped", "test_tokens": "skipped",
     }  # fmt: skip
-    names = ("org/model", "served")
+    names = ("org/model", "served", "one", "two")
     assert [(method, path) for method, path, *_ in asked] == [
-        *[("POST", "/admin/routes")] * 2, ("GET", "/v1/x"), *[("DELETE", f"/admin/routes/{name}") for name in names],
+        *[("POST", "/admin/routes")] * 4, ("GET", "/v1/x"), *[("DELETE", f"/admin/routes/{name}") for name in names],
     ]  # fmt: skip
-    assert [json.loads(body) for *_, body in asked[:2]] == [{"name": name, "arms": {"tide": 1}} for name in names]
+    assert [json.loads(body) for *_, body in asked[:4]] == [{"name": name, "arms": {"tide": 1}} for name in names]
     assert {key for method, _, key, _ in asked if method != "GET"} == {"Bearer root"}
 
 

@@ -133,7 +133,16 @@ def test_codex(stack: Stack, workspace: Path) -> None:
     (call,) = named["output"]
     assert (call["name"], call["namespace"]) == ("read", "mcp__files")
     content = [{"type": "input_text", "text": run_tool(workspace, json.loads(call["arguments"]))}]
-    history += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": content}]
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0K"}
+    history += [
+        call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": content},
+        {"type": "function_call", "call_id": "v1", "name": "view_image", "arguments": '{"path": "a.png"}'},
+        {"type": "function_call_output", "call_id": "v1", "output": [image]},
+        # It was interrupted: nothing came back.
+        {"type": "function_call", "call_id": "v2", "name": "shell", "arguments": '{"comma'},
+        said("user", "<turn_aborted>The user interrupted the previous turn.</turn_aborted>"),
+    ]
 
     patched = codex(stack, history, tool_choice={"type": "custom", "name": "apply_patch"}, max_output_tokens=40)
     (call,) = patched["output"]
@@ -174,6 +183,11 @@ def test_codex_with_responses_that_are_kept(stack: Stack, workspace: Path) -> No
         assert [item["type"] for item in items] == ["message", "function_call", "function_call_output"]
         assert items[-1]["output"] == output
         assert client.get(f"/v1/responses/{second['id']}").json()["output"] == second["output"]
+        # Clients that know items as stored name them by their ids.
+        items = [said("user", "What do the notes say?"), {"type": "item_reference", "id": call["id"]}, *new]
+        asked = {"model": "llama", "instructions": "You are a coding agent.", "tools": CODEX_TOOLS, "input": items}
+        counted = client.post("/v1/responses/input_tokens", json=asked).json()
+        assert counted["input_tokens"] == second["usage"]["input_tokens"]
         assert client.delete(f"/v1/responses/{first['id']}").json()["deleted"] is True
         assert client.get(f"/v1/responses/{first['id']}").status_code == 404
         gone = {"model": "llama", "input": new, "previous_response_id": first["id"]}
@@ -262,7 +276,8 @@ def test_claude_code(stack: Stack, workspace: Path) -> None:
         again = claude(client, messages, tool_choice={"type": "any", "disable_parallel_tool_use": True},
                        tools=CLAUDE_TOOLS[:1])  # fmt: skip
         (call,) = again["content"]
-        failed = [{"type": "text", "text": run_tool(workspace, call["input"])}]
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0K"}}
+        failed = [{"type": "text", "text": run_tool(workspace, call["input"])}, image]
         messages += [
             {"role": "assistant", "content": [call]},
             {
@@ -273,6 +288,8 @@ def test_claude_code(stack: Stack, workspace: Path) -> None:
                 ],
             },
         ]
+        with client.stream("POST", "/v1/messages?beta=true", json=claude_body(messages, stream=True)) as interrupted:
+            assert next(interrupted.iter_lines()) == "event: message_start"
         counted = client.post("/v1/messages/count_tokens?beta=true", json=claude_body(messages)).json()
         last = claude(client, messages, max_tokens=12, temperature=1)
         assert last["content"][0]["type"] == "text" and last["stop_reason"] == "max_tokens"
