@@ -1,9 +1,9 @@
 """A pytest plugin by which vLLM's API tests ask a server that runs, without vLLM: `bench.foreign` loads it.
 
 Their `RemoteOpenAIServer` becomes the server at FOREIGN_URL, and names of models and adapters that they ask for become
-routes to FOREIGN_MODEL, made with FOREIGN_ADMIN_KEY; their tokenizer is the one in the folder FOREIGN_TOKENIZER. vLLM's other
-modules are stood in for; a test that uses one looks into vLLM itself and is skipped. It runs in the suite's environment, so
-of this repository it imports `bench.foreign` alone.
+routes to FOREIGN_MODEL, made with FOREIGN_ADMIN_KEY; their tokenizer is the one in the folder FOREIGN_TOKENIZER. vLLM's
+other modules are stood in for; a test that uses one looks into vLLM itself and is skipped. It runs in the suite's
+environment, so of this repository it imports `bench.foreign` alone.
 """
 
 from __future__ import annotations
