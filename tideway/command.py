@@ -57,6 +57,9 @@ from tideway.tree import UpOptions, down_timeout_s
 from tideway.up import Up
 
 POLL_INTERVAL_S = 0.1
+START, OPERATE, LOOK = "Start and stop", "Models, instances and placement", "Requests and load"
+MEASURE, KEEP = "Measure, simulate, replay", "NATS and backups"
+"""Groups of commands, as --help shows them."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 
@@ -84,7 +87,7 @@ def tideway(
 
 
 engine_app = typer.Typer(no_args_is_help=True, help="Engines of others, in environments of their own.")
-app.add_typer(engine_app, name="engine")
+app.add_typer(engine_app, name="engine", rich_help_panel=OPERATE)
 
 
 @engine_app.command("install")
@@ -102,7 +105,7 @@ def install_engine(
     print(f"{name} for {device} is installed: {python}")
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def up(
     model: Annotated[
         list[str] | None,
@@ -280,7 +283,7 @@ def _up_in_background(data: DataFolder) -> None:
             raise
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Stop what `tideway up` started."""
     data = DataFolder(data_dir)
@@ -301,7 +304,7 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     print(f"Stopped what ran on {data.path}.")
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def status(as_json: AsJson = False, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Show processes, instances, models and queues."""
     asyncio.run(show_status(DataFolder(data_dir), TableConsole(), as_json=as_json))
@@ -310,7 +313,7 @@ def status(as_json: AsJson = False, data_dir: DataDir = DEFAULT_DATA_DIR) -> Non
 Timeout = Annotated[float, typer.Option(min=1.0, help="Maximum seconds to wait.")]
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def drain(
     instance: Annotated[
         str,
@@ -339,7 +342,7 @@ def drain(
         operations.drain(client, instance, is_undone=undo, is_forced=force, wait_s=wait_s, say=print)
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def role(
     instance: Annotated[
         str,
@@ -357,7 +360,7 @@ def role(
         print(f"The role of {instance} is {'left to the scheduler' if role == 'auto' else role}.")
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def scale(
     model: Annotated[
         str,
@@ -401,7 +404,7 @@ def scale(
             operations.scale_model(client, model, replicas, wait_s=wait_s, say=print)
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def models(
     interval: Annotated[
         int,
@@ -417,7 +420,7 @@ def models(
         show_models(client, TableConsole(), interval_s=interval, as_json=as_json)
 
 
-@app.command("load-adapter")
+@app.command("load-adapter", rich_help_panel=OPERATE)
 def load_adapter(
     name: Annotated[str, typer.Argument(help="Model name exposed to clients.")],
     source: Annotated[str, typer.Argument(help="Folder in PEFT's format, as the workers see it, or a hub id.")],
@@ -435,7 +438,7 @@ def load_adapter(
         print(f"{name} is served, with the weights of {base}.")
 
 
-@app.command("unload-adapter")
+@app.command("unload-adapter", rich_help_panel=OPERATE)
 def unload_adapter(
     name: Annotated[str, typer.Argument(help="Adapter to unload, as `tideway models` names it.")],
     url: GatewayUrl = "",
@@ -448,7 +451,7 @@ def unload_adapter(
         print(f"{name} is not served any more.")
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def plan(
     search: Annotated[bool, typer.Option("--search", help="Search for a better plan first.")] = False,
     apply: Annotated[
@@ -490,7 +493,7 @@ def plan(
             plans.show_plan(client.shown_plan(), TableConsole(), as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def request(
     request_id: Annotated[
         str,
@@ -527,7 +530,7 @@ def request(
             )
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def explain(
     slo: Annotated[
         bool, typer.Option("--slo", help="Explain missed objectives (the only explanation there is).")
@@ -547,7 +550,7 @@ def explain(
         requests.explain_slo(client, TableConsole(), interval_s=interval, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def top(
     context: typer.Context,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default without a terminal.")] = False,
@@ -569,11 +572,11 @@ def _leave(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-app.add_typer(model_commands.app, name="model")
-app.add_typer(routes.app, name="route")
+app.add_typer(model_commands.app, name="model", rich_help_panel=OPERATE)
+app.add_typer(routes.app, name="route", rich_help_panel=OPERATE)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def tenants(
     as_json: AsJson = False,
     url: GatewayUrl = "",
@@ -585,7 +588,7 @@ def tenants(
         show_tenants(client, TableConsole(), as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def replay(
     file: Annotated[Path, typer.Argument(help="Recording that a scheduler or instance wrote to TIDEWAY_RECORD_FILE.")],
 ) -> None:
@@ -612,18 +615,18 @@ def replay(
     print(f"{what}.")
 
 
-app.command()(bench)
-app.command()(profile)
-app.command()(simulate)
-app.command()(nats_config)
-app.command()(nats_replicas)
-app.command()(backup)
-app.command()(restore)
-app.command()(backup_streams)
-app.command()(restore_streams)
+app.command(rich_help_panel=MEASURE)(bench)
+app.command(rich_help_panel=MEASURE)(profile)
+app.command(rich_help_panel=MEASURE)(simulate)
+app.command(rich_help_panel=KEEP)(nats_config)
+app.command(rich_help_panel=KEEP)(nats_replicas)
+app.command(rich_help_panel=KEEP)(backup)
+app.command(rich_help_panel=KEEP)(restore)
+app.command(rich_help_panel=KEEP)(backup_streams)
+app.command(rich_help_panel=KEEP)(restore_streams)
 
 
-@app.command("version")
+@app.command("version", rich_help_panel=START)
 def show_version() -> None:
     """Show the version."""
     print(_version())

@@ -46,6 +46,7 @@ FOLDER = "cost_models"
 CONNECT_TIMEOUT_S = 5.0
 MAX_POOL_BYTES = 2 * 1024**3
 POOL_SHARE = 0.25
+GOOD_MEDIAN_ERROR, GOOD_P99_ERROR = 0.05, 0.20
 """Share of the memory that the weights leave."""
 
 
@@ -181,6 +182,8 @@ async def run(
         f"over {len(measured.held_out)} held-out steps",
         soft_wrap=True,
     )
+    if doubt := doubt_about(cost_model):
+        console.print(doubt, soft_wrap=True)
     bus = await _connect(data)
     try:
         places = await CostModelStore(bus, data.path / FOLDER).put(model.key, cost_model)
@@ -191,6 +194,16 @@ async def run(
         raise OperatorError("The cost model could be stored nowhere.")
     console.print(f"Stored in {' and '.join(places)}.", soft_wrap=True)
     return model, cost_model
+
+
+def doubt_about(cost_model: CostModel) -> str:
+    """What to tell of a cost model whose errors are large; empty: they are not."""
+    if cost_model.median_error <= GOOD_MEDIAN_ERROR and cost_model.p99_error <= GOOD_P99_ERROR:
+        return ""
+    return (
+        f"! The errors are larger than {GOOD_MEDIAN_ERROR:.0%} (median) or {GOOD_P99_ERROR:.0%} (p99), as they are where "
+        "the machine does other work meanwhile: measure again when it is idle."
+    )
 
 
 def measure(

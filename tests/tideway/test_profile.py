@@ -97,6 +97,15 @@ def test_without_nats_the_folder_has_it(
     assert other.costs["cpu-here", 1].fixed_s == pytest.approx(measured.fixed_s, rel=0.05)
 
 
+@pytest.mark.parametrize(("median", "p99", "is_told"), [(0.05, 0.2, False), (0.051, 0.1, True), (0.01, 0.21, True)])
+def test_large_errors_are_told(median: float, p99: float, is_told: bool) -> None:
+    seconds = dict.fromkeys(
+        ("fixed_s", "prefill_token_s", "prefill_attention_s", "decode_s", "decode_context_s"), 0.001
+    )
+    doubt = profile.doubt_about(CostModel(**seconds, median_error=median, p99_error=p99))
+    assert ("measure again" in doubt) is is_told
+
+
 @pytest.mark.long
 def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEWAY_NATS_URL", raising=False)
