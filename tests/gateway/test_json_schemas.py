@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from services.gateway.http.errors import ApiError
-from services.gateway.openai.json_schemas import EXACT_INTEGER, GREATEST_BOUND, MAX_COMPARED, prepared
+from services.gateway.openai.json_schemas import EXACT_INTEGER, GREATEST_BOUND, MAX_COMPARED, closed, prepared
 from services.gateway.openai.structured import json_grammar
 
 BYTES = LLTokenizer("byte")
@@ -24,6 +24,33 @@ def takes(schema: Any, value: Any, *, is_lenient: bool = False) -> bool:
     matcher, written = LLMatcher(BYTES, grammar, log_level=0), list(json.dumps(value).encode())
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(written) == len(written) and matcher.is_accepting()
+
+
+NESTED = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        (NESTED, [{}, {"b": 1}], [{"c": 1}, {"b": 1, "c": 1}]),
+        ({"type": "object", "properties": {}}, [{}], [{"c": 1}]),
+        ({"type": "object"}, [{}, {"c": 1}], [1]),
+        ({"type": "object", "properties": {"a": NESTED}}, [{"a": {"b": 1}}], [{"a": {"c": 1}}]),
+        ({"type": "array", "items": NESTED}, [[{"b": 1}]], [[{"c": 1}]]),
+        ({"anyOf": [NESTED, {"type": "null"}]}, [None, {"b": 1}], [{"c": 1}]),
+        ({"$defs": {"n": NESTED}, "properties": {"a": {"$ref": "#/$defs/n"}}}, [{"a": {"b": 1}}], [{"a": {"c": 1}}]),
+        ({**NESTED, "additionalProperties": {"type": "null"}}, [{"b": 1, "c": None}], [{"c": 1}]),
+        ({**NESTED, "required": ["c"]}, [{"c": 1}], [{}]),
+        ({**NESTED, "anyOf": [{"required": ["c"]}, {"required": ["b"]}]}, [{"b": 1}, {"c": 1}], [{}]),
+        ({"allOf": [NESTED, {"properties": {"c": {"type": "integer"}}}]}, [{"b": 1, "c": 1}], [{"c": None}]),
+        ({**NESTED, "required": True}, [], []),
+    ],
+)
+def test_objects_of_named_properties_are_closed(schema: Any, taken: list[Any], refused: list[Any]) -> None:
+    """Where the schema says nothing of others, and where that leaves what it asks for possible."""
+    found = closed(schema)
+    assert all(takes(found, value) and takes(schema, value) for value in taken)
+    assert not any(takes(found, value) for value in refused)
 
 
 FORMATS = (

@@ -125,6 +125,8 @@ async def test_calls_that_are_asked_for_are_a_grammar(tools: Stack) -> None:
     required, single, of_one, none, either = (request.sampling.grammar for request in tools.peer.submitted)
     now = CALL.replace("weather", "now").replace('{"city": "Rome"}', "{}")
     texts = (CALL, BOTH, now, CALL.replace("Rome", "Bonn"), "Hello", '{"a": 1}')
+    invented = CALL.replace('"Rome"', '"Rome", "unit": "C"')
+    assert not any(follows(tools, grammar, invented) for grammar in (required, single, either))
     assert [follows(tools, required, text) for text in texts] == [True, True, True, False, False, False]
     assert [follows(tools, single, text) for text in texts] == [True, False, True, False, False, False]
     assert [follows(tools, of_one, text) for text in texts] == [False, False, True, False, False, False]

@@ -4,10 +4,18 @@ from checks import ASKED, CITIES, MODEL, V1, City, absent, check, was_called, we
 
 try:
     import dspy
+    from dspy import lm15
 except ImportError as error:
     absent(error)
 
-lm = dspy.LM(f"openai/{MODEL}", api_base=V1, api_key="none", max_tokens=200, cache=False, num_retries=0)
+# What a model of another name can do is in no catalogue of DSPy's, so it is stated.
+own = lm15.ProviderDefinition.chat(
+    lm15.AccessPolicy(provider="tideway", base_url=V1),
+    compat=lm15.OpenAIChatCompat.preset("vllm"),
+    placeholder_key="none",
+)
+lm15.register_provider(own, supports=lm15.ModelSupport(function_calling=True, response_schema=True))
+lm = dspy.LM(f"tideway/{MODEL}", max_tokens=200, cache=False, num_retries=0)
 dspy.configure(lm=lm, adapter=dspy.JSONAdapter())
 
 
@@ -31,7 +39,7 @@ def stream():
 
 
 def tool():
-    native = dspy.JSONAdapter(use_native_function_calling=True)
+    native = dspy.JSONAdapter(use_native_function_calling=True, parallel_tool_calls=False)
     with dspy.context(lm=lm.copy(tool_choice="required"), adapter=native):
         found = dspy.Predict(Call)(question=ASKED, tools=[dspy.Tool(weather)])
     for call in found.calls.tool_calls:

@@ -70,6 +70,58 @@ def prepared(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, A
         raise SchemaError("a keyword has a value of a type that it does not take") from None
 
 
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with objects of named properties closed where nothing is said of others: a model that is free to write
+    further arguments invents some, at which functions fail. What the result allows the schema allows, too. A schema that
+    is put together of others (`allOf`, `oneOf`, `not`, ...) is left as it is."""
+    return schema if _names_any(schema, _COMPOSING) else _closed(schema)
+
+
+_COMPOSING = frozenset(
+    (
+        "allOf",
+        "oneOf",
+        "not",
+        "if",
+        "contains",
+        "dependencies",
+        "dependentSchemas",
+        "unevaluatedProperties",
+        "$dynamicRef",
+    )
+)
+_OPEN = frozenset(("additionalProperties", "patternProperties", "propertyNames", "minProperties", "anyOf", "$ref"))
+"""Keywords beside which an object is not closed."""
+
+
+def _names_any(value: Any, names: Set[str]) -> bool:
+    """Whether an object in it has one of the keys."""
+    if isinstance(value, list):
+        return any(_names_any(one, names) for one in value)
+    return isinstance(value, dict) and (
+        bool(value.keys() & names) or any(_names_any(one, names) for one in value.values())
+    )
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    done = dict(schema)
+    properties, required = done.get("properties"), done.get("required", [])
+    for name in _MAPPINGS:
+        if isinstance(done.get(name), dict):
+            done[name] = {key: _closed(value) for key, value in done[name].items()}
+    for name in ("items", "additionalProperties"):
+        done |= {name: _closed(done[name])} if name in done else {}
+    for name in ("prefixItems", "anyOf"):
+        if isinstance(done.get(name), list) and properties is None:
+            done[name] = [_closed(one) for one in done[name]]
+    if isinstance(properties, dict) and isinstance(required, list) and not done.keys() & _OPEN:
+        may_be = all(isinstance(name, str) and name in properties for name in required)
+        done |= {"additionalProperties": False} if may_be else {}
+    return done
+
+
 class _Branch(NamedTuple):
     """What is asked of a branch of `oneOf` again and again."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.openai.conversations import calls_as_text
-from services.gateway.openai.json_schemas import types_of
+from services.gateway.openai.json_schemas import closed, types_of
 from services.gateway.openai.schemas import FunctionDefinition
 from services.gateway.openai.structured import Grammar, behind, json_grammar, lark_text
 from services.gateway.tools.harmony import MARKS as HARMONY_MARKS
@@ -128,7 +128,7 @@ class ToolFormat:
             "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
         ]
         for number, function in enumerate(functions):
-            schema = function.parameters or NO_PARAMETERS
+            schema = closed(function.parameters or NO_PARAMETERS)
             if "type" not in schema:
                 schema = {**schema, "type": "object"}
             if self.keyed is not None:
