@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.engine.plan import NewSequence, StepPlan
+from shared.engine.plan import ModelDraft, NewSequence, StepPlan
 from shared.engine.sequence import Sequence
 from shared.policies.token_budget import StepBudget
 
@@ -22,6 +22,10 @@ class Batch:
         self.num_offline_decodes = 0
         self.has_chunk = False
         """Whether it holds part of a prompt."""
+        self.drafts: list[tuple[int, list[int]]] = []
+        self.model_drafts: list[ModelDraft] = []
+        self.draft_s = 0.0
+        """Predicted time of the draft model."""
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """The next `count` uncomputed tokens of a sequence."""
@@ -44,6 +48,7 @@ class PlannedStep:
     __slots__ = (
         "charged",
         "done_share",
+        "draft_s",
         "generations",
         "interrupted_s",
         "is_interrupted",
@@ -69,6 +74,8 @@ class PlannedStep:
         """Time at which it was planned, or its resumption."""
         self.predicted_s = predicted_s
         """Predicted seconds of the whole step; 0: unknown."""
+        self.draft_s = 0.0
+        """What of it the draft model takes."""
         self.is_long = False
         """It takes several times as long as its decodes alone would."""
         self.scale = scale

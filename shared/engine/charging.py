@@ -69,10 +69,10 @@ class Charging:
             known[name] = KnownCosts(live.cost_model, 1.0, CostSource.LIVE if live.is_known else CostSource.NONE)
         return known
 
-    def charge(self, step: PlannedStep, now: float) -> None:
+    def charge(self, step: PlannedStep, drafted_s: float, now: float) -> None:
         """Execution time to the sequences: what their part of the step takes alone, however the prompt is chunked, so that
         it says how much work a request is and not how full the batches were. Real against predicted time to the cost
-        model."""
+        model, without the draft model's `drafted_s`."""
         plan, num_tokens = step.plan, step.plan.num_tokens
         queue, counters = self._memory.queues[plan.model], self._memory.counters
         cost = queue.cost_model if queue.is_cost_known else None
@@ -107,7 +107,7 @@ class Charging:
         counters.harvested_tokens += offline
         counters.online_tokens += num_tokens - offline
         self.offline_rate.add(offline, step.ran_s)
-        self._learn(queue, step)
+        self._learn(queue, step, drafted_s)
 
     def charge_leaving(self, sequence: Sequence, step: PlannedStep, ran_s: float) -> None:
         """Its part of a step in flight that it does not live to see the end of, to its tenant: that is computed all the
@@ -143,17 +143,18 @@ class Charging:
             tenants.promise(sequence.tenant, kept_s - sequence.promised_s)
             sequence.promised_s = kept_s
 
-    def _learn(self, queue: ModelQueue, step: PlannedStep) -> None:
-        """What the step says of the model's step times."""
+    def _learn(self, queue: ModelQueue, step: PlannedStep, drafted_s: float) -> None:
+        """What the step says of the model's step times. `drafted_s`: of it the draft model had."""
+        ran_s = step.ran_s - drafted_s
         if (live := self._live.get(queue.name)) is not None:
-            is_changed = live.observe(step.plan.shape, step.ran_s)
+            is_changed = live.observe(step.plan.shape, ran_s)
             queue.cost_model, queue.max_known_tokens = live.cost_model, live.max_step_tokens
             queue.is_cost_known = live.is_known
             if is_changed and live.is_known:
                 self._predict_statistics(queue.name, live.cost_model)
         elif step.predicted_s and queue.name in self._measured:
             base, scale, _ = self._measured[queue.name]
-            scale.observe(step.predicted_s / step.scale, step.ran_s)
+            scale.observe((step.predicted_s - step.draft_s) / step.scale, ran_s)
             if abs(scale.factor / step.scale - 1) > SCALE_STEP:
                 queue.cost_model = base.scaled(scale.factor)
                 queue.cost_scale = scale.factor

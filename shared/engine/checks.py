@@ -34,6 +34,8 @@ def check_engine(
     for sequence in held.values():
         assert sequence.in_flight == sum(s is sequence for step in steps for s in step.sequences)
         assert sequence.num_checkpointing >= 0
+        assert sequence.draft_blocks or not sequence.num_drafted
+        assert sequence.row >= 0 or not sequence.draft_blocks
     if memory.suspended is not None:
         live = [sequence for sequence in memory.suspended.sequences if sequence.state != State.ENDED]
         assert live == list(memory.queues[memory.suspended.plan.model].suspended.values())
@@ -46,7 +48,7 @@ def _check_references(
 ) -> None:
     device, host = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for sequence in sequences:
-        device[sequence.model] += sequence.blocks
+        device[sequence.model] += sequence.blocks + sequence.draft_blocks
         host[sequence.model] += sequence.restore[1]
     moving = [(owner.on_host, owner.model, owner.blocks) for owner in pinned]
     moving += [(owner.on_host, owner.model, owner.blocks) for owner in reserved]

@@ -37,3 +37,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     again; 0: they wait."""
     lookup: LookupSettings = LookupSettings()
     """Which tokens are guessed; pipelines guess none."""
+    max_drafts: int = 5
+    """Most tokens that a draft model guesses for a sequence in a step; pipelines guess none."""

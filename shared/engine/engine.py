@@ -81,11 +81,15 @@ class Engine:
         out, each plan after it was made. Raises `TypeError` for an option that there is not."""
         config = msgspec.structs.replace(config or EngineConfig(), **options)
         num_stages = config.num_stages
+        is_alone = num_stages == 1
         self.memory = Allocator(num_merged, num_rows, config.num_host_merged, ordering, config.least_share)
+        self.drafting = Drafting(
+            config.lookup if is_alone else LookupSettings(), config.max_drafts if is_alone else 0, self.memory
+        )  # fmt: skip
         self.planner = Planner(
             self.memory,
             token_budget,
-            Drafting(config.lookup if num_stages == 1 else LookupSettings(), self.memory.pool),
+            self.drafting,
             serves_offline=serves_offline,
             may_interrupt=config.interruption != "off" and num_stages == 1,
             mix_phases=config.mix_phases,
@@ -95,7 +99,9 @@ class Engine:
         )
         self.requests = RequestTable(self.memory, config.max_waiting, config.give_up_s)
         self.charging = Charging(self.memory)
-        self.steps = Steps(self.memory, self.planner, self.requests, self.charging, config.steps_in_flight)
+        self.steps = Steps(
+            self.memory, self.planner, self.requests, self.charging, self.drafting, config.steps_in_flight
+        )
         self.requests.charge_leaving = self.steps.charge_leaving
         self.outgoing = Outgoing(self.requests, self.memory, config.migration_cooldown_s)
         self.reservations = Reservations(self.memory)
@@ -128,6 +134,7 @@ class Engine:
         queue.ttft_objective_s, queue.tpot_objective_s = self._objectives
         if self._fits_costs:
             self.charging.add_model(queue)
+        self.drafting.add_model(queue)
         return bounded
 
     def remove_model(self, name: str, now: float) -> bool:
@@ -141,6 +148,7 @@ class Engine:
             return False
         self.memory.remove_model(name)
         self.charging.remove_model(name)
+        self.drafting.remove_model(name)
         return True
 
     def set_objectives(self, name: str, ttft_s: float, tpot_s: float) -> None:

@@ -35,6 +35,20 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """Version of the LoRA adapter that it is computed with; empty: none."""
 
 
+class ModelDraft(msgspec.Struct, frozen=True, array_like=True):
+    """What the draft model does for a column's sequence before the step."""
+
+    column: int
+    start: int
+    """Tokens of it in the draft model's cache."""
+    count: int
+    """Tokens that it computes after them: where it drafts, up to the one that the column computes."""
+    num_drafts: int
+    """Tokens that it drafts, the first behind the column's one."""
+    blocks: list[int]
+    """The whole table of the blocks of the pool that hold its cache of the sequence (`DraftShape`)."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     step_id: int
     model: str
@@ -62,7 +76,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     discards: tuple[int, ...] = ()
     """Suspended steps that will not be resumed: what is kept of them can be dropped."""
     drafts: list[tuple[int, list[int]]] = []
-    """(index of a column, tokens guessed to follow the one that it samples): see `expanded`."""
+    """(index of a column, tokens guessed to follow the one that it samples): see `expanded`. `NO_TOKEN` for those that the
+    draft model makes; they come last."""
+    model_drafts: list[ModelDraft] = []
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +129,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     the whole prompt), of sequences that asked for them."""
     unguided: list[tuple[int, str]] = []
     """(index among the tokens, why) of those whose grammar could not be followed: their requests are over."""
+    drafted: list[int] = []
+    """The draft model's tokens, one for each `NO_TOKEN` of the plan's drafts, in order."""
+    draft_passes_s: list[float] = []
+    """Seconds of each of its passes."""
 
 
 class CopyKind(StrEnum):
@@ -146,6 +166,14 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     """A move's entries in block tables: (row, index in its block table, the block there from now on)."""
 
 
+class DraftShape(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine must know of a model's draft model. Its KV lies in blocks of the model, several of its own in each."""
+
+    tokens_per_block: int
+    """Tokens whose KV fits in a block of the model."""
+    max_model_len: int
+
+
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     """What the engine must know of a loaded model."""
 
@@ -162,6 +190,8 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     """Layers between safepoints of interruptible steps, until a measured cost model says otherwise."""
     fingerprint: str = ""
     """Fingerprint of the bits that it makes on this executor, in deterministic mode."""
+    draft: DraftShape | None = None
+    """Of its draft model; None: it has none here."""
 
     @property
     def tokens_per_merged(self) -> int:

@@ -579,8 +579,9 @@ class Planner:
         sequences = batch.sequences
         # Nothing online waits in a suspended step, and what runs online can be moved within the pool at any time.
         is_interruptible = is_interruptible and not sequences[0].is_online
-        drafts = self._drafting.add(queue, batch) if self._drafting.is_on else []
-        predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
+        if self._drafting.is_on:
+            self._drafting.add(queue, batch)
+        predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape) + batch.draft_s
         if self._steps_in_flight > 1 and 0.0 < predicted_s <= self._short_step_s():
             # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
             is_interruptible = False
@@ -596,9 +597,11 @@ class Planner:
             num_decodes=(batch.num_online_decodes, batch.num_offline_decodes),
             is_interruptible=is_interruptible and self._may_interrupt,
             discards=self._memory.take_discards(),
-            drafts=drafts,
+            drafts=batch.drafts,
+            model_drafts=batch.model_drafts,
         )
         step = PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
+        step.draft_s = batch.draft_s
         if queue.cost_model is not None:
             decodes = batch.budget.shape._replace(prefill_tokens=0, prefill_attention=0.0)
             step.is_long = predicted_s > LONG_STEPS * queue.cost_model.predict(decodes)
@@ -627,6 +630,7 @@ class Planner:
             stop_share=stop_share,
             discards=self._memory.take_discards(),
             drafts=plan.drafts,
+            model_drafts=plan.model_drafts,
         )
         step.planned_s = now
         step.is_interrupted = False

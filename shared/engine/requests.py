@@ -68,6 +68,10 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Its part of the steps, which together take as long as they do."""
     is_given_up: bool = False
     """Only here: the request goes on elsewhere."""
+    num_draft_tokens: int = 0
+    """Tokens that were guessed here, in whatever way."""
+    num_draft_kept: int = 0
+    """Of these, how many came true."""
 
     def stats(self) -> FinishedStats:
         """What the load report says of it."""
@@ -320,6 +324,8 @@ class RequestTable:
                 here_since_s=sequence.here_since_s,
                 max_itl_s=sequence.max_itl_s,
                 service_s=sequence.service_s,
+                num_draft_tokens=sequence.num_draft_tokens,
+                num_draft_kept=sequence.num_draft_kept,
                 is_given_up=error is not None and error.code in PLACE_AGAIN_CODES,
             )
         )

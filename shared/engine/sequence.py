@@ -80,6 +80,8 @@ class Sequence:
         "capacity",
         "deadline_s",
         "device_s",
+        "draft_blocks",
+        "draft_rate",
         "first_planned_s",
         "first_token_s",
         "first_total",
@@ -105,6 +107,9 @@ class Sequence:
         "num_cached_tokens",
         "num_checkpointing",
         "num_computed",
+        "num_draft_kept",
+        "num_draft_tokens",
+        "num_drafted",
         "num_failures",
         "num_migrations",
         "num_preemptions",
@@ -212,6 +217,14 @@ class Sequence:
         self.num_migrations = 0
         self.lookup: PromptLookup | None = None
         """Index in which drafts are looked up (drafting.py)."""
+        self.draft_blocks: list[int] = []
+        """Blocks with the draft model's KV."""
+        self.num_drafted = 0
+        """Tokens in the draft model's cache."""
+        self.draft_rate = -1.0
+        """Share of the draft model's tokens that were kept; below 0: it has drafted none."""
+        self.num_draft_tokens = self.num_draft_kept = 0
+        """Tokens that were guessed, in whatever way, and how many of them were kept."""
         self.prompt_logprobs: bytearray | None = None
         """Packed, of the prompt's tokens from the second on, as far as they are known; or what was pooled of it. None:
         nobody asked, or they went out with the first token."""

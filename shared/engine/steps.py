@@ -18,6 +18,7 @@ import msgspec
 
 from shared.engine.batch import PlannedStep
 from shared.engine.charging import Charging
+from shared.engine.drafting import Drafting
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.engine.plan import NO_TOKEN, StepResult
@@ -40,13 +41,20 @@ class Steps:
     """At most `max_in_flight` at once, executed in the order in which they are planned."""
 
     def __init__(
-        self, memory: Allocator, planner: Planner, requests: RequestTable, charging: Charging, max_in_flight: int
+        self,
+        memory: Allocator,
+        planner: Planner,
+        requests: RequestTable,
+        charging: Charging,
+        drafting: Drafting,
+        max_in_flight: int,
     ) -> None:
         self.max_in_flight = max_in_flight
         self._memory = memory
         self._planner = planner
         self._requests = requests
         self._charging = charging
+        self._drafting = drafting
         self._in_flight: dict[int, PlannedStep] = {}
         self._num_planned = 0
         self._last_end_s = 0.0
@@ -64,7 +72,9 @@ class Steps:
         planned, stays = None, self._waits(now)
         # Parts of a suspended step and online steps take turns, so nothing is planned ahead then, nor before it is resumed.
         depth = self.max_in_flight if stays or self._memory.suspended is None else 1
-        if len(in_flight) < depth and not any(step.plan.is_interruptible or step.plan.drafts for step in in_flight):
+        if len(in_flight) < depth and not any(
+            step.plan.is_interruptible or step.plan.drafts or step.plan.model_drafts for step in in_flight
+        ):
             begins_s = max((now, *(self._predicted_end_s(step) for step in in_flight)))
             planned = None if stays else self._resume(now)
             if planned is None:
@@ -191,14 +201,14 @@ class Steps:
         if result.error:
             self._roll_back(step, result.error, now)
         else:
-            self._charging.charge(step, now)
+            self._charging.charge(step, sum(result.draft_passes_s), now)
             if result.unguided:
                 self._end_unguided(step, result, now)
             if NO_TOKEN in result.tokens:
                 self._end_without_token(step, result, now)
             self._apply(step, result, now)
-            if step.plan.drafts:
-                self._accept(step, result, now)
+            kept = self._accept(step, result, now) if step.plan.drafts else []
+            self._drafting.observe(self._memory.queues[step.plan.model], step, result, kept)
         self._memory.settle(step, now)
         return True
 
@@ -307,16 +317,21 @@ class Steps:
             )
             self._requests.end(sequence, FinishReason.ERROR, now, ErrorInfo(ErrorCode.NOT_FINITE, message))
 
-    def _accept(self, step: PlannedStep, result: StepResult, now: float) -> None:
+    def _accept(self, step: PlannedStep, result: StepResult, now: float) -> list[int]:
         """Accepts the drafts that equal what was sampled before them: each is the next token, and so is what was sampled
         after the last of them. Noise depends on seed and position alone, so these are the tokens that single steps would
-        have sampled."""
+        have sampled. Returns how many of each of the plan's drafts were kept."""
         plan, counters = step.plan, self._memory.counters
         queue = self._memory.queues[plan.model]
         end = sum(plan.samples)
-        for index, drafted in plan.drafts:
-            first, end = end, end + len(drafted)
+        all_kept: list[int] = []
+        made = iter(result.drafted)
+        for index, planned in plan.drafts:
+            first, end = end, end + len(planned)
+            drafted = [next(made) if token == NO_TOKEN else token for token in planned]
+            all_kept.append(0)
             sequence = step.sequences[index]
+            sequence.num_draft_tokens += len(drafted)
             counters.drafts[plan.model] += 1
             counters.drafted_tokens[plan.model] += len(drafted)
             if sequence.generation != step.generations[index] or sequence.state is _ENDED:
@@ -330,6 +345,8 @@ class Steps:
                 reason = self._requests.finish_reason(sequence, token)
             if not kept:
                 continue
+            all_kept[-1] = kept
+            sequence.num_draft_kept += kept
             counters.accepted_tokens[plan.model] += kept
             if sequence.is_online:
                 counters.online_tokens += kept
@@ -357,6 +374,7 @@ class Steps:
                 num_cached_tokens=sequence.num_cached_tokens,
             )
             self._requests.outputs.setdefault(request.gateway_id, []).append(entry)
+        return all_kept
 
     def _register_blocks(self, sequence: Sequence, queue: ModelQueue, num_computed: int) -> None:
         """Enters the blocks that this step filled in the prefix cache."""

@@ -58,6 +58,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
     quantization: str = ""
     """Quantisation of a checkpoint's weights that are not quantised: int8 | int4 | fp8; empty: none."""
+    draft: str = ""
+    """Source of a small model with the same tokenizer that drafts tokens for it (docs/design/engine.md); empty: none."""
     tool_format: str = ""
     """How it writes calls of tools, one of `TOOL_FORMATS`; empty: as its chat template says."""
     on_demand: bool = False

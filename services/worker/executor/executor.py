@@ -29,8 +29,9 @@ import torch
 
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.executor.draft_model import DraftModel, DraftPasses
 from services.worker.executor.first_steps import NUM_CHECKED, are_nan, fingerprint_of, lone_step, warm_up
-from services.worker.executor.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Vocabulary
+from services.worker.executor.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Masks, Vocabulary
 from services.worker.executor.pooling import PooledRows, Pooler, load_pooler
 from services.worker.executor.sampling import SampledTokens
 from services.worker.executor.sequence_rows import SequenceRows
@@ -82,6 +83,8 @@ class PreparedModel:
     identity: Identity | None = None
     pooler: Pooler | None = None
     """What its hidden states go to; None: it generates text."""
+    draft: PreparedModel | None = None
+    """Its draft model; None: it has none."""
 
 
 @dataclass
@@ -98,6 +101,7 @@ class _Loaded:
     vocabulary: Vocabulary | str
     identity: Identity | None
     pooler: Pooler | None
+    draft: DraftModel | None
 
 
 @dataclass
@@ -135,6 +139,9 @@ class _Launched:
     adapters: BatchAdapters | None = None
     """Adapters that it computes with: they may be dropped before the device is done with them, and their memory used
     again."""
+    drafted: torch.Tensor | None = None
+    """What the draft model made, as of `SequenceRows.drafted`."""
+    draft_passes: DraftPasses | None = None
 
 
 class Executor:
@@ -213,7 +220,48 @@ class Executor:
     # ------------------------------------------------------------------------------------------------ models
 
     def prepare_model(self, spec: ModelSpec) -> PreparedModel:
-        """Reads a checkpoint (blocking: seconds to minutes). Raises `CheckpointError`."""
+        """Reads a checkpoint, and that of its draft model (blocking: seconds to minutes). Raises `CheckpointError`."""
+        prepared = self._prepared(spec)
+        if spec.draft:
+            self._prepare_draft(prepared, spec)
+        return prepared
+
+    def _prepare_draft(self, prepared: PreparedModel, spec: ModelSpec) -> None:
+        if self._group.num_stages > 1:
+            logger.warning("model %s: pipelines draft no tokens, its draft model is not loaded", spec.name)
+            return
+        if prepared.pooler is not None:
+            raise CheckpointError(f"draft: {spec.name!r} generates no text, for which nothing can be drafted.")
+        model = prepared.model
+        dtype = str(model.dtype).removeprefix("torch.")
+        prepared.draft = self._prepared(ModelSpec(f"{spec.name} (draft)", spec.draft, dtype), is_draft=True)
+        draft = prepared.draft.model
+        if draft.vocab_size != model.vocab_size:
+            raise CheckpointError(
+                f"draft: {spec.draft!r} has {draft.vocab_size} tokens, but {spec.name!r} has {model.vocab_size}: a draft "
+                "model needs the same tokenizer."
+            )
+        if prepared.views is not None and self._new_capture is not None:
+            prepared.draft.views = self._draft_views(prepared.views, prepared.draft)
+            prepared.draft.graphs = self._captured(prepared.draft, self._new_capture())
+
+    def _draft_views(self, views: KvViews, draft: PreparedModel) -> KvViews:
+        """Its KV blocks, several in each block of the model whose views these are. Raises `CheckpointError`."""
+        shape = draft.model.kv_shape(draft.block_size)
+        per_block = slab.blocks_per_merged(views.stride_bytes, shape.block_bytes)
+        if not per_block:
+            raise CheckpointError(
+                f"draft: a KV block of {draft.name!r} takes {shape.block_bytes} bytes, more than the {views.stride_bytes} "
+                "of its model's: a draft model has less KV than its model."
+            )
+        return self._store.attach(shape, views.blocks_per_merged * per_block)
+
+    def _draft_model(self, views: KvViews, draft: PreparedModel) -> DraftModel:
+        own = draft.views or self._draft_views(views, draft)
+        per_block = own.blocks_per_merged // views.blocks_per_merged
+        return DraftModel(draft.model, own, draft.backend, per_block, draft.max_model_len, draft.graphs)
+
+    def _prepared(self, spec: ModelSpec, *, is_draft: bool = False) -> PreparedModel:
         path: Path = checkpoint.resolve(spec.source)
         identity = identity_of(
             path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len, quantization=spec.quantization
@@ -243,22 +291,24 @@ class Executor:
                 spec.name, model, max_model_len, block_size, backend, num_layers, identity=identity
             )
             prepared.pooler = load_pooler(path, shape, self.device)
-            if self._group is ALONE and self._numerics is INVARIANT:
+            if self._group is ALONE and self._numerics is INVARIANT and not is_draft:
                 prepared.fingerprint = fingerprint_of(model, backends[chosen], block_size, max_model_len)
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
-            if self._group is ALONE and self._new_capture is not None and prepared.pooler is None:
+            if self._group is ALONE and self._new_capture is not None and prepared.pooler is None and not is_draft:
+                prepared.views = self._attach(prepared)
                 prepared.graphs = self._captured(prepared, self._new_capture())
         if self._has_removed:
             # Of a model that was removed while a capture was under way, torch has given nothing back.
             self._has_removed = False
             self._give_back_cached()
-        if (self._group.is_first_stage or self._group.is_last_stage) and prepared.pooler is None:
+        if (self._group.is_first_stage or self._group.is_last_stage) and prepared.pooler is None and not is_draft:
             # The last one samples; the first one is asked whether a grammar can be followed.
             prepared.vocabulary = self._grammars.load(path, model.vocab_size) if kept is None else kept[1]
         return prepared
 
     def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
-        views = prepared.views = self._attach(prepared)
+        views = prepared.views
+        assert views is not None
         max_blocks = -(-prepared.max_model_len // prepared.block_size)
         graphs = DecodeGraphs(
             prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture, self._all_can
@@ -296,10 +346,14 @@ class Executor:
         if self._group is not ALONE:
             with beside_steps(self.device):
                 with self._together():
-                    warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
+                    for one in (prepared, prepared.draft):
+                        if one is not None:
+                            warm_up(one.model, one.backend, one.block_size, one.max_model_len, self._group)
                 if self._new_capture is not None and prepared.pooler is None:
+                    prepared.views = self._attach(prepared)
                     prepared.graphs = self._captured(prepared, self._new_capture())
         views = prepared.views or self._attach(prepared)
+        draft = None if prepared.draft is None else self._draft_model(views, prepared.draft)
         blocks_per_merged = views.blocks_per_merged
         # Before the model is known, which may come again if there is no memory for rows of its length.
         self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
@@ -308,6 +362,7 @@ class Executor:
             prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
             prepared.identity,
             prepared.pooler,
+            draft,
         )  # fmt: skip
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
@@ -317,6 +372,7 @@ class Executor:
         return ModelShape(
             prepared.name, prepared.block_size, blocks_per_merged, prepared.max_model_len, prepared.model.vocab_size,
             prepared.num_layers, self._models[prepared.name].layers_per_safepoint, prepared.fingerprint,
+            None if draft is None else draft.shape,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -342,7 +398,7 @@ class Executor:
 
     def hold_weights(self, name: str) -> None:
         """`remove_model` will not free the model's weights: `keep_weights` is about to be called."""
-        self._held[name] = replace(self._models[name], graphs=None)
+        self._held[name] = replace(self._models[name], graphs=None, draft=None)
 
     def keep_weights(self, name: str) -> bool:
         """Puts the weights of a removed model into host memory; False: there is no room for them, and they are freed.
@@ -497,6 +553,8 @@ class Executor:
                 [UNKNOWN_LOGPROB] * len(tokens) if launched.is_pooled else told,
                 unguided=launched.unguided,
                 prompt_logprobs=[(index, rows.numpy().tobytes()) for index, rows in launched.prompt_logprobs],
+                drafted=[] if launched.drafted is None else launched.drafted.tolist(),
+                draft_passes_s=[] if launched.draft_passes is None else launched.draft_passes.seconds(),
             )
         except Exception as error:
             logger.exception("step %d failed on the device", step_id)
@@ -510,9 +568,10 @@ class Executor:
         if loaded is None:
             raise KeyError(f"model {plan.model!r} is not loaded")
         plan = plan.expanded()
+        guides, passes = None, None
         if plan.resumes:
             forward = self._resumed(plan, loaded)
-            rows, layout = forward.rows, forward.layout
+            rows, layout, guides = forward.rows, forward.layout, forward.guides
         else:
             forward = None
             self._update_rows(plan, loaded)
@@ -522,19 +581,32 @@ class Executor:
             layout = self._rows.layout(plan, rows, loaded.block_size, loaded.model)
             places, adapters = self._rows.token_places(rows, layout), self._batch_adapters(rows, layout)
         with self._together():
+            if plan.model_drafts and forward is None:
+                guides = self._grammars.of(rows[np.array(plan.samples, bool)])
+                passes = self._draft(plan, loaded, guides)
             if forward is not None:
                 state, adapters = self._advance(plan, loaded, forward), forward.batch.adapters
             else:
                 state = self._forward(plan, loaded, rows, layout, places, adapters)
             if state is None:
-                share = self._suspended[plan.step_id].share
-                launched = _Launched(plan.step_id, done=self._mark(), suspended_share=share)
+                suspended = self._suspended[plan.step_id]
+                suspended.guides = guides
+                launched = _Launched(plan.step_id, done=self._mark(), suspended_share=suspended.share)
             elif self._group.is_last_stage:
-                launched = self._sample(plan, loaded, rows, layout, state)
+                launched = self._sample(plan, loaded, rows, layout, state, guides)
             else:
                 launched = self._hand_on(plan, rows, layout, state)
-        launched.adapters = adapters
+        launched.adapters, launched.draft_passes = adapters, passes
         return launched
+
+    def _draft(self, plan: StepPlan, loaded: _Loaded, guides: Guides | None) -> DraftPasses:
+        if loaded.draft is None:
+            raise ValueError(f"model {plan.model!r} has no draft model here")
+        blocks = np.array([block for one in plan.model_drafts for block in one.blocks], np.int64)
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < loaded.views.num_blocks:
+            raise IndexError(f"blocks {blocks.min()}..{blocks.max()} of {loaded.views.num_blocks}")
+        self._claim(loaded.views, blocks)
+        return loaded.draft.run(plan, self._rows, guides)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -633,15 +705,24 @@ class Executor:
         return forward
 
     def _sample(
-        self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout, state: ForwardState
+        self,
+        plan: StepPlan,
+        loaded: _Loaded,
+        rows: np.ndarray,
+        layout: BatchLayout,
+        state: ForwardState,
+        guides: Guides | None,
     ) -> _Launched:
+        """`guides`: those with which tokens were drafted for the step."""
         sampled_of = np.flatnonzero(np.array(plan.samples, bool))
         if loaded.pooler is not None:
             return self._pool(plan, loaded, loaded.pooler, rows, layout, state, sampled_of)
         prompts = self._rows.prompt_logprobs(loaded.model, state, rows, layout)
-        guides = self._grammars.of(rows[sampled_of])
+        guides = guides or self._grammars.of(rows[sampled_of])
+        drafted = self._rows.drafted(plan)
         sampled = self._sampled(loaded.model, rows, layout, state, sampled_of, guides)
         launched = _Launched(plan.step_id, sampled, guides=guides, unguided=[] if guides is None else guides.failed)
+        launched.drafted = None if drafted is None else to_host(drafted)
         if self.device.type == "cpu":
             launched.prompt_logprobs = prompts
             if guides is not None:
@@ -683,26 +764,18 @@ class Executor:
         """`sampled_of`: which of the rows are sampled; `guides`: theirs."""
         if not len(sampled_of):
             return SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
-        sampled_rows, positions = rows[sampled_of], layout.contexts[sampled_of]
-        is_plain = self._rows.are_plain(sampled_rows)
-        if is_plain and state.most_likely is not None and len(sampled_of) == len(rows):
-            return SampledTokens(state.most_likely())
-        last_tokens = layout.query_starts[1:][sampled_of] - 1
-        every_token = len(last_tokens) == len(state.hidden)
-        index = None if every_token else to_device(last_tokens, self.device)
-        if is_plain and (tokens := model.most_likely(state, index)) is not None:
-            self._rows.enter_sampled(sampled_rows, positions, tokens)
-            return SampledTokens(tokens)
-        logits = model.logits(state, index)
-        masks = None
-        if guides is not None:
+
+        def masks() -> Masks | None:
+            if guides is None:
+                return None
             # The model's part of the step is on the device by now: nothing stands still for the step before it.
             for launched in self._launched:
                 if launched.guides is not None and launched.done is not None and launched.host_tokens is not None:
                     launched.done.synchronize()
                     self._advance_grammars(launched, launched.host_tokens.tolist())
-            masks = guides.masks()
-        return self._rows.sample(logits, sampled_rows, positions, masks)
+            return guides.masks()
+
+        return self._rows.choose(model, rows, layout, state, sampled_of, masks)
 
     def _advance_grammars(self, launched: _Launched, tokens: list[int]) -> None:
         """Advances grammars once, as soon as the step's tokens are known."""

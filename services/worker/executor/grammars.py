@@ -5,6 +5,9 @@ output so far when it takes a row, so nothing but the request travels when it is
 step has sampled is handed to another thread (`advance`), which makes the masks for the tokens after it while the next step
 runs; they are waited for just before that one samples (`Guides.masks`). The library, llguidance, works without the
 interpreter's lock.
+
+Where a draft model drafts, a matcher follows its tokens one by one (`DraftGuides`), for the masks of drafts and of what is
+sampled after them, and is then taken back to where it was.
 """
 
 from __future__ import annotations
@@ -144,35 +147,137 @@ class _Guide:
         self.ready: Future[None] = Future()
 
 
+class _Chain:
+    """Drafts of one sequence in a step."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        """Which of the step's samples come after each."""
+        self.tokens: list[int] = []
+        self.masks: list[np.ndarray | None] = []
+        """For what comes after each; None: nothing can, or need not."""
+
+
 class Guides:
     """Those of a step's samples."""
 
-    def __init__(self, indices: list[int], guides: list[_Guide], counters: GrammarCounters) -> None:
+    def __init__(self, indices: list[int], guides: dict[int, _Guide], counters: GrammarCounters) -> None:
+        """`indices`: of the first sample of each row; `guides`: by row."""
         self.indices = indices
-        self.guides = guides
+        self.guides = list(guides.values())
+        self.chains = [_Chain() for _ in indices]
+        self._rows = list(guides)
         self.failed: list[tuple[int, str]] = []
         """(index among the samples, why): what is sampled for them means nothing."""
         self._counters = counters
 
+    def add_draft(self, row: int, index: int) -> None:
+        """One more sample of a row, after its next draft."""
+        self.chains[self._rows.index(row)].indices.append(index)
+
+    def begin_drafts(self) -> DraftGuides:
+        """Waits for them: a draft model is about to draft for the rows."""
+        self._wait()
+        return DraftGuides(
+            dict(zip(self._rows, zip(self.guides, self.chains, strict=True), strict=True)), self._counters
+        )
+
     def masks(self) -> Masks | None:
         """Waits until they are made. None where none of them could be."""
+        self._wait()
+        indices, words = [], []
+        for index, guide, chain in zip(self.indices, self.guides, self.chains, strict=True):
+            if guide.error or guide.mask is None:
+                self.failed.append((index, guide.error or "the output has ended"))
+                continue
+            indices.append(index)
+            words.append(guide.mask)
+            for after, mask in zip(chain.indices, chain.masks, strict=False):
+                if mask is not None:
+                    indices.append(after)
+                    words.append(mask)
+        return Masks(np.array(indices), np.stack(words)) if words else None
+
+    def _wait(self) -> None:
         begun_s = time.perf_counter()
         due_s = begun_s + MAX_MASK_WAIT_S
-        indices, words = [], []
-        for index, guide in zip(self.indices, self.guides, strict=True):
+        for guide in self.guides:
             try:
                 guide.ready.result(max(0.0, due_s - time.perf_counter()))
             except TimeoutError:
                 guide.error = f"its next token was not found in {MAX_MASK_WAIT_S:g} s"
             except BaseException as error:  # a panic of the library is no Exception
                 guide.error = str(error) or type(error).__name__
-            if guide.error or guide.mask is None:
-                self.failed.append((index, guide.error or "the output has ended"))
-            else:
-                indices.append(index)
-                words.append(guide.mask)
         self._counters.wait_s += time.perf_counter() - begun_s
-        return Masks(np.array(indices), np.stack(words)) if words else None
+
+    def accepted(self, tokens: Sequence[int]) -> list[tuple[_Guide, list[int]]]:
+        """What has been sampled for each, with what was sampled after the drafts that came true."""
+        found = []
+        for index, guide, chain in zip(self.indices, self.guides, self.chains, strict=True):
+            taken = [tokens[index]]
+            for after, draft in zip(chain.indices, chain.tokens, strict=False):
+                if draft != taken[-1]:
+                    break
+                taken.append(tokens[after])
+            found.append((guide, taken))
+        return found
+
+
+class DraftGuides:
+    """Guides of the rows for which a draft model drafts, in the thread of the steps: nothing else uses their matchers
+    before the step is over."""
+
+    def __init__(self, by_row: dict[int, tuple[_Guide, _Chain]], counters: GrammarCounters) -> None:
+        self._by_row = by_row
+        self._counters = counters
+        self._num_consumed = dict.fromkeys(by_row, 0)
+
+    def masks(self, rows: list[int]) -> Masks | None:
+        """For the next draft of each of these rows; None: of none of them."""
+        found = [(index, mask) for index, row in enumerate(rows) if (mask := self._mask(row)) is not None]
+        return Masks(np.array([index for index, _ in found]), np.stack([mask for _, mask in found])) if found else None
+
+    def _mask(self, row: int) -> np.ndarray | None:
+        if row not in self._by_row:
+            return None
+        guide, chain = self._by_row[row]
+        return chain.masks[-1] if chain.masks else guide.mask
+
+    def advance(self, rows: list[int], tokens: Sequence[int]) -> None:
+        """The draft of each of these rows."""
+        for row, token in zip(rows, tokens, strict=True):
+            if row in self._by_row:
+                mask = self._mask_after(row, token)
+                chain = self._by_row[row][1]
+                chain.tokens.append(token)
+                chain.masks.append(mask)
+
+    def _mask_after(self, row: int, token: int) -> np.ndarray | None:
+        guide, vocabulary = self._by_row[row][0], self._by_row[row][0].vocabulary
+        is_over = self._mask(row) is None or token == NO_TOKEN
+        if is_over or guide.error or guide.matcher is None or vocabulary is None or token in vocabulary.eos_token_ids:
+            return None
+        begun_s = time.perf_counter()
+        words = llguidance.numpy.allocate_token_bitmask(1, vocabulary.vocab_size)
+        try:
+            if not guide.matcher.consume_token(token):
+                return None
+            self._num_consumed[row] += 1
+            llguidance.numpy.fill_next_token_bitmask(guide.matcher, words, 0)
+        except BaseException as error:  # a panic of the library is no Exception
+            guide.error = str(error) or type(error).__name__
+            return None
+        self._counters.masks += 1
+        self._counters.mask_s += time.perf_counter() - begun_s
+        mask: np.ndarray = words[0]
+        return mask
+
+    def end(self) -> None:
+        """Takes the matchers back to before the drafts."""
+        for row, num in self._num_consumed.items():
+            guide = self._by_row[row][0]
+            if num and guide.matcher is not None and not guide.matcher.rollback(num):
+                guide.error = guide.matcher.get_error() or "it could not be taken back to before a draft"
 
 
 class GrammarRows:
@@ -215,15 +320,29 @@ class GrammarRows:
             self.compile(grammar, vocabulary).add_done_callback(begin)
 
     def of(self, rows: np.ndarray) -> Guides | None:
-        """The guides of a step's samples; None: none has one."""
+        """The guides of a step's samples, of which those of a row after the first come after its drafts; None: none has
+        one."""
         if not self._guides:
             return None
-        found = [(index, self._guides[row]) for index, row in enumerate(rows.tolist()) if row in self._guides]
-        return Guides([i for i, _ in found], [guide for _, guide in found], self.counters) if found else None
+        first: dict[int, int] = {}
+        drafts: list[tuple[int, int]] = []
+        for index, row in enumerate(rows.tolist()):
+            if row not in self._guides:
+                continue
+            if row in first:
+                drafts.append((row, index))
+            else:
+                first[row] = index
+        if not first:
+            return None
+        guides = Guides(list(first.values()), {row: self._guides[row] for row in first}, self.counters)
+        for row, index in drafts:
+            guides.add_draft(row, index)
+        return guides
 
     def advance(self, guides: Guides, tokens: Sequence[int]) -> None:
         """`tokens`: all that the step has sampled."""
-        steps = [(guide, tokens[i]) for i, guide in zip(guides.indices, guides.guides, strict=True) if not guide.error]
+        steps = [(guide, taken) for guide, taken in guides.accepted(tokens) if not guide.error]
         ready = self._thread.submit(self._advance, steps)
         for guide, _ in steps:
             guide.ready = ready
@@ -262,24 +381,28 @@ class GrammarRows:
         finally:
             guide.ready.set_result(None)
 
-    def _advance(self, steps: list[tuple[_Guide, int]]) -> None:
+    def _advance(self, steps: list[tuple[_Guide, list[int]]]) -> None:
         going = []
-        for guide, token in steps:
+        for guide, tokens in steps:
             guide.mask = None
-            vocabulary, matcher = guide.vocabulary, guide.matcher
-            if vocabulary is None or matcher is None:
+            if guide.vocabulary is None:
                 continue
-            try:
-                if token in vocabulary.eos_token_ids or token == NO_TOKEN:
-                    guide.matcher = None  # a step that was launched already may sample for it once more
-                elif matcher.consume_token(token):
-                    going.append((guide, matcher))
-                else:
-                    self._fail(guide, matcher.get_error() or f"token {token} does not follow")
-            except BaseException as error:
-                self._fail(guide, str(error))
+            for token in tokens:
+                if guide.matcher is not None:
+                    self._follow(guide, guide.matcher, token, guide.vocabulary)
+            if guide.matcher is not None:
+                going.append((guide, guide.matcher))
         if going:
             self._make_masks(going)
+
+    def _follow(self, guide: _Guide, matcher: llguidance.LLMatcher, token: int, vocabulary: Vocabulary) -> None:
+        try:
+            if token in vocabulary.eos_token_ids or token == NO_TOKEN:
+                guide.matcher = None  # a step that was launched already may sample for it once more
+            elif not matcher.consume_token(token):
+                self._fail(guide, matcher.get_error() or f"token {token} does not follow")
+        except BaseException as error:
+            self._fail(guide, str(error))
 
     def _make_masks(self, going: list[tuple[_Guide, llguidance.LLMatcher]]) -> None:
         """Makes the masks of sequences of one model."""

@@ -138,19 +138,26 @@ class SamplingRows:
         positions: np.ndarray,
         token_table: torch.Tensor,
         masks: Masks | None = None,
+        *,
+        tells_logprobs: bool = True,
     ) -> SampledTokens:
         """Chooses a token for each of S sequences.
 
         `logits`: [S, vocab]. `rows`, `positions`: [S] int64, the sequences' rows and the positions of the new tokens.
         `token_table`: [num_rows, width] int32, every row's tokens so far, on the device of the logits. `masks`: of those
-        that follow a grammar."""
+        that follow a grammar. `tells_logprobs`: of those that asked for log-probabilities."""
         if self.are_plain(rows):
             return SampledTokens(most_likely(logits))
         if self._one_by_one and len(rows) > 1:
             return _joined(
                 [
                     self.sample(
-                        logits[i : i + 1], rows[i : i + 1], positions[i : i + 1], token_table, masks and masks.of(i)
+                        logits[i : i + 1],
+                        rows[i : i + 1],
+                        positions[i : i + 1],
+                        token_table,
+                        masks and masks.of(i),
+                        tells_logprobs=tells_logprobs,
                     )
                     for i in range(len(rows))
                 ]
@@ -169,7 +176,7 @@ class SamplingRows:
                 index = _to(drawn, logits)
                 scores = adjusted.index_select(0, index)
                 tokens.index_copy_(0, index, self._draw(scores, rows[drawn], positions[drawn]))
-        return SampledTokens(tokens, self._logprob_tensors(logits, rows, tokens))
+        return SampledTokens(tokens, self._logprob_tensors(logits, rows, tokens) if tells_logprobs else None)
 
     def _adjust(
         self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, token_table: torch.Tensor

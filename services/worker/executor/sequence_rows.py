@@ -3,6 +3,8 @@ the next step without a round trip; block tables and sampling parameters on the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -12,7 +14,7 @@ from services.worker.executor.prompt_logprobs import PromptLogprobs, packed_logp
 from services.worker.executor.sampling import SampledTokens, SamplingRows
 from services.worker.kv.transfer import to_device
 from services.worker.models.decoder import DecoderModel, ForwardState
-from shared.engine.plan import NewSequence, StepPlan
+from shared.engine.plan import NO_TOKEN, NewSequence, StepPlan
 
 
 class SequenceRows:
@@ -105,23 +107,65 @@ class SequenceRows:
         return self._sampling.are_plain(rows)
 
     def sample(
-        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: Masks | None = None
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        masks: Masks | None = None,
+        *,
+        tells_logprobs: bool = True,
     ) -> SampledTokens:
         """Chooses the tokens at these positions and enters them. `logits`: [S, vocab]; `rows`, `positions`: [S] int64;
-        `masks`: of those that follow a grammar."""
-        sampled = self._sampling.sample(logits, rows, positions, self._tokens, masks)
+        `masks`: of those that follow a grammar; `tells_logprobs`: of those that asked for log-probabilities."""
+        sampled = self._sampling.sample(logits, rows, positions, self._tokens, masks, tells_logprobs=tells_logprobs)
         self.enter_sampled(rows, positions, sampled.tokens)
         return sampled
+
+    def choose(
+        self,
+        model: DecoderModel,
+        rows: np.ndarray,
+        layout: BatchLayout,
+        state: ForwardState,
+        sampled_of: np.ndarray,
+        masks: Callable[[], Masks | None],
+        *,
+        tells_logprobs: bool = True,
+    ) -> SampledTokens:
+        """Chooses and enters the tokens after a forward pass, the cheapest way. `sampled_of`: after which of its sequences;
+        `masks`: asked when the model's part is on the device; the rest as of `sample`."""
+        sampled_rows, positions = rows[sampled_of], layout.contexts[sampled_of]
+        is_plain = self.are_plain(sampled_rows)
+        if is_plain and state.most_likely is not None and len(sampled_of) == len(rows):
+            return SampledTokens(state.most_likely())
+        last_tokens = layout.query_starts[1:][sampled_of] - 1
+        every_token = len(last_tokens) == len(state.hidden)
+        index = None if every_token else to_device(last_tokens, self._device)
+        if is_plain and (tokens := model.most_likely(state, index)) is not None:
+            self.enter_sampled(sampled_rows, positions, tokens)
+            return SampledTokens(tokens)
+        logits = model.logits(state, index)
+        return self.sample(logits, sampled_rows, positions, masks(), tells_logprobs=tells_logprobs)
 
     def enter_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: torch.Tensor) -> None:
         """[S] each, `tokens` int64 on the device; for `NO_TOKEN` any token, as a step that computes it may be under way."""
         self.tokens.index_copy_(0, self._places(rows, positions), tokens.int().clamp_(min=0))
 
     def enter_drafts(self, expanded: StepPlan) -> None:
-        """The guessed tokens of a plan (`StepPlan.expanded`), at the positions of their columns, which are its last."""
+        """The guessed tokens of a plan (`StepPlan.expanded`), at the positions of their columns, which are its last. In the
+        place of those that the draft model will make stands any token."""
         tokens = np.array([token for _, drafted in expanded.drafts for token in drafted], np.int32)
         rows = np.array(expanded.rows[-len(tokens) :], np.int64)
         self.enter(rows, np.array(expanded.starts[-len(tokens) :], np.int64), tokens)
+
+    def drafted(self, expanded: StepPlan) -> torch.Tensor | None:
+        """What the draft model has made, [D] int32 on the device, before anything is sampled in its place."""
+        tokens = np.array([token for _, drafted in expanded.drafts for token in drafted], np.int32)
+        made = np.flatnonzero(tokens == NO_TOKEN) + len(expanded.rows) - len(tokens)
+        if not len(made):
+            return None
+        places = self._places(np.array(expanded.rows, np.int64)[made], np.array(expanded.starts, np.int64)[made])
+        return self.tokens.index_select(0, places)
 
     def enter(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Tokens that were sampled elsewhere. [S] each, `tokens` int32; as of `enter_sampled`."""

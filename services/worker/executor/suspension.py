@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import BatchLayout
+from services.worker.executor.grammars import Guides
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.ranks.agreement import FREE, Agreement
 
@@ -34,6 +35,8 @@ class PartialForward:
     batch: ForwardBatch
     state: ForwardState
     num_layers_done: int = 0
+    guides: Guides | None = None
+    """Those with which tokens were drafted for it."""
 
     @property
     def share(self) -> float:
@@ -101,3 +104,8 @@ class Safepoints:
 def cuda_event() -> Any:
     """One on which waiting sleeps in the driver, instead of spinning on its lock."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def timed_event() -> Any:
+    """One whose time can be compared with another's."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -35,6 +35,8 @@ _ENDED = State.ENDED
 
 GROWTH_STEPS = 32
 """Steps for which the running sequences can grow when one more is admitted."""
+DRAFT_POOL_SHARE = 0.75
+"""Used share of the pool up to which draft models have KV."""
 RELIEF_STEPS = 64
 """Steps for which they can grow when an online sequence is preempted, if one alone frees so much."""
 
@@ -76,6 +78,8 @@ class Allocator:
         """Kept free of offline work until it is asked for again."""
         self.expected: dict[str, float] = {}
         """Running online sequences that come from other instances, by migration: when they may be here, at the earliest."""
+        self._draft_holders: dict[int, Sequence] = {}
+        """By number: sequences with KV of a draft model."""
         self.stuck: Sequence | None = None
         """A waiting sequence that lacked room: nobody after it in the order is admitted before it, but of other models
         online ones where these hold less than their least share, and those for whom it waits no longer."""
@@ -185,6 +189,35 @@ class Allocator:
             self.pool.release(sequence.model, sequence.blocks)
             sequence.blocks = []
             sequence.capacity = 0
+        self._drop_draft(sequence)
+
+    def make_draft_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for the draft model's KV of so many tokens, while the pool has plenty: nobody gives any up for them."""
+        shape = self.queues[sequence.model].shape
+        assert shape.draft is not None
+        missing = -(-num_tokens // shape.draft.tokens_per_block) - len(sequence.draft_blocks)
+        if missing <= 0:
+            return True
+        share = missing / self.pool.capacity_blocks(sequence.model)
+        blocks = None
+        if self.pool.used_share + share <= DRAFT_POOL_SHARE:
+            blocks = self.pool.allocate(sequence.model, missing)
+        if blocks is None:
+            return False
+        sequence.draft_blocks += blocks
+        self._draft_holders[sequence.number] = sequence
+        return True
+
+    def drop_drafts(self) -> None:
+        """Gives up the draft models' KV of all sequences that are in no step: somebody needs room. It is computed again."""
+        for sequence in [held for held in self._draft_holders.values() if not held.in_flight]:
+            self._drop_draft(sequence)
+
+    def _drop_draft(self, sequence: Sequence) -> None:
+        sequence.num_drafted = 0
+        if self._draft_holders.pop(sequence.number, None) is not None:
+            self.pool.release(sequence.model, sequence.draft_blocks)
+            sequence.draft_blocks = []
 
     def preempt(self, sequence: Sequence, now: float, cause: str) -> None:
         """Takes blocks and row from a sequence; it waits again (or goes on leaving) and what neither cache nor host memory
@@ -260,6 +293,7 @@ class Allocator:
         if self.num_free_rows < demand.num_rows:
             self.make_row_for_incoming(now)
         if self.pool.num_available(demand.model) < demand.num_blocks:
+            self.drop_drafts()
             self.make_room_for_incoming(demand.model, demand.num_blocks, now)
 
     def lacks_demanded(self) -> bool:
@@ -559,6 +593,7 @@ class Allocator:
 
     def _give_way(self, model: str, victims: list[Sequence], num_blocks: int, may_discard: bool, now: float) -> bool:
         """`may_discard`: the suspended step, if its sequences are needed too."""
+        self.drop_drafts()
         if self.reaches(model, [], num_blocks):
             return self.compaction.make_room(model, num_blocks)
         if not self.reaches(model, victims, num_blocks):
@@ -577,7 +612,9 @@ class Allocator:
         return self.compaction.make_room(model, num_blocks, at_once=True)
 
     def reaches(self, model: str, victims: list[Sequence], num_blocks: int) -> bool:
-        """Whether the model could have so many blocks if all of the victims were preempted, and blocks moved together."""
+        """Whether the model could have so many blocks if all of the victims were preempted, and blocks moved together. Draft
+        models' KV is given up before anybody is asked for room."""
+        self.drop_drafts()
         best = self.compaction.best_reach(model)
         for victim in victims:
             best.give_up(victim)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from struct import pack
 
-from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import NO_TOKEN, CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.requests import (
     GenerationRequest,
     SamplingParams,
@@ -28,6 +28,11 @@ def repeating_token(prefix: list[int]) -> int:
     """A token of a model that mostly goes on as it did three tokens ago, or round among few tokens."""
     drawn = next_token(prefix)
     return prefix[-3] if drawn % 8 and len(prefix) > 3 else drawn % 5
+
+
+def mostly(token_after: Callable[[list[int]], int]) -> Callable[[list[int]], int]:
+    """A draft model that is right three times of four."""
+    return lambda prefix: token_after(prefix) if next_token(prefix) % 4 else 7
 
 
 def expected_output(
@@ -71,8 +76,19 @@ def _logprob(prefix: list[int], following: int) -> bytes:
 
 
 class FakeExecutor:
-    def __init__(self, shapes: list[ModelShape], next_token: Callable[[list[int]], int] = next_token) -> None:
+    def __init__(
+        self,
+        shapes: list[ModelShape],
+        next_token: Callable[[list[int]], int] = next_token,
+        draft_token: Callable[[list[int]], int] | None = None,
+    ) -> None:
+        """`draft_token`: the draft models' token after a prefix; None: the models'."""
         self._next_token = next_token
+        self._draft_token = draft_token or next_token
+        self._draft_cells: dict[tuple[str, int], list[int | None]] = {}
+        """By model and block: what its draft model has there, if it was the last to write to it."""
+        self._drafted: dict[int, list[int]] = {}
+        """By step that is suspended: what was drafted for it."""
         self._shapes = {shape.name: shape for shape in shapes}
         self._cells: dict[tuple[str, int], list[int | None]] = {}
         self._merged_owner: dict[int, str] = {}
@@ -120,6 +136,7 @@ class FakeExecutor:
         assert plan.is_interruptible and (plan.step_id in self._suspended) is plan.resumes
         if not plan.resumes:
             self._apply_rows(plan)
+            self._drafted[plan.step_id] = self._draft(plan)
         plan = plan.expanded()
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             for position in range(start, start + count):
@@ -148,6 +165,7 @@ class FakeExecutor:
     def _execute(self, plan: StepPlan) -> StepResult:
         for step_id in plan.discards:
             del self._suspended[step_id]
+            self._drafted.pop(step_id)
         if plan.stop_share < 1.0:
             return self.suspend(plan, plan.stop_share)
         if plan.resumes:
@@ -160,8 +178,11 @@ class FakeExecutor:
     def _compute(self, plan: StepPlan) -> StepResult:
         self._apply_rows(plan)
         assert len(set(plan.rows)) == len(plan.rows), "a sequence twice in one step"
-        for index, drafted in plan.drafts:
-            self._tokens[plan.rows[index]][plan.starts[index] + plan.counts[index] :] = drafted
+        drafted = self._drafted.pop(plan.step_id) if plan.resumes else self._draft(plan)
+        made = iter(drafted)
+        for index, planned in plan.drafts:
+            tokens = [next(made) if token == NO_TOKEN else token for token in planned]
+            self._tokens[plan.rows[index]][plan.starts[index] + plan.counts[index] :] = tokens
         plan = plan.expanded()
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             assert self._model[row] == plan.model
@@ -174,7 +195,39 @@ class FakeExecutor:
         ]
         tokens = self._sample(plan)
         logprobs = [TokenLogprob(0.0) for _ in tokens] if self._scored else None
-        return StepResult(plan.step_id, tokens, logprobs, prompt_logprobs=prompts)
+        passes_s = [0.001] * (1 + max((one.num_drafts for one in plan.model_drafts), default=0))
+        return StepResult(
+            plan.step_id, tokens, logprobs, prompt_logprobs=prompts, drafted=drafted,
+            draft_passes_s=passes_s if plan.model_drafts else [],
+        )  # fmt: skip
+
+    def _draft(self, plan: StepPlan) -> list[int]:
+        """What the draft model makes, from what it has in its cache."""
+        made = []
+        for one in plan.model_drafts:
+            row, tokens_per_block = plan.rows[one.column], self._shapes[plan.model].draft.tokens_per_block
+            known = self._tokens[row][: plan.starts[one.column] + 1]
+            assert one.start + one.count <= len(known)
+            assert not one.num_drafts or one.start + one.count == len(known), "it lacks tokens before its first draft"
+            cells = [self._draft_block(plan.model, block) for block in one.blocks]
+            for position in range(one.start, one.start + one.count):
+                cells[position // tokens_per_block][position % tokens_per_block] = known[position]
+            for number in range(one.num_drafts):
+                read = [cells[p // tokens_per_block][p % tokens_per_block] for p in range(len(known))]
+                assert read == known, "the draft model's cache holds other tokens than the sequence"
+                known.append(self._draft_token(known))
+                if number < one.num_drafts - 1:
+                    position = len(known) - 1
+                    cells[position // tokens_per_block][position % tokens_per_block] = known[-1]
+            made += known[one.start + one.count :] if one.num_drafts else []
+        return made
+
+    def _draft_block(self, model: str, block: int) -> list[int | None]:
+        self._cells[model, block] = [None] * self._shapes[model].block_size
+        self._own(model, block)
+        draft = self._shapes[model].draft
+        assert draft is not None
+        return self._draft_cells.setdefault((model, block), [None] * draft.tokens_per_block)
 
     def _score(self, model: str, row: int, start: int, count: int) -> bytes:
         end = min(start + count, self._scored[row] - 1)
@@ -210,13 +263,17 @@ class FakeExecutor:
         return self._block(model, self._blocks[row][position // shape.block_size]), position % shape.block_size
 
     def _block(self, model: str, block: int) -> list[int | None]:
-        shape = self._shapes[model]
-        merged = block // shape.blocks_per_merged
+        self._own(model, block)
+        self._draft_cells.pop((model, block), None)
+        return self._cells.setdefault((model, block), [None] * self._shapes[model].block_size)
+
+    def _own(self, model: str, block: int) -> None:
+        merged = block // self._shapes[model].blocks_per_merged
         if self._merged_owner.get(merged) != model:
-            for key in [key for key in self._cells if self._merged_of(key) == merged]:
-                del self._cells[key]
+            for cells in (self._cells, self._draft_cells):
+                for key in [key for key in cells if self._merged_of(key) == merged]:
+                    del cells[key]
             self._merged_owner[merged] = model
-        return self._cells.setdefault((model, block), [None] * shape.block_size)
 
     def _merged_of(self, key: tuple[str, int]) -> int:
         return key[1] // self._shapes[key[0]].blocks_per_merged

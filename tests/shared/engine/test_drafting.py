@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from shared.costs.model import CostModel
@@ -34,15 +35,18 @@ def never_twice(prefix: list[int]) -> int:
 
 
 class Run:
-    def __init__(self, token=repeating_token, depth=1, lookup=LOOKUP, num_merged=60, budget=64, cost=COST) -> None:
+    def __init__(
+        self, token=repeating_token, depth=1, lookup=LOOKUP, num_merged=60, budget=64, cost=COST, shape=SHAPE,
+        draft_token=None, policy=FixedTokenBudget,
+    ) -> None:  # fmt: skip
         self.engine = Engine(
-            num_merged, 8, ordering_policy("fcfs"), FixedTokenBudget(budget), steps_in_flight=depth, lookup=lookup
+            num_merged, 8, ordering_policy("fcfs"), policy(budget), steps_in_flight=depth, lookup=lookup
         )
-        self.engine.apply(AddModel(SHAPE), 0.0)
+        self.engine.apply(AddModel(shape), 0.0)
         if cost is not None:
             self.engine.apply(SetCostModel("a", cost), 0.0)
         self.token = token
-        self.executor = FakeExecutor([SHAPE], token)
+        self.executor = FakeExecutor([shape], token, draft_token)
         self.plans: list[StepPlan] = []
         self.in_flight: list[StepPlan] = []
         self.entries: dict[str, list[tuple[int, list[int], tuple[TokenLogprob, ...]]]] = {}
@@ -67,7 +71,7 @@ class Run:
         plan = self.in_flight.pop(0)
         result = self.executor.execute(plan)
         logprobs: list[TokenLogprob | None] = [TokenLogprob(-float(token)) for token in result.tokens]
-        self.apply(StepResult(plan.step_id, result.tokens, logprobs))
+        self.apply(msgspec.structs.replace(result, logprobs=logprobs))
 
     def apply(self, result: StepResult) -> None:
         self.engine.apply(OnStep(result), self.now)

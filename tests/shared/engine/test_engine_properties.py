@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, SetCostModel, Submit
 from shared.engine.engine import Engine
-from shared.engine.plan import CopyKind, ModelShape, StepResult
+from shared.engine.plan import CopyKind, DraftShape, ModelShape, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.requests import (
     ErrorCode,
@@ -22,12 +23,14 @@ from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
+from shared.policies.speculation import GateState, SpeculationGate
 from shared.policies.token_budget import FixedTokenBudget
 from tests.seeds import examples
 from tests.shared.costs import SMALL
 from tests.shared.engine.fake_executor import (
     FakeExecutor,
     expected_output,
+    mostly,
     next_token,
     prompt_logprobs,
     repeating_token,
@@ -35,6 +38,16 @@ from tests.shared.engine.fake_executor import (
 )
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
+DRAFTS = {"a": DraftShape(9, 50), "b": DraftShape(2, 100)}
+
+
+class AlwaysTries(SpeculationGate):
+    def __init__(self):
+        super().__init__()
+        self.state = GateState.TRIES
+
+    def take_turn(self):
+        return GateState.TRIES
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -55,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         has_cost_model=st.booleans(),
         least_share=st.sampled_from([0.0, 0.25, 0.7]),
         lookup=st.sampled_from([LookupSettings(), LookupSettings(1, 1, 1), LookupSettings(6, 1, 3)]),
+        drafting=st.sampled_from(["none", "measured", "always"]),
     )
     def start(
         self,
@@ -72,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         has_cost_model,
         least_share,
         lookup,
+        drafting,
     ):
         self.next_token = repeating_token if lookup.num_tokens else next_token
         self.engine = Engine(
@@ -91,8 +106,14 @@ class EngineMachine(RuleBasedStateMachine):
             least_share=least_share,
             lookup=lookup,
         )
-        self.limits = {shape.name: self.engine.apply(AddModel(shape), 0.0).max_model_len for shape in SHAPES}
-        self.executor = FakeExecutor(SHAPES, self.next_token)
+        shapes = SHAPES
+        if drafting != "none":
+            shapes = [msgspec.structs.replace(shape, draft=DRAFTS[shape.name]) for shape in SHAPES]
+        self.limits = {shape.name: self.engine.apply(AddModel(shape), 0.0).max_model_len for shape in shapes}
+        self.executor = FakeExecutor(shapes, self.next_token, mostly(self.next_token))
+        if drafting == "always":
+            for speculator in self.engine.drafting.speculators.values():
+                speculator.gate = lambda num_sequences: AlwaysTries()
         self.now = 0.0
         self.sent = {}
         self.output = {}
@@ -156,8 +177,6 @@ class EngineMachine(RuleBasedStateMachine):
     def place_again(self, name, cut):
         """A higher epoch, with part of the output as prior, continues exactly after it."""
         if name in self.sent and name not in self.ended:
-            import msgspec
-
             prior = self.output[name][:cut]
             again = msgspec.structs.replace(self.sent[name], epoch=self.sent[name].epoch + 1, prior=pack_tokens(prior))
             if self.engine.apply(Submit(again), self.now) is None:
