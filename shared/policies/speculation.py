@@ -135,13 +135,13 @@ def _catch_ups(
     """How many tokens of each the draft model computes first, of who lacks the fewest first."""
     computes = [0] * len(candidates)
     left = draft.max_step_tokens
-    if draft.is_known:
+    if draft.is_known and step_s:
         seconds = min(max(CATCH_UP_SHARE * step_s, draft.cost_model.fixed_s), room.left_s)
         left = min(left, max(len(candidates), draft.cost_model.max_prefill_tokens(seconds, StepShape(), 0)))
     token_s = step_s / max(1, room.num_sampled)
     for i in sorted(range(len(candidates)), key=lambda i: candidates[i].num_missing):
         one = candidates[i]
-        if one.num_missing > 2 and draft.is_known:
+        if one.num_missing > 2 and draft.is_known and step_s:
             start = one.context_tokens + 1 - one.num_missing
             if draft.cost_model.prefill_cost_s(one.num_missing, start) > saving * token_s * one.remaining:
                 continue

@@ -248,7 +248,7 @@ def test_a_panic_of_the_library_ends_its_request_alone(checkpoint: Path, monkeyp
 def test_masks_that_do_not_come_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_MASK_WAIT_S", 0.05)
     late = [_Guide() for _ in range(400)]
-    guides = Guides(list(range(len(late))), late, counters := GrammarCounters())
+    guides = Guides(list(range(len(late))), dict(enumerate(late)), counters := GrammarCounters())
     assert guides.masks() is None and len(guides.failed) == len(late)
     assert counters.wait_s < 10.0, "one after the other they would take 20 s"
 

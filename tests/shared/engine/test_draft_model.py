@@ -21,12 +21,12 @@ DRAFT = msgspec.structs.replace(SHAPE, draft=DraftShape(6, 150))
 class Always(SpeculationGate):
     """Drafts from the first step on."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: GateState = GateState.TRIES) -> None:
         super().__init__()
-        self.state = GateState.TRIES
+        self.state = self._turn = state
 
     def take_turn(self) -> GateState:
-        return GateState.TRIES
+        return self._turn
 
 
 def drafting(token=next_token, always: bool = True, lookup=LookupSettings(), draft_token=None, **fields) -> Run:  # noqa: B008
