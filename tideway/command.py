@@ -45,6 +45,7 @@ from tideway.preflight import (
     check_tensor_parallel,
     parse_adapters,
     parse_models,
+    with_drafts,
     with_engines,
 )
 from tideway.profile import profile
@@ -125,6 +126,13 @@ def up(
             help="Quantise the weights of the models' layers: int8, int4 or fp8.",
         ),
     ] = "",
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A small model with the same tokenizer that drafts tokens: NAME=FOLDER or NAME=HUB_ID of one model, or of "
+            "all; repeatable.",
+        ),
+    ] = None,
     tool_format: Annotated[
         list[str] | None,
         typer.Option(
@@ -223,7 +231,7 @@ def up(
     check_tensor_parallel(tensor_parallel)
     check_roles(role)
     check_otlp(otlp)
-    specs = parse_models(model or [], quantization, tool_format or [])
+    specs = with_drafts(parse_models(model or [], quantization, tool_format or []), draft or [])
     specs = with_engines(specs, engine or [], engine_args or [], engine_url or [])
     check_engines(specs)
     options = UpOptions(

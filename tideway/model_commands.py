@@ -52,6 +52,12 @@ def _table(models: list[ModelState]) -> Table:
     return table
 
 
+def _resolved(source: str) -> str:
+    """A folder becomes an absolute path."""
+    folder = Path(source).expanduser()
+    return str(folder.resolve()) if source and folder.is_dir() else source
+
+
 @app.command("add")
 def add_model(
     name: Annotated[str, typer.Argument(help="As clients will call it.")],
@@ -69,6 +75,9 @@ def add_model(
     replicas: Annotated[int | None, typer.Option(min=1, help="Instances that hold it; all unless said.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="Round its weights: int8, int4 or fp8.")] = "",
+    draft: Annotated[
+        str, typer.Option(help="Folder or hub id of a small model with the same tokenizer that drafts tokens for it.")
+    ] = "",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and output together.")] = None,
     ttft_ms: Annotated[float, typer.Option(min=0, help="Objective: time to first token; 0: the default.")] = 0.0,
     tpot_ms: Annotated[float, typer.Option(min=0, help="Objective: time per output token; 0: the default.")] = 0.0,
@@ -77,9 +86,9 @@ def add_model(
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Serve a model, beside those that are there."""
-    folder = Path(source).expanduser()
     wanted: dict[str, Any] = {
-        "source": str(folder.resolve()) if folder.is_dir() else source,
+        "source": _resolved(source),
+        "draft": _resolved(draft),
         "dtype": dtype if dtype != "auto" else None,
         "quantization": quantization,
         "max_model_len": max_model_len,

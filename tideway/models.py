@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -47,7 +49,10 @@ def _rows(state: ModelState | AdapterState) -> list[list[str]]:
     if isinstance(state, AdapterState):
         waits, note = "", f"on {state.base}"  # its requests wait as its base model's
     else:
-        waits, note = str(state.num_waiting + (state.num_queued or 0)), state.quantization
+        waits, note = (
+            str(state.num_waiting + (state.num_queued or 0)),
+            ", ".join(filter(None, (state.quantization, f"draft {PurePath(state.draft).name}" if state.draft else ""))),
+        )
     if state.traffic is None:
         return [[escape(state.name), *["?"] * 13, waits]]
     name = escape(f"{state.name} ({note})" if note else state.name)

@@ -107,6 +107,19 @@ def with_engines(
     return list(specs.values())
 
 
+def with_drafts(models: Collection[ModelSpec], drafts: Iterable[str]) -> list[ModelSpec]:
+    """Models with their draft models, by `SOURCE` of all or `NAME=SOURCE` of one. Folders become absolute paths. Raises
+    `OperatorError`."""
+    specs = {spec.name: spec for spec in models}
+    told = [_of_model(argument, specs) for argument in drafts]
+    for name, source in sorted(told, key=lambda pair: pair[0] != ""):  # what is said of one goes before
+        hint = f"--draft {source}: write NAME=FOLDER or NAME=ORGANISATION/MODEL"
+        source = _source(source, "checkpoint in Hugging Face format", "config.json", hint)
+        for each in [name] if name else list(specs):
+            specs[each] = msgspec.structs.replace(specs[each], draft=source)
+    return list(specs.values())
+
+
 def check_engines(models: Iterable[ModelSpec]) -> None:
     """Raises `OperatorError` where the environment of a model's engine is not on this machine."""
     for engine in sorted({spec.engine for spec in models if not spec.is_native and not spec.is_endpoint}):

@@ -41,6 +41,13 @@ def is_same(known: AdapterSpec, asked: AdapterSpec) -> bool:
     return msgspec.structs.replace(asked, **filled) == known
 
 
+def with_draft(shape: CheckpointShape, spec: ModelSpec, draft: CheckpointShape) -> CheckpointShape:
+    """The model's shape with the memory of its draft model's weights, in the dtype of its own, on each device."""
+    itemsize = ITEMSIZES[shape.dtype if spec.dtype == "auto" else spec.dtype]
+    num_bytes = draft.weight_bytes * itemsize // ITEMSIZES[draft.dtype]
+    return msgspec.structs.replace(shape, adapter_bytes=shape.adapter_bytes + num_bytes)
+
+
 def with_adapters(
     shape: CheckpointShape, base: ModelSpec, adapters: Iterable[AdapterSpec], max_bytes: int
 ) -> CheckpointShape:

@@ -10,17 +10,17 @@ from typing import Generic
 
 import msgspec
 
-from services.placement.adapters import read_adapter, with_adapters
+from services.placement.adapters import read_adapter, with_adapters, with_draft
 from services.placement.checkpoints import Checkpoints
 from services.placement.footprint import ConfiguredModel
 from services.placement.remembered import Remembered, Spec
-from services.placement.requests import check_length, check_quantization, refuse
+from services.placement.requests import check_draft, check_length, check_quantization, refuse
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.messages.catalogue import ADAPTERS, MODELS
 from shared.messages.channels import Bucket, bucket_key
 from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.requests import ErrorCode
-from shared.models.checkpoint import CheckpointError, CheckpointMissing, quantized
+from shared.models.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape, quantized
 from shared.runtime.settings import PlacementSettings
 
 logger = logging.getLogger(__name__)
@@ -115,40 +115,54 @@ class Registry:
 
     def begin_reading(self) -> None:
         """Begins to read whatever is not known yet."""
-        for spec in self.models.specs.values():
-            self._checkpoints.begin(spec.source)
+        for source in self._sources():
+            self._checkpoints.begin(source)
+
+    def _sources(self) -> set[str]:
+        return {source for spec in self.models.specs.values() for source in spec.sources}
 
     async def have_read(self, most_s: float) -> None:
-        await self._checkpoints.wait({spec.source for spec in self.models.specs.values()}, most_s)
+        await self._checkpoints.wait(self._sources(), most_s)
 
     def forget_files(self) -> None:
         """Forgets the files of models that are gone."""
-        self._checkpoints.forget_all_but({spec.source for spec in self.models.specs.values()})
+        self._checkpoints.forget_all_but(self._sources())
 
     def configured(self, spec: ModelSpec, adapters: Iterable[AdapterSpec], asleep: str) -> ConfiguredModel:
         """`adapters`: those that there are, or would be. `asleep`: see `ConfiguredModel`."""
         shape, problem = self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source)
+        draft = self._checkpoints.shape(spec.draft) if spec.draft else None
+        if spec.draft and draft is None:
+            shape, problem = None, problem or self._checkpoints.problem(spec.draft)
         if shape is not None:
             try:
                 shape = quantized(shape, spec.quantization)
                 shape = with_adapters(shape, spec, adapters, self._settings.adapter_memory_bytes)
+                shape = shape if draft is None else with_draft(shape, spec, draft)
             except CheckpointError as error:
                 shape, problem = None, str(error)
         return ConfiguredModel(spec, shape, problem, asleep)
 
     async def read_checkpoint(self, spec: ModelSpec) -> None:
         """Reads what a model that is to be added needs. Raises `ServiceError`."""
-        is_used = any(known.source == spec.source for known in self.models.specs.values())
-        self._checkpoints.begin(spec.source, again=not is_used)
-        await self._checkpoints.wait([spec.source], ADD_READ_S)
-        if problem := self._checkpoints.problem(spec.source):
-            raise refuse(problem, "source")
-        shape = self._checkpoints.shape(spec.source)
-        if shape is None:
-            message = f"the checkpoint {spec.source!r} is being fetched; add the model again when it is there"
-            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "source", retry_after_s=10.0)
+        used = self._sources()
+        for source in spec.sources:
+            self._checkpoints.begin(source, again=source not in used)
+        await self._checkpoints.wait(spec.sources, ADD_READ_S)
+        shape = self._read(spec.source, "source")
         check_length(spec, shape)
         check_quantization(spec, shape)
+        if spec.draft:
+            check_draft(spec, shape, self._read(spec.draft, "draft"))
+
+    def _read(self, source: str, field: str) -> CheckpointShape:
+        if problem := self._checkpoints.problem(source):
+            raise refuse(problem, field)
+        shape = self._checkpoints.shape(source)
+        if shape is None:
+            message = f"the checkpoint {source!r} is being fetched; add the model again when it is there"
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, field, retry_after_s=10.0)
+        return shape
 
     def base_of(self, spec: AdapterSpec) -> ModelSpec:
         """Raises `ServiceError`."""

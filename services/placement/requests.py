@@ -50,6 +50,8 @@ def check_spec(spec: ModelSpec) -> None:
     _check_engine(spec)
     if spec.on_demand and not spec.is_native:
         raise refuse(f"on_demand is for models on Tideway's own engine, and this one is on {spec.engine}", "on_demand")
+    if spec.draft and not spec.is_native:
+        raise refuse(f"draft is for models on Tideway's own engine, and this one is on {spec.engine}", "draft")
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)
@@ -90,6 +92,18 @@ def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:
         raise refuse(
             f"max_model_len is {spec.max_model_len}, but the checkpoint allows {shape.max_model_len} tokens",
             "max_model_len",
+        )
+
+
+def check_draft(spec: ModelSpec, shape: CheckpointShape, draft: CheckpointShape) -> None:
+    """`draft`: of the draft model."""
+    if shape.pooling is not None or draft.pooling is not None:
+        raise refuse("draft is for models that generate text, and of those", "draft")
+    if draft.vocab_size != shape.vocab_size:
+        raise refuse(
+            f"draft {spec.draft!r} has {draft.vocab_size} tokens, but {spec.name!r} has {shape.vocab_size}: it needs the "
+            "same tokenizer",
+            "draft",
         )
 
 

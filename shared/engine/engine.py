@@ -53,6 +53,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, HeldReq
 from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.prompt_lookup import LookupSettings
+from shared.policies.speculation import GateState
 from shared.policies.token_budget import TokenBudgetPolicy
 from shared.recording import Recorder
 
@@ -160,6 +161,14 @@ class Engine:
     def cost_models(self) -> dict[str, KnownCosts]:
         """The cost model of each model that has one."""
         return self.charging.cost_models()
+
+    def speculation(self) -> dict[str, dict[int, tuple[GateState, float]]]:
+        """Of each model with a draft model, by the most sequences of a batch: whether it drafts, and the tokens per second
+        that were measured with drafts over without."""
+        return {
+            name: {most: (gate.state, gate.gain) for most, gate in speculator.gates.items()}
+            for name, speculator in self.drafting.speculators.items()
+        }
 
     # ------------------------------------------------------------------------------------------------- steps
 

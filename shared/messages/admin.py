@@ -225,6 +225,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     """Why it is put away: a `WhyAsleep`."""
     engine: str = "native"
     """Engine that computes it."""
+    draft: str = ""
+    """Source of its draft model; empty: none."""
 
 
 class AdapterState(msgspec.Struct, kw_only=True):

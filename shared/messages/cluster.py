@@ -58,8 +58,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
     quantization: str = ""
     """Quantisation of a checkpoint's weights that are not quantised: int8 | int4 | fp8; empty: none."""
-    draft: str = ""
-    """Source of a small model with the same tokenizer that drafts tokens for it (docs/design/engine.md); empty: none."""
     tool_format: str = ""
     """How it writes calls of tools, one of `TOOL_FORMATS`; empty: as its chat template says."""
     on_demand: bool = False
@@ -72,6 +70,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Arguments for the engine's own command line, as a shell would read them."""
     engine_url: str = ""
     """URL of the server of the engine `endpoint`, without `/v1`."""
+    draft: str = ""
+    """Source of its draft model, a small one with the same tokenizer (docs/design/engine.md); empty: none."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Sources of all checkpoints that are loaded for it."""
+        return [self.source, self.draft] if self.draft else [self.source]
 
     @property
     def is_native(self) -> bool:

@@ -374,6 +374,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """So many of the last tokens must have stood before."""
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4
     """Up to so many are compared where there are several such places."""
+    draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 5
+    """Tokens that a model's draft model guesses at most for a sequence in a step; 0: none."""
     resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = RESUME_S
     """How long (a minute at least) an instance keeps the output of a request that has ended."""
     max_adapters: Annotated[int, msgspec.Meta(ge=1)] = 32

@@ -187,6 +187,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 slo_scale=spec.slo_scale,
                 quantization=spec.quantization,
                 engine=spec.engine or NATIVE,
+                draft=spec.draft,
                 instances={instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced=unplaced.get(spec.name),
                 failure=failure.message if (failure := context.catalog.failure(spec.name)) is not None else None,
@@ -232,7 +233,7 @@ def _adapter_state(context: GatewayContext, spec: AdapterSpec, traffic: Mapping[
 
 _NOT_OF_ADAPTERS = (
     "dtype", "max_model_len", "replicas", "quantization", "tool_format", "on_demand", "idle_s", "engine",
-    "engine_args", "engine_url",
+    "engine_args", "engine_url", "draft",
 )  # fmt: skip
 
 
@@ -270,6 +271,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.engine or ("endpoint" if message.engine_url else ""),
         message.engine_args or "",
         message.engine_url or "",
+        message.draft or "",
     )
     await check_model(context, spec)
     if context.catalog.failure(spec.name) is not None:

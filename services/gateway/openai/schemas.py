@@ -572,6 +572,8 @@ class AddModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Flags of that engine."""
     engine_url: Annotated[str, Meta(max_length=1024)] | None = None
     """URL of a server that already runs."""
+    draft: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """Folder or hub id of a draft model: a small model with the same tokenizer that drafts tokens."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

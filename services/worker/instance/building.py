@@ -85,6 +85,7 @@ def build_engine(
         least_share=settings.least_share,
         num_stages=num_stages,
         lookup=lookup,
+        max_drafts=settings.draft_tokens,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

@@ -14,6 +14,7 @@ from shared.costs.model import CostSource, KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
 from shared.messages.requests import GenerationRequest, RequestClass
+from shared.policies.speculation import GateState
 
 BUDGET_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
@@ -67,6 +68,16 @@ class CoServingTelemetry:
                 ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true"),
             )
         }
+        self._batches: dict[str, set[int]] = {}
+        """Sizes of batches of which there are gates, by model."""
+        self._speculation = Gauge(
+            "tideway_instance_speculation", "Whether the draft model drafts (off, trial, on): 1 for the current state",
+            ("model_name", "engine", "batch", "state"), registry=registry,
+        )  # fmt: skip
+        self._speculation_gain = Gauge(
+            "tideway_instance_speculation_gain", "Tokens per second with the draft model over without, as measured",
+            ("model_name", "engine", "batch"), registry=registry,
+        )  # fmt: skip
         self._host_use = Gauge(
             "tideway_instance_host_pool_use", "Share of the host memory for checkpoints in use, 0 to 1", ("engine",),
             registry=registry,
@@ -100,6 +111,14 @@ class CoServingTelemetry:
         for source in CostSource:
             self._cost_source.labels(model, self._engine, str(source)).set(source == known.source)
 
+    def on_speculation(self, model: str, gates: Mapping[int, tuple[GateState, float]]) -> None:
+        """`gates`: as of `Engine.speculation`."""
+        for most, (state, gain) in gates.items():
+            self._batches.setdefault(model, set()).add(most)
+            self._speculation_gain.labels(model, self._engine, str(most)).set(gain)
+            for one in GateState:
+                self._speculation.labels(model, self._engine, str(most), one.value).set(state is one)
+
     def set_model(self, model: str) -> None:
         """It was loaded: its counters begin at 0, so that rates are known from the first event on."""
         for counter in (*self._bytes.values(), *self._guesses.values(), self._unserved, self._without_token):
@@ -110,6 +129,10 @@ class CoServingTelemetry:
 
     def remove_model(self, model: str) -> None:
         """It was unloaded: nothing is known of its steps any more."""
+        for most in self._batches.pop(model, ()):
+            self._speculation_gain.remove(model, self._engine, str(most))
+            for state in GateState:
+                self._speculation.remove(model, self._engine, str(most), state.value)
         for gauge, values in (
             (self._cost_scale, [""]),
             (self._cost_error, ["50", "99"]),

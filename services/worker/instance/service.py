@@ -399,6 +399,8 @@ class InstanceService:
         self._metrics.on_load(load_now, used_share, counters.num_preemptions)
         self._metrics.coserving.on_counters(counters, self._block_bytes(), host_used_share)
         self._models.look_into(dict(counters.without_token))
+        for model, gates in self._loop.ask(Engine.speculation).items():
+            self._metrics.coserving.on_speculation(model, gates)
         for model, known in self._loop.ask(Engine.cost_models).items():
             self._metrics.coserving.on_costs(model, known)
             if self._cost_sources.get(model) != known.source:

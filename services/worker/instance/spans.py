@@ -34,6 +34,8 @@ class InstanceSpans:
             "tideway.num_suspended_steps": ended.num_suspensions,
             "tideway.num_recomputed_tokens": ended.recomputed_tokens,
             "tideway.num_restored_blocks": ended.restored_blocks,
+            "tideway.num_draft_tokens": ended.num_draft_tokens,
+            "tideway.num_accepted_draft_tokens": ended.num_draft_kept,
             "tideway.device_s": ended.device_s,
             "tideway.latency_s": ended.ended_s - ended.arrived_s,
             "tideway.max_itl_s": ended.max_itl_s,
