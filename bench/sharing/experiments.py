@@ -111,8 +111,8 @@ FIGURES = {
     ),
     "baselines": Figure(
         about="What makes the baselines as strong as they are. Whole prompts: a step is whole prompts or decodes, as vLLM's "
-        "were before chunked prefill. 8 at once: an instance's batch. In turns: MuxServe's prefills and decodes share the "
-        "time of their devices, and do not run beside each other on units of their own.",
+        "were before chunked prefill. 8 at once: an instance's batch. In turns: MuxServe's prefills and decodes run one "
+        "after the other on all units, not beside each other on units of their own.",
         x_name="rate, req/s", run_s=50.0,
         points=lambda run_s: _rates(CHOICES, (50.0,), run_s),
     ),

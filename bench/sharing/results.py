@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -89,22 +89,38 @@ def outcome(x: float, system: str, seed: int, run: Run, took_s: float) -> Outcom
 LEVELS = (0.99, 0.9)
 
 
-def capacity(outcomes: Sequence[Outcome], system: str, level: float) -> str:
-    """The rate at which the system's attainment first falls below the level, between two rates in proportion."""
+class Capacity(NamedTuple):
+    """The rate at which attainment first falls below a level."""
+
+    rate: float
+    is_below: bool = False
+    """At the lowest rate, `rate`, it is below already."""
+    is_over: bool = False
+    """At the highest rate, `rate`, it is not."""
+
+    def __str__(self) -> str:
+        bound = "below " if self.is_below else "over " if self.is_over else ""
+        return f"{bound}{self.rate:.3g}" if self.rate < 100 else f"{bound}{self.rate:.0f}"
+
+
+def capacity(outcomes: Sequence[Outcome], system: str, level: float) -> Capacity | None:
+    """Between two rates in proportion; None: the system has no placement."""
     own = sorted((one for one in outcomes if one.system == system and not one.error), key=lambda one: one.x)
-    if not own or own[0].attainment < level:
-        return f"below {own[0].x:g}" if own else "-"
+    if not own:
+        return None
+    if own[0].attainment < level:
+        return Capacity(own[0].x, is_below=True)
     for before, after in pairwise(own):
         if after.attainment < level:
             share = (before.attainment - level) / (before.attainment - after.attainment)
-            return f"{before.x + share * (after.x - before.x):.0f}"
-    return f"over {own[-1].x:g}"
+            return Capacity(before.x + share * (after.x - before.x))
+    return Capacity(own[-1].x, is_over=True)
 
 
 def capacity_table(outcomes: Sequence[Outcome]) -> list[str]:
     """Rates that each system serves."""
     names = dict.fromkeys(one.system for one in outcomes)
-    rows = [[name, *(capacity(outcomes, name, level) for level in LEVELS)] for name in names]
+    rows = [[name, *(str(capacity(outcomes, name, level) or "-") for level in LEVELS)] for name in names]
     return table(["system", *(f"req/s to {level:.0%} attainment" for level in LEVELS)], rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -55,7 +56,9 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 256
     """Sequences of an instance at once."""
     overlaps: bool = True
-    """Whether MuxServe's jobs run each on units of its own; else those under way together take turns."""
+    """Whether MuxServe's jobs run beside each other, on units of their own; else one after the other, on all."""
+    interference: float = 0.0
+    """By how much longer MuxServe's jobs take while others run beside them."""
 
 
 ADAPTIVE = ReplacementSettings(initial_s=40.0, least_s=20.0, most_s=600.0)
@@ -133,7 +136,7 @@ def simulate(system: System, case: Case) -> Run:
     if system.placement == "muxserve":
         units = baselines.muxserve(problem)
         events, num_changes = Events(), 0
-        groups = multiplexed.deploy(events, problem, units, overlaps=system.overlaps)
+        groups = multiplexed.deploy(events, problem, units, overlaps=system.overlaps, interference=system.interference)
         records = run(events, groups, jobs)
         itl = ItlHistogram.merged(groups[name].itl[name] for name in groups)
         placement = [_shown(*unit) for unit in units]
@@ -156,7 +159,8 @@ def place(system: System, problem: Problem) -> Plan:
         case "dedicated":
             return baselines.dedicated(problem, estimate)
         case "alpaserve":
-            return baselines.alpaserve(problem, estimate)
+            # Chosen for the order in which it serves.
+            return baselines.alpaserve(problem, partial(estimate, order="fcfs"))
         case _:
             return search(problem).plan
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -94,7 +95,7 @@ def placed(variant: Variant, problem: Problem) -> Plan:
         case "dedicated":
             return dedicated(problem, estimate)
         case "alpaserve":
-            return alpaserve(problem, estimate)
+            return alpaserve(problem, partial(estimate, order="fcfs"))
         case "muxserve":
             return plan_of(unit.group for unit in muxserve(problem))
     return search(problem).plan

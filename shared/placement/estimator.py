@@ -9,6 +9,7 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     met      (1 - exp(-sum(n)))^(groups of the model - 1)         of n and s a request meets such a share: it goes elsewhere
     turns    x(m) ~ n / L^2 + n^2 / (16 M L), at least 1/20 of the largest; M: mean L of all n      (doubling_budget.py)
     cycle    F + (D + C c)(1 + n) + what the others take between two turns, at most as long as a stream may be silent
+             first come first served: x(m) ~ a(m) (mean time of a request alone) / s(m), whatever the silence
     prefill  a share phi of the time, first come first served, up to chunk / (chunk + sum(s))
     rate     (1 - phi) / cycle                        tokens of each of its sequences
     memory   sequences are admitted while their KV fits the pool and there are rows
@@ -25,8 +26,9 @@ spread sample is followed; load always counts them all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -63,6 +65,10 @@ EASE = 0.5
 CHANCE_S = 1.0
 """Over which a mean load is taken, that arrivals by chance differ from: fitted; 1 to 3 s rank plans alike."""
 NEVER_S = 1e9
+Order = Literal["turns", "fcfs"]
+"""Whose step is next on a group: turns by the weights of doubling budgets, or the model of the request that came first.
+That one runs until all requests older than the next model's first are done, so all models' requests grow equally old: each
+has time in proportion to what a request of it takes."""
 
 Array = np.ndarray
 
@@ -174,9 +180,9 @@ class _Course(NamedTuple):
     """[bins, groups] share of the time."""
 
 
-def estimate(problem: Problem, plan: Plan) -> Prediction:
+def estimate(problem: Problem, plan: Plan, *, order: Order = "turns") -> Prediction:
     """What the plan does under the problem's traffic, coarsely. Raises ValueError for a group that its models do not fit."""
-    return Estimator(problem).predict(plan)
+    return Estimator(problem, order=order).predict(plan)
 
 
 def _index(names: Sequence[str], name: str) -> int:
@@ -194,8 +200,10 @@ class Estimator:
         num_bins: int = NUM_BINS,
         num_tail_bins: int = NUM_TAIL_BINS,
         max_followed: int = MAX_FOLLOWED,
+        order: Order = "turns",
     ) -> None:
         self.problem = problem
+        self._is_fcfs = order == "fcfs"
         self.num_estimated = 0
         """Plans."""
         traffic = problem.traffic
@@ -503,15 +511,16 @@ class Estimator:
                 marginal += cost.over_s * np.maximum(0.0, n - cost.knee)
             step = active * cost.fixed_s + marginal
             total = np.add.reduce(step, 1, keepdims=True)
-            inverse_s = np.add.reduce(n, 1, keepdims=True) / (np.add.reduce(n * cost.mean_s, 1, keepdims=True) + 1e-12)
-            turn = n * (cost.gain + cost.batch_gain * inverse_s * n) + least
-            turn = np.maximum(turn, LEAST_SHARE * np.maximum.reduce(turn, 1, keepdims=True))
+            if self._is_fcfs:
+                turn = active * cost.mean_s / (step + 1e-12) + 1e-9
+            else:
+                mean_s = np.add.reduce(n * cost.mean_s, 1, keepdims=True) + 1e-12
+                inverse_s = np.add.reduce(n, 1, keepdims=True) / mean_s
+                turn = n * (cost.gain + cost.batch_gain * inverse_s * n) + least
+                turn = np.maximum(turn, LEAST_SHARE * np.maximum.reduce(turn, 1, keepdims=True))
             others = (np.add.reduce(turn * step, 1, keepdims=True) - turn * step) / turn
-            cycle = (
-                cost.fixed_s
-                + cost.token_s
-                + met * (marginal + OTHERS_SHARE * np.minimum(others, np.maximum(total, silence)))
-            )
+            longest = math.inf if self._is_fcfs else np.maximum(total, silence)
+            cycle = cost.fixed_s + cost.token_s + met * (marginal + OTHERS_SHARE * np.minimum(others, longest))
             ready = w + arrive
             seconds = ready * (cost.prefill_s + cost.steps_s * (1.0 - active))
             needed = np.add.reduce(seconds, 1, keepdims=True)

@@ -16,6 +16,7 @@ from msgspec import Meta
 from shared.placement.baselines import NoPlacement, Unit, needs_of
 from shared.placement.memory import Memory
 from shared.placement.problem import Problem
+from shared.policies.multiplexing import UNITS, Units
 from shared.simulation.deployment import (
     Outcome,
     jobs_of,
@@ -48,8 +49,10 @@ def deploy(
     *,
     max_rows: int = 256,
     overlaps: bool = True,
+    interference: float = 0.0,
 ) -> dict[str, SpatialGroup]:
-    """Groups by model. Raises `NoPlacement` where a pool does not hold a longest request of each of its models."""
+    """Groups by model. `overlaps`: else each job has all compute units, so there is one at a time; `interference`: as for
+    `SpatialGroup`. Raises `NoPlacement` where a pool does not hold a longest request of each of its models."""
     kv, needs, memory, groups = kv or SplitKv(), needs_of(problem), Memory(problem), dict[str, SpatialGroup]()
     for unit in units:
         node, size = node_of(problem, unit.group), unit.group.num_ranks
@@ -57,7 +60,8 @@ def deploy(
         geometry = memory.pool(unit.group.models, node, size)
         models = [
             SpatialModel(
-                name=model.name, cost_model=model.costs[node.kind, size], units=unit.units[model.name],
+                name=model.name, cost_model=model.costs[node.kind, size],
+                units=unit.units[model.name] if overlaps else Units(UNITS, UNITS),
                 block_size=kv.block_size, block_bytes=model.block_bytes * kv.block_size // model.block_size,
                 max_model_len=model.max_model_len, demand=needs[model.name].rate_rps * model.block_bytes,
             )
@@ -66,7 +70,7 @@ def deploy(
         try:
             group = SpatialGroup(
                 events, models, geometry.merged_bytes * geometry.num_merged, overhead=kv.overhead, max_rows=max_rows,
-                overlaps=overlaps,
+                interference=interference,
             )  # fmt: skip
         except ValueError as error:
             raise NoPlacement(f"{unit.group.instance_id}: {error}, each a request of its max_model_len") from None

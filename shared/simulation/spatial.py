@@ -8,7 +8,8 @@ begin. With the time t of the cost model, a job on u of `UNITS` units takes, alo
     decode    t * max(1, DECODE_UNITS / u)      bound by memory: fewer units than those cost nothing
 
 times `overhead` (of a split KV cache). Jobs that are under way together are all slowed down alike, by as much as what they
-ask for, of arithmetic or of memory bandwidth, is more than there is. A prefill is whole prompts, as many as fit into
+ask for, of arithmetic or of memory bandwidth, is more than there is, and by `interference` beside that: what caches, memory
+banks and kernels that share a device cost each other. A prefill is whole prompts, as many as fit into
 `max_prefill_tokens`, at least one. A model keeps to its quota of KV, but for its only request; where it lacks some, its
 newest request is put back and computed again.
 """
@@ -86,16 +87,16 @@ class SpatialGroup:
         overhead: float = 1.0,
         max_prefill_tokens: int = 8192,
         max_rows: int = 256,
-        overlaps: bool = True,
+        interference: float = 0.0,
     ) -> None:
-        """`overlaps`: else jobs that are under way together take turns. ValueError: the pool does not hold a longest request
-        of each model."""
+        """`interference`: by how much longer jobs take while others are under way, 0.1: a tenth. ValueError: the pool does
+        not hold a longest request of each model."""
         self.models = {model.name: model for model in models}
         self.num_preemptions = 0
         self.num_open = 0
         """Requests that came, or are to come, and have not ended."""
         self._events, self._overhead = events, overhead
-        self._max_prefill_tokens, self._max_rows, self._overlaps = max_prefill_tokens, max_rows, overlaps
+        self._max_prefill_tokens, self._max_rows, self._interference = max_prefill_tokens, max_rows, interference
         self._policy = Multiplexing({model.name: model.units for model in models})
         self._least = {model.name: -(-model.max_model_len // model.block_size) * model.block_bytes for model in models}
         self.quotas = first_quotas(pool_bytes, {model.name: model.demand for model in models}, self._least)
@@ -135,10 +136,10 @@ class SpatialGroup:
             units = self._policy.units_of(job_id)
             self._jobs.append(_Running(job_id, sequences, units, seconds * self._overhead))
         if self._jobs:
-            asked = float(len(self._jobs))
-            if self._overlaps:
-                asked = max(sum(job.arithmetic for job in self._jobs), sum(job.bandwidth for job in self._jobs))
+            asked = max(sum(job.arithmetic for job in self._jobs), sum(job.bandwidth for job in self._jobs))
             self._speed = 1.0 / max(1.0, asked)
+            if len(self._jobs) > 1:
+                self._speed /= 1.0 + self._interference
             self._turn += 1
             self._events.after(min(job.left_s for job in self._jobs) / self._speed, self._end, self._turn)
 

@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.sharing import kv
+from bench.sharing import fleets, kv
 from bench.sharing.__main__ import main
 from bench.sharing.experiments import CHOICES, SYSTEMS, Point, run_point, targets
-from bench.sharing.results import Outcome, capacity
+from bench.sharing.fleets import Fleet, asked_of, carried, climb, fleet_table
+from bench.sharing.results import Capacity, Outcome, capacity
 from bench.sharing.systems import DEDICATED, MUXSERVE, Case, System, drawn
 from bench.sharing.workloads import NUM_SAMPLED, SHAPES, Workload, clusters, draw, services
 
@@ -106,11 +107,56 @@ def test_targets_are_of_the_worst_and_of_the_last_rate() -> None:
 def test_the_rate_at_which_attainment_falls_below_a_level() -> None:
     attained = {10.0: 1.0, 20.0: 0.98, 40.0: 0.78}
     outcomes = [Outcome(x=x, system="a", attainment=share) for x, share in attained.items()]
-    assert capacity(outcomes, "a", 0.99) == "15"
-    assert capacity(outcomes, "a", 0.9) == "28"
-    assert capacity(outcomes, "a", 0.5) == "over 40"
-    assert capacity(outcomes[1:], "a", 0.99) == "below 20"
-    assert capacity([Outcome(x=1.0, system="a", error="none")], "a", 0.9) == "-"
+    assert capacity(outcomes, "a", 0.99) == Capacity(pytest.approx(15.0))
+    assert str(capacity(outcomes, "a", 0.9)) == "28"
+    assert capacity(outcomes, "a", 0.5) == Capacity(40.0, is_over=True)
+    assert str(capacity(outcomes[1:], "a", 0.99)) == "below 20"
+    assert capacity([Outcome(x=1.0, system="a", error="none")], "a", 0.9) is None
+
+
+@pytest.mark.parametrize("holds", [3.0, 30.0, 300.0])
+def test_a_climb_brackets_both_levels(holds: float) -> None:
+    """Attainment is whole up to a rate, and falls in proportion beyond it."""
+    asked: list[float] = []
+
+    def run(rate: float) -> Outcome:
+        asked.append(rate)
+        return Outcome(x=rate, system="a", attainment=min(1.0, holds / rate))
+
+    found = climb(run, 20.0)
+    assert [one.x for one in found] == sorted(set(asked)) and len(asked) <= 14
+    for level in (0.99, 0.9):
+        carried = capacity(found, "a", level)
+        assert carried is not None and not carried.is_below and not carried.is_over
+        assert carried.rate == pytest.approx(holds / level, rel=0.06)
+
+
+def test_a_system_that_serves_no_rate_is_not_asked_for_ever() -> None:
+    found = climb(lambda rate: Outcome(x=rate, system="a", attainment=0.5), 20.0)
+    assert len(found) < 12 and str(capacity(found, "a", 0.9)).startswith("below")
+    assert [one.error for one in climb(lambda rate: Outcome(x=rate, system="a", error="no"), 20.0)] == ["no"]
+
+
+def test_the_fleets_that_are_compared() -> None:
+    """Each system climbs on the same fleet, and the table has a row of each."""
+    fleet = Fleet(num_devices=4, popularity=1.0, seed=7, num_services=2)
+    systems = [one for one in fleets.SYSTEMS if one.placement == "muxserve"]
+    found = [carried(asked) for asked in asked_of([fleet], run_s=10.0, systems=systems)]
+    rates = {one.system: capacity(one.outcomes, one.system, 0.9) for one in found}
+    assert list(rates) == [one.name for one in systems] and None not in rates.values()
+    by_width = [rates[name].rate for name in list(rates)[:3]]
+    assert by_width == sorted(by_width, reverse=True) and by_width[0] > by_width[-1]
+    text = "\n".join(fleet_table(found))
+    assert "4 x 1, seed 7" in text and all(one.name in text for one in systems)
+    ours = [
+        msgspec.structs.replace(
+            found[0],
+            system="tideway",
+            outcomes=[msgspec.structs.replace(one, system="tideway") for one in found[0].outcomes],
+        )
+    ]
+    aims = fleets.targets([*ours, *found])
+    assert [aim.value for aim in aims[:2]] == [1.0, 1.0] and aims[2].value > 1.0
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import pytest
 from shared.placement.estimator import Estimator, estimate
 from shared.placement.execution import alone_s, execution_s
 from shared.placement.problem import Group, Plan, Problem, traffic
+from shared.simulation.deployment import Serving, predict
 from tests.shared.placement.small import model, node, problem
 
 A, B = model("a"), model("b", 2.0)
@@ -68,6 +69,26 @@ def test_long_prompts_delay_the_other_model_of_their_group():
     apart = estimate(both, on((1, ("a",)), (1, ("b",))))
     assert together.models["a"].mean_ttft_s > 2 * apart.models["a"].mean_ttft_s
     assert together.normalised_latency > 1.5 * apart.normalised_latency
+
+
+@pytest.mark.parametrize(
+    ("rates", "outputs"), [((2.0, 0.2), (50, 600)), ((4.0, 0.5), (100, 100))], ids=["long beside short", "alike"]
+)
+def test_first_come_first_served_all_models_requests_grow_equally_old(
+    rates: tuple[float, float], outputs: tuple[int, int]
+) -> None:
+    """As the engine serves in that order: short requests wait for the long ones of the other model."""
+    rng, rows = np.random.default_rng(3), []
+    for name, rate, num_output in zip("ab", rates, outputs, strict=True):
+        rows += [(float(at_s), name, 100, num_output, True) for at_s in rng.uniform(0, 120, int(120 * rate))]
+    both = msgspec.structs.replace(problem([A, B], [node()], [0, 0]), traffic=traffic(rows, 120.0, ["a", "b"]))
+    plan = on((1, ("a", "b")))
+    estimated, simulated = estimate(both, plan, order="fcfs"), predict(both, plan, Serving(order_policy="fcfs"), seed=1)
+    for name in "ab":
+        assert estimated.models[name].normalised_latency == pytest.approx(
+            simulated.models[name].normalised_latency, rel=0.2
+        )
+    assert estimated.models["a"].normalised_latency > 1.5 * estimate(both, plan).models["a"].normalised_latency
 
 
 def test_a_small_kv_pool_makes_requests_wait():

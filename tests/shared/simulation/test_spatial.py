@@ -51,6 +51,27 @@ def test_decodes_beside_each_other_share_the_bandwidth_and_cost_less_than_one_af
         assert 1.15 * decode_s < record.latency_s - record.ttft_s < 1.25 * decode_s
 
 
+def test_interference_slows_what_runs_beside_others_alone() -> None:
+    models, jobs = [model("a"), model("b")], [Job(0.0, 16, 100, model=name) for name in "ab"]
+    assert simulate(jobs[:1], models, interference=0.2)[0][0] == simulate(jobs[:1], models)[0][0]
+    plain, slow = (simulate(jobs, models, interference=share)[0] for share in (0.0, 0.2))
+    for before, after in zip(plain, slow, strict=True):
+        took_s, alike_s = after.latency_s - after.ttft_s, before.latency_s - before.ttft_s
+        assert 1.15 * alike_s < took_s < 1.2 * alike_s + 1e-9
+
+
+def test_jobs_with_all_units_run_one_after_the_other() -> None:
+    whole = Units(10, 10)
+    models = [model("a", whole), model("b", whole)]
+    alone = simulate([Job(0.0, 16, 100, model="a")], models)[0][0]
+    both = simulate([Job(0.0, 16, 100, model=name) for name in "ab"], models)[0]
+    assert alone.ttft_s == pytest.approx(COST.predict(StepShape(16, 128.0)))
+    for record in both:
+        assert record.latency_s == pytest.approx(2 * alone.latency_s, rel=0.02)
+    # Nothing runs beside anything.
+    assert simulate([Job(0.0, 16, 100, model=name) for name in "ab"], models, interference=0.5)[0] == both
+
+
 def test_the_newest_is_put_back_where_the_quota_is_short_and_nothing_is_lost() -> None:
     jobs = [Job(0.0, 100, 150, model="a") for _ in range(4)]
     records, group = simulate(jobs, [model()], pool_bytes=40_000)
