@@ -24,8 +24,8 @@ from tideway.simulate import cpu_s
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIZES = {(64, 16): 2.0, (1024, 64): 30.0}
-"""Devices and models: seconds at most."""
+SIZES = {(64, 16, 1.0): 2.0, (1024, 64, 1.0): 30.0, (1024, 64, 2.5): 30.0}
+"""Devices, models and exponent of the models' popularity: seconds at most."""
 DEVICE_RATE = 2.0
 """Requests a second for each device."""
 SEARCH_INTERVAL_S = 120.0
@@ -54,7 +54,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 def speed(seed: int = 1) -> Table:
     rows: list[dict[str, object]] = []
     targets = []
-    for (num_devices, num_models), limit_s in SIZES.items():
+    for (num_devices, num_models, exponent), limit_s in SIZES.items():
         rng = np.random.default_rng(seed)
         problem = draw(
             num_devices,
@@ -63,6 +63,7 @@ def speed(seed: int = 1) -> Table:
             SEARCH_INTERVAL_S,
             rng,
             has_bursts=False,
+            exponent=exponent,
         )
         for num_processes in (1, 2):
             began_s, before_s = time.perf_counter(), cpu_s()
@@ -70,14 +71,15 @@ def speed(seed: int = 1) -> Table:
             took_s, used_s = time.perf_counter() - began_s, cpu_s() - before_s
             rows.append(
                 {
-                    "devices": num_devices, "models": num_models, "requests": problem.traffic.num_requests,
+                    "devices": num_devices, "models": num_models, "exponent": exponent,
+                    "requests": problem.traffic.num_requests,
                     "processes": num_processes, "seconds": round(took_s, 2), "processor seconds": round(used_s, 2),
                     "groups": len(found.plan.groups), "attainment": f"{found.prediction.attainment:.4f}",
                     "normalised latency": round(found.prediction.normalised_latency, 3),
                 }
             )  # fmt: skip
             if num_processes == 2:
-                name = f"search, {num_devices} devices, {num_models} models, 2 processes"
+                name = f"search, {num_devices} devices, {num_models} models, exponent {exponent:g}, 2 processes"
                 targets.append(
                     Target(name=name, value=took_s, limit=limit_s, unit=" s", note=f"{used_s:.1f} s of processor")
                 )
@@ -86,7 +88,8 @@ def speed(seed: int = 1) -> Table:
         per_s = problem.traffic.num_requests / (cpu_s() - before_s)
         targets.append(
             Target(
-                name=f"requests estimated a second of processor time, {num_devices} devices", value=per_s,
+                name=f"requests estimated a second of processor time, {num_devices} devices, exponent {exponent:g}",
+                value=per_s,
                 limit=ESTIMATED_REQUESTS_S, is_least=True,
             )
         )  # fmt: skip

@@ -44,9 +44,10 @@ def draw(
     *,
     per_node: int = 8,
     has_bursts: bool = True,
+    exponent: float = 1.0,
 ) -> Problem:
-    """`rate`: requests a second of all models, whose shares fall as 1 / rank."""
-    shares = 1 / np.arange(1, len(models) + 1)
+    """`rate`: requests a second of all models, whose shares fall as 1 / rank ** exponent."""
+    shares = np.arange(1, len(models) + 1) ** -exponent
     rows: list[tuple[float, str, int, int, bool]] = []
     for model, share in zip(models, (shares / shares.sum()).tolist(), strict=True):
         num = int(rng.poisson(rate * share * interval_s))
