@@ -1,8 +1,9 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
-ranks plans as the faithful simulation does (`rank`), a day of several models' traffic with plans that follow it (`day`), and
-a window of it on one plan in the order of different policies (`orders`).
+ranks plans as the faithful simulation does (`rank`), a day of several models' traffic with plans that follow it (`day`), a
+window of it on one plan in the order of different policies (`orders`), and how well traffic can be foretold (`forecast`).
 
-python -m bench.placement {speed,optimum,rank,day,orders} ... [--seed N] [--output DIR] [--load X] [--window 10:00-11:30]
+python -m bench.placement {speed,optimum,rank,day,orders,forecast} ... [--seed N] [--output DIR] [--load X]
+                          [--window 10:00-11:30]
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.placement import day, experiments, orders, window
+from bench.placement import day, experiments, forecasts, orders, window
 from bench.reporting import judged, machine, save_figure, table_of, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
-    parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day", "orders"))
+    parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day", "orders", "forecast"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
     parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "orders": lambda seed: orders.compare(
             day.Asked(seed, options.load, options.day), options.window or orders.WINDOW, options.processes
         ),
+        "forecast": lambda seed: forecasts.compare(),
     }
     for name in options.experiments:
         began_s = time.monotonic()

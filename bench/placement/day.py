@@ -80,23 +80,31 @@ def settings(name: str) -> ReplacementSettings:
     return ReplacementSettings(initial_s=initial_s, least_s=least_s, most_s=most_s)
 
 
-def rates(folder: Path, number_of_day: int = 0) -> dict[str, np.ndarray]:
-    """[windows of that day] of each model, over its mean; of the first one where only that was recorded. A window without
-    requests is one that was not recorded: it is as the one before."""
-    days: dict[str, dict[int, np.ndarray]] = {}
-    per_day = int(DAY_S / WINDOW_S)
+def read_rates(folder: Path) -> dict[str, np.ndarray]:
+    """[windows] of each model, of the days that were recorded, in requests a second. A window without requests is one that
+    was not recorded: it is as the one before."""
+    found: dict[str, np.ndarray] = {}
     with (folder / "servegen_model_rates.csv").open() as file:
-        for row in csv.DictReader(file):
-            day, number = divmod(int(float(row["window_start_s"]) / WINDOW_S), per_day)
-            of_model = days.setdefault(row["model"], {})
-            of_model.setdefault(day, np.zeros(per_day))[number] = float(row["rate_rps"])
-    found = {name: of_model.get(number_of_day, of_model[0]) for name, of_model in days.items()}
-    for values in found.values():
-        for number in range(len(values)):
-            if values[number] == 0:
-                values[number] = values[number - 1] if number else values[np.flatnonzero(values)[0]]
-        values /= values.mean()
+        rows = [
+            (row["model"], int(float(row["window_start_s"]) / WINDOW_S), float(row["rate_rps"]))
+            for row in csv.DictReader(file)
+        ]
+    for name in dict.fromkeys(model for model, _, _ in rows):
+        own = {number: rate for model, number, rate in rows if model == name}
+        values = np.zeros(int(DAY_S / WINDOW_S) * math.ceil((max(own) + 1) * WINDOW_S / DAY_S))
+        values[list(own)] = list(own.values())
+        known = np.flatnonzero(values)
+        last = np.maximum.accumulate(np.where(values > 0, np.arange(len(values)), known[0]))
+        found[name] = values[last]
     return found
+
+
+def rates(folder: Path, number_of_day: int = 0) -> dict[str, np.ndarray]:
+    """[windows of that day] of each model, over its mean; of the first one where only that was recorded."""
+    per_day = int(DAY_S / WINDOW_S)
+    days = {name: values.reshape(-1, per_day) for name, values in read_rates(folder).items()}
+    chosen = {name: of_model[number_of_day if number_of_day < len(of_model) else 0] for name, of_model in days.items()}
+    return {name: values / values.mean() for name, values in chosen.items()}
 
 
 def draw_day(folder: Path, seed: int, load: float, number_of_day: int = 0) -> tuple[Traffic, list[ModelFacts]]:

@@ -10,6 +10,7 @@ import pytest
 
 from bench.placement.day import INTERVALS_S, MODELS, Asked, Played, Way, play, rates, settings, timeline
 from bench.placement.experiments import every_plan
+from bench.placement.forecasts import DAY, FORECASTS, errors
 from bench.placement.orders import compare
 from bench.placement.problems import draw, draw_models
 from bench.placement.window import Window, serve, window
@@ -48,6 +49,19 @@ def test_every_day_of_the_table_has_its_rates(tmp_path):
     assert np.allclose(first["m"], 1.0) and np.allclose(second["m"], 1.0)
     # Of one that was recorded on the first day only, that is taken.
     assert np.array_equal(first["once"], second["once"])
+
+
+def test_forecasts_know_the_traffic_that_they_assume():
+    steady, at = np.full(3 * DAY, 2.0), np.arange(3 * DAY)
+    assert all(errors(steady, forecast, 6).max() < 1e-9 for forecast in FORECASTS.values())
+    daily = 2.0 + np.sin(2 * np.pi * at / DAY)
+    found = {name: errors(daily, forecast, 18).mean() for name, forecast in FORECASTS.items()}
+    assert sorted(found, key=found.__getitem__)[2] == "daily change" and max(found["yesterday"], found["scaled"]) < 1e-9
+    # Of a jump that lasts, the last window alone knows nothing that was before.
+    jump = np.where(at < 2 * DAY, 1.0, 2.0)
+    assert errors(jump, FORECASTS["last window"], 1).sum() == min(
+        errors(jump, one, 1).sum() for one in FORECASTS.values()
+    )
 
 
 def test_who_serves_when_on_a_day():
