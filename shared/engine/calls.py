@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from shared.costs.model import CostModel, CostSource
-from shared.engine.handover import PinnedBlocks, Reservation
+from shared.engine.handover import BackupReservation, PinnedBlocks, Reservation
 from shared.engine.plan import ModelShape, StepResult
 from shared.messages.cluster import ExecutionStatistics
-from shared.messages.migration import Commit, PreAllocate
-from shared.messages.requests import ErrorInfo, GenerationRequest
+from shared.messages.migration import BackUp, Commit, KeepBackups, PreAllocate
+from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.recording import Call as AnyCall
 
 if TYPE_CHECKING:
@@ -177,6 +177,17 @@ class Pin(Call[PinnedBlocks | None], frozen=True):
         return engine.outgoing.pin(self.request_id, self.first_block)
 
 
+class PinFilled(Call[PinnedBlocks | None], frozen=True):
+    """See `Outgoing.pin_filled`."""
+
+    request_id: str
+    first_block: int
+    max_blocks: int
+
+    def on(self, engine: Engine, now: float) -> PinnedBlocks | None:
+        return engine.outgoing.pin_filled(self.request_id, self.first_block, self.max_blocks)
+
+
 class Unpin(Call[None], frozen=True):
     pinned: PinnedBlocks
 
@@ -255,3 +266,44 @@ class Unreserve(Call[None], frozen=True):
 
     def on(self, engine: Engine, now: float) -> None:
         engine.reservations.release(self.migration_id)
+
+
+# ------------------------------------------------------------------------- copies for other instances: memory/backups.py
+
+
+class ReserveBackup(Call[BackupReservation | ErrorInfo], frozen=True):
+    """See `Backups.reserve`."""
+
+    query: BackUp
+
+    def on(self, engine: Engine, now: float) -> BackupReservation | ErrorInfo:
+        backups, queue = engine.memory.host.backups, engine.memory.queues.get(self.query.model)
+        if backups is None:
+            return ErrorInfo(ErrorCode.OVERLOADED, "this instance has no host memory for backups")
+        if queue is None:
+            return ErrorInfo(ErrorCode.GONE, f"model {self.query.model!r} is not loaded on this instance", "model")
+        if self.query.block_size != queue.shape.block_size:
+            message = f"blocks here have {queue.shape.block_size} tokens, not {self.query.block_size}"
+            return ErrorInfo(ErrorCode.BAD_REQUEST, message, "block_size")
+        return backups.reserve(self.query)
+
+
+class SettleBackup(Call[None], frozen=True):
+    """See `Backups.settle`."""
+
+    backup_id: str
+    ok: bool
+
+    def on(self, engine: Engine, now: float) -> None:
+        if (backups := engine.memory.host.backups) is not None:
+            backups.settle(self.backup_id, self.ok)
+
+
+class Keep(Call[None], frozen=True):
+    """See `Backups.keep`."""
+
+    query: KeepBackups
+
+    def on(self, engine: Engine, now: float) -> None:
+        if (backups := engine.memory.host.backups) is not None:
+            backups.keep(self.query)

@@ -39,3 +39,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which tokens are guessed; pipelines guess none."""
     max_drafts: int = 5
     """Most tokens that a draft model guesses for a sequence in a step; pipelines guess none."""
+    backup_share: float = 0.5
+    """Share of host memory that copies for other instances may take."""

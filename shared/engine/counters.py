@@ -22,6 +22,11 @@ class EngineCounters:
         self.restored_blocks: Counter[str] = Counter()
         self.dropped_checkpoint_blocks: Counter[str] = Counter()
         """Given up because host memory was full."""
+        self.backed_up_blocks: Counter[str] = Counter()
+        """Of other instances' requests, copied into the host memory of this one."""
+        self.rescued_tokens: Counter[str] = Counter()
+        """Known tokens of requests that were placed here after another instance had lost them: `kept`, whose KV was found
+        here, and `recomputed`."""
         self.moved_blocks: Counter[str] = Counter()
         """Within the device, so that another model could have a merged block."""
         self.freed_merged = 0

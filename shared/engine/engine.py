@@ -98,6 +98,8 @@ class Engine:
             steps_in_flight=config.steps_in_flight,
             num_stages=num_stages,
         )
+        if self.memory.host.backups is not None:
+            self.memory.host.backups.max_share = config.backup_share
         self.requests = RequestTable(self.memory, config.max_waiting, config.give_up_s)
         self.charging = Charging(self.memory)
         self.steps = Steps(

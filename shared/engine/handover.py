@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.messages.migration import SequenceProgress
+from shared.messages.migration import BackupRoom, SequenceProgress
 from shared.messages.requests import GenerationRequest, HeldRequest, Priority, RequestClass
+
+HASH_BYTES = 16
+"""Bytes of a block's chained hash."""
 
 
 class MigrationCandidate(msgspec.Struct, frozen=True):
@@ -74,6 +77,27 @@ class Reservation(msgspec.Struct, frozen=True):
     """Leading blocks of the stage that were found in the prefix cache."""
     blocks: list[int]
     """Blocks for the other tokens, in order."""
+
+
+class BackupCandidate(msgspec.Struct, frozen=True):
+    """A running request of which another instance may keep copies."""
+
+    request_id: str
+    epoch: int
+    model: str
+    num_tokens: int
+    """Tokens known: prompt and output."""
+    num_filled: int
+    """Full blocks whose contents are final."""
+    is_online: bool
+
+
+class BackupReservation(msgspec.Struct, frozen=True):
+    """Host blocks for copies of another instance's blocks."""
+
+    rooms: tuple[BackupRoom, ...]
+    blocks: list[int]
+    """For those that are sent, part by part."""
 
 
 def rebased(taken: Detached, now: float) -> tuple[GenerationRequest, SequenceProgress]:

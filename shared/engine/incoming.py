@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from math import ceil
 
+from shared.engine.handover import HASH_BYTES
 from shared.engine.late_prompts import first_token_s
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.engine.requests import RequestTable
-from shared.engine.reservations import HASH_BYTES, Reservations, Reserved
+from shared.engine.reservations import Reservations, Reserved
 from shared.engine.sequence import Sequence, State
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, ErrorInfo

@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks
+from shared.engine.handover import BackupCandidate, Detached, MigrationCandidate, PinnedBlocks
 from shared.engine.late_prompts import first_token_s, late_prompts
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES
@@ -25,6 +25,7 @@ from shared.messages.migration import SequenceProgress
 from shared.messages.requests import FinishReason, HeldRequest
 from shared.messages.timeline import EventKind
 from shared.migration.source import may_migrate
+from shared.policies.kv_backup import BackupSettings
 
 
 class Outgoing:
@@ -162,6 +163,31 @@ class Outgoing:
         sequence.handover = Handover.PINNED
         num_settled = self._memory.compaction.num_settled(sequence, sequence.num_filled)
         return self._pin(sequence, sequence.blocks, first_block, num_settled, False)
+
+    def backup_candidates(self, settings: BackupSettings) -> list[BackupCandidate]:
+        """Running requests of which another instance should have copies."""
+        return [
+            BackupCandidate(
+                sequence.request.request_id,
+                sequence.request.epoch,
+                sequence.model,
+                sequence.num_tokens,
+                self._memory.compaction.num_settled(sequence, sequence.num_filled),
+                sequence.is_online,
+            )
+            for queue in self._memory.queues.values()
+            for of_class in queue.running
+            for sequence in of_class.values()
+            if not sequence.is_spoilt and settings.is_worth(sequence.num_tokens, is_online=sequence.is_online)
+        ]
+
+    def pin_filled(self, request_id: str, first_block: int, max_blocks: int) -> PinnedBlocks | None:
+        """As `pin`, of full blocks alone and without marking the sequence as moving; None: it does not run."""
+        sequence = self._requests.held(request_id)
+        if sequence is None or sequence.state != State.RUNNING or sequence.is_spoilt:
+            return None
+        num_settled = self._memory.compaction.num_settled(sequence, sequence.num_filled)
+        return self._pin(sequence, sequence.blocks, first_block, min(num_settled, first_block + max_blocks), False)
 
     @staticmethod
     def _has_lost(sequence: Sequence) -> bool:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.engine.handover import Reservation
+from shared.engine.handover import HASH_BYTES, Reservation
 from shared.engine.memory.allocator import Allocator, Demand
 from shared.engine.sequence import PriorityClass, class_of_priority
 from shared.messages.migration import MigrationReason, PreAllocate
 from shared.messages.requests import ErrorCode, ErrorInfo
-
-HASH_BYTES = 16
 
 DEMAND_S = 1.0
 """How long what a reservation lacked is kept from offline work, so that it can be had when it is asked for again."""

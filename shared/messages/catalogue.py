@@ -45,8 +45,11 @@ from shared.messages.console import HistorySample, PoolView, ShowPool
 from shared.messages.kept import CancelCall, IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.migration import (
     AbortMigration,
+    BackUp,
+    BackupRooms,
     Commit,
     Committed,
+    KeepBackups,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -137,6 +140,8 @@ INSTANCE_PRE_ALLOCATE = Endpoint(f"{_INSTANCE}.pre_allocate", PreAllocate, Reser
 INSTANCE_COMMIT = Endpoint(f"{_INSTANCE}.commit", Commit, Committed, sent_by=WORKER, served_by=WORKER)
 INSTANCE_ABORT = Topic(f"{_INSTANCE}.abort", AbortMigration, sent_by=WORKER, heard_by=WORKER)
 INSTANCE_OWNS = Endpoint(f"{_INSTANCE}.owns", OwnsQuery, OwnsReply, sent_by=WORKER, served_by=WORKER)
+INSTANCE_BACK_UP = Endpoint(f"{_INSTANCE}.back_up", BackUp, BackupRooms, sent_by=WORKER, served_by=WORKER)
+INSTANCE_KEEP_BACKUPS = Topic(f"{_INSTANCE}.keep_backups", KeepBackups, sent_by=WORKER, heard_by=WORKER)
 
 # gateway's developer mode -> all instances
 CLEAR_PREFIX_CACHE = Topic(f"{PREFIX}.instances.clear_prefix_cache", ClearPrefixCache, sent_by=GATEWAY, heard_by=WORKER)

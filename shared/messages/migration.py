@@ -189,3 +189,56 @@ class OwnsQuery(msgspec.Struct, frozen=True, array_like=True):
 class OwnsReply(msgspec.Struct, frozen=True, array_like=True):
     owns: bool
     """It took the request over in that epoch (and may have ended it, or handed it on, since)."""
+
+
+class BackupPart(msgspec.Struct, frozen=True, array_like=True):
+    """Some full blocks of one request, of which another instance is to keep copies."""
+
+    request_id: str
+    first_block: Count
+    """Those before it are kept there already, as far as the source knows."""
+    hashes: bytes
+    """Chained, 16 bytes of each block."""
+
+
+class BackUp(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Source to holder: keep copies of these KV blocks in host memory, so that their requests go on there if the source
+    dies. Answered with what of them is to be sent."""
+
+    backup_id: str
+    source_id: PeerId
+    model: str
+    parts: tuple[BackupPart, ...]
+    block_size: Count
+    block_bytes: Count
+    """Bytes of a whole block."""
+    deadline_s: Seconds
+    """Time for the blocks to come after the answer."""
+    source_address: str
+    """Address of the source's KV transport."""
+
+
+class BackupRoom(msgspec.Struct, frozen=True, array_like=True):
+    """What the holder takes of a part: the first `num_taken` blocks, of which the first `num_held` need not be sent."""
+
+    num_held: Count = 0
+    num_taken: Count = 0
+    is_unknown: bool = False
+    """It does not have the blocks before these (any more): the source is to begin again with the first."""
+
+
+class BackupRooms(msgspec.Struct, frozen=True, array_like=True):
+    """The holder's answer: room for each part, in their order."""
+
+    backup_id: str
+    rooms: tuple[BackupRoom, ...]
+    address: str = ""
+    """Address of its KV transport; empty where nothing is to be sent, as is the ticket."""
+    ticket: bytes = b""
+
+
+class KeepBackups(msgspec.Struct, frozen=True, array_like=True):
+    """Source to holder, every few seconds: of all that it keeps for the source, these requests are still wanted."""
+
+    source_id: PeerId
+    request_ids: tuple[str, ...]

@@ -56,6 +56,8 @@ class EventKind(StrEnum):
     """It is this instance's, from `place`. (tokens whose KV came with it)"""
     STAYED = "stayed"
     """The move to `place` is off; `cause`: an `AbortReason`."""
+    BACKED_UP = "backed_up"
+    """Instance `place` keeps copies of its KV from now on, and goes on with it if this one dies."""
     LOST = "lost"
     """Its gateway places it again: instance `place` does not go on with it; `cause`: why not. (output tokens so far)"""
     ENDED = "ended"

@@ -16,8 +16,11 @@ from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
+    BackUp,
+    BackupRooms,
     Commit,
     Committed,
+    KeepBackups,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -336,3 +339,67 @@ class StopIncoming(Call[None], frozen=True):
 
     def on(self, core: MigrationCore, now: float) -> None:
         core.incoming.stop(now)
+
+
+# -------------------------------------------------------------------- copies of KV at others, and of others' KV here
+
+
+class OnBackupRooms(Call[None], frozen=True):
+    """The answer to BackUp; neither: none came."""
+
+    backup_id: str
+    rooms: BackupRooms | None
+    error: ErrorInfo | None
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.backups.on_rooms(self.backup_id, self.rooms or self.error, now)
+
+
+class OnBackupSent(Call[None], frozen=True):
+    """See `BackupSource.on_sent`."""
+
+    backup_id: str
+    is_sent: bool
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.backups.on_sent(self.backup_id, self.is_sent, now)
+
+
+class OnBackUp(Call[None], frozen=True):
+    """See `BackupHolder.on_back_up`."""
+
+    query: BackUp
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.holder.on_back_up(self.query, now)
+
+
+class OnBackupExpected(Call[None], frozen=True):
+    """What came of `ExpectBackup`, as of `OnExpected`."""
+
+    backup_id: str
+    address: str
+    ticket: bytes
+    failure: str
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.holder.on_expected(self.backup_id, self.address, self.ticket, self.failure, now)
+
+
+class OnBackupIn(Call[None], frozen=True):
+    """See `BackupHolder.on_in`."""
+
+    backup_id: str
+    failure: str
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.holder.on_in(self.backup_id, self.failure, now)
+
+
+class OnKeepBackups(Call[None], frozen=True):
+    """See `BackupHolder.on_keep`."""
+
+    query: KeepBackups
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.holder.on_keep(self.query, now)

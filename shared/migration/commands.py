@@ -13,8 +13,11 @@ from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
+    BackUp,
+    BackupRooms,
     Commit,
     Committed,
+    KeepBackups,
     MigrationReason,
     OwnsQuery,
     PreAllocate,
@@ -72,7 +75,7 @@ class Tell(Command, frozen=True):
     """A message without one."""
 
     destination_id: str
-    message: AbortMigration | Cancel
+    message: AbortMigration | Cancel | KeepBackups
 
 
 class Connect(Command, frozen=True):
@@ -209,6 +212,62 @@ class Paused(Command, frozen=True):
     pause_s: float
     handoff_s: float | None = None
     """Since the end of its prompt elsewhere, of one that was handed over."""
+
+
+# -------------------------------------------------------------------- copies of KV at others, and of others' KV here
+# Their `migration_id` is the backup's.
+
+
+class AskBackup(Command, frozen=True):
+    """A message with a reply, or none within `timeout_s`: `on_backup_rooms`."""
+
+    destination_id: str
+    message: BackUp
+    timeout_s: float
+
+
+class SendBackup(Command, frozen=True):
+    """Sends blocks for which the holder's ticket stands: `on_backup_sent`, within `timeout_s` or a little more."""
+
+    address: str
+    ticket: bytes
+    pool: str
+    blocks: list[int]
+    timeout_s: float
+
+
+class BackedUp(Command, frozen=True):
+    """A request has its first copies at another instance."""
+
+    request: GenerationRequest
+    """As it is held."""
+    holder_id: str
+
+
+class BackupOver(Command, frozen=True):
+    """A transfer of copies out of here is over."""
+
+    outcome: str
+    """copied | refused | unreachable | failed"""
+    num_blocks: int
+    """Blocks that have a copy by it."""
+    num_sent: int
+    """Blocks of these that the holder did not have, and were sent."""
+
+
+class AnswerBackup(Command, frozen=True):
+    """To all who asked for room for this backup."""
+
+    answer: BackupRooms | ErrorInfo
+
+
+class ExpectBackup(Command, frozen=True):
+    """As `ExpectBlocks`: `on_backup_expected`, then `on_backup_in`."""
+
+    pool: str
+    blocks: list[int]
+    deadline_s: float
+    source_address: str
 
 
 class Fault(Command, frozen=True):

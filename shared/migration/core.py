@@ -23,8 +23,10 @@ from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import AbortMigration, AbortReason, Committed, MigrationReason, Rebalance, Reserved
 from shared.messages.requests import Cancel, ErrorInfo, GenerationRequest, MigratedRequest
+from shared.migration.backup import BackupSource
 from shared.migration.calls import Call
 from shared.migration.commands import Command, Fault, NotHandedOver, Tell
+from shared.migration.holding import BackupHolder
 from shared.migration.incoming import IncomingMigrations
 from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
 from shared.migration.outgoing import OutgoingMigration, Site
@@ -40,6 +42,7 @@ from shared.migration.questions import (
     Peers,
 )
 from shared.migration.source import Event, may_migrate
+from shared.policies.kv_backup import BackupSettings
 from shared.recording import Recorder
 
 T = TypeVar("T")
@@ -109,9 +112,12 @@ class MigrationCore:
         max_migrations: int,
         max_stages: int,
         rate_share: float,
+        backup_classes: str = "off",
+        backup_min_tokens: int = 512,
         record: Recorder | None = None,
     ) -> None:
         """`address`: of the KV transport; None: there is none. `max_migrations`: out of the instance at once, and into it.
+        `backup_classes`, `backup_min_tokens`: as of `BackupSettings`.
         `record` is given each call before it is carried out, what it returns and the commands that are taken."""
         self._around = around
         self._record = record
@@ -129,6 +135,8 @@ class MigrationCore:
             say=self._commands.append,
         )
         self.incoming = IncomingMigrations(self._site, max_migrations)
+        self.backups = BackupSource(self._site, BackupSettings(backup_classes, backup_min_tokens))
+        self.holder = BackupHolder(self._site)
         self.lease: _Order | None = None
         """The scheduler's."""
         self._own: dict[str, _Order] = {}
@@ -490,6 +498,7 @@ class MigrationCore:
             known = self._step_s.get(model)
             self._step_s[model] = seconds if known is None else known + STEP_WEIGHT * (seconds - known)
         self.incoming.on_step(model, now - seconds, now)
+        self.backups.on_step(now)
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
         """The registry entry of an instance changed, or is gone."""
@@ -517,7 +526,9 @@ class MigrationCore:
     def next_wakeup(self) -> float | None:
         """Time at which `on_time` is due, if nothing else happens before."""
         found = [migration.next_wakeup() for migration in self._outgoing.values()]
-        found.append(self.incoming.next_wakeup())
+        found += [self.incoming.next_wakeup(), self.holder.next_wakeup()]
+        if not self._is_stopping:
+            found.append(self.backups.next_wakeup())
         if self.lease is not None or self._own:
             found.append(self._look_s)
         found += [until_s for until_s, _ in self._awaited.values()]
@@ -527,6 +538,10 @@ class MigrationCore:
         for migration in list(self._outgoing.values()):
             self._drive(migration, now, migration.on_time)
         self.incoming.on_time(now)
+        self.holder.on_time(now)
+        if not self._is_stopping:
+            is_quiet = not self._departures and not self.incoming.num_in_progress
+            self.backups.on_time(now, is_quiet and not self._around.ask(IsDraining()))
         if self._awaited:
             self._look_for_decoders(now)
         if (self.lease is not None or self._own) and now >= self._look_s:
@@ -534,7 +549,7 @@ class MigrationCore:
 
     def stop(self, now: float) -> None:
         """Nothing more begins, and what can be aborted is."""
-        self._is_stopping = True
+        self._is_stopping = self.holder.is_stopping = True
         self.lease, self._own = None, {}
         self._look_for_decoders(now)
         for migration in list(self._outgoing.values()):

@@ -14,9 +14,10 @@ import msgspec
 
 from shared.engine.calls import Call
 from shared.engine.engine import Engine
-from shared.engine.handover import MigrationCandidate
+from shared.engine.handover import BackupCandidate, MigrationCandidate
 from shared.messages.cluster import InstanceInfo
 from shared.messages.requests import Adapter, ErrorInfo, GenerationRequest
+from shared.policies.kv_backup import BackupSettings
 
 if TYPE_CHECKING:
     from shared.migration.incoming import Intake
@@ -143,6 +144,28 @@ class HeldEpoch(Question[int | None], frozen=True):
 
     def of(self, around: Surroundings) -> int | None:
         return around.engine.ask(lambda engine: engine.held_epoch(self.request_id))
+
+
+class HeldAmong(Question[list[str]], frozen=True):
+    """Those of these requests that are held."""
+
+    request_ids: list[str]
+
+    def of(self, around: Surroundings) -> list[str]:
+        return around.engine.ask(
+            lambda engine: [name for name in self.request_ids if engine.held_epoch(name) is not None]
+        )
+
+
+class BackupCandidates(Question[list[BackupCandidate]], frozen=True):
+    """See `Outgoing.backup_candidates`."""
+
+    classes: str
+    min_tokens: int
+
+    def of(self, around: Surroundings) -> list[BackupCandidate]:
+        settings = BackupSettings(self.classes, self.min_tokens)
+        return around.engine.ask(lambda engine: engine.outgoing.backup_candidates(settings))
 
 
 class BusyS(Question[float], frozen=True):

@@ -57,6 +57,8 @@ class Configuration(msgspec.Struct, frozen=True, tag="migrations", kw_only=True)
     max_migrations: int
     max_stages: int
     rate_share: float
+    backup_classes: str = "off"
+    backup_min_tokens: int = 512
 
     def build(self, around: Around, record: Recorder | None = None) -> MigrationCore:
         return MigrationCore(around, **msgspec.structs.asdict(self), record=record)

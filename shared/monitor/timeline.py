@@ -308,6 +308,8 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
             return f"from {place}, with the KV of {number:.0f} tokens" if number else f"from {place}, without KV"
         case EventKind.STAYED:
             return f"did not move to {place}: {cause}"
+        case EventKind.BACKED_UP:
+            return f"{place} keeps copies of its KV"
         case EventKind.LOST:
             return f"{place or 'its owner'} does not go on with it ({cause}) after {number:.0f} tokens; placed again"
         case EventKind.ENDED:

@@ -425,6 +425,12 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     copy of bench/migration)."""
     migration_cooldown_s: float = 1.0
     """A request that moved stays for so long."""
+    kv_backup: Literal["off", "offline", "all"] = "offline"
+    """Of which requests other instances keep copies of the KV, from which they go on if this one dies."""
+    kv_backup_tokens: Annotated[int, msgspec.Meta(ge=1)] = 512
+    """Known tokens, prompt and output, from which on a request is worth that."""
+    kv_backup_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Share of this instance's host memory that copies for other instances may take."""
     drain_grace_s: float = 15.0
     """What requests get to move away or finish when their instance or model is to go."""
     high_priority_load: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

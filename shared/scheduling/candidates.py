@@ -452,7 +452,7 @@ class CandidatesFor:
         self.may_wait = may_wait
         self.now = now
         self._num_tokens_at_most = request.num_tokens_at_most
-        self._request = request.request if request.is_online else None
+        self._request = request.request if request.is_online or request.is_rescued else None
         self._asked = frozenset() if request.request is None else asked(request.request)
         self._index = index
         self._cluster = cluster

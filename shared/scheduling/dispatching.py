@@ -10,7 +10,8 @@ there. Other requests that fit nowhere wait in the queue, and those that fit pas
 waited `OVERDUE_S` goes to an instance in any case. One of high priority sees an instance as if no headroom were kept
 there; and an instance with as many waiting requests as it may have takes as many again of high priority, which it lets
 in first. So it does for a request whose tenant has much less on the instances than its share (`tenants`), which goes to one
-whatever memory is free: what others of its class hold beyond their shares gives way to it there.
+whatever memory is free: what others of its class hold beyond their shares gives way to it there. And so it does for a
+request that was lost with its instance, if another has copies of most of its KV.
 
 Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
 last one may overdraw it, so that a long request is not passed by for ever.
@@ -51,6 +52,10 @@ late."""
 MAX_UNREAD = 4096
 """Reports whose cached blocks are not noted yet, at most."""
 
+KEPT_SHARE = 0.5
+"""Share of a request's tokens that an instance has which keeps its KV."""
+KEEPS_KV = "keeps its KV"
+"""Why a request goes to an instance that another one has lost."""
 NOBODY_SERVES = "no instance serves the model"
 """Why a request waits."""
 
@@ -214,7 +219,7 @@ class Dispatcher:
     def _pick(self, lane: Lane, now: float) -> tuple[TrackedRequest, str] | None:
         for limit in (1, LOOKAHEAD):
             for tracked in self.queue.first(lane, now, limit)[limit > 1 :]:
-                is_behind = self.queue.tenants.is_behind(tracked)
+                is_behind = self.queue.tenants.is_behind(tracked) or self._is_kept(tracked, now)
                 index = self.ranking.index(lane, tracked.is_high, is_behind)
                 if tracked.deadline_s > now and (chosen := self._choose(tracked, index, is_behind, now)) is not None:
                     self._take(tracked, chosen, now)
@@ -249,8 +254,11 @@ class Dispatcher:
         if not best:
             return None
         if not tracked.is_online:
-            tracked.chosen_for = ("has the most room for offline tokens", best[0].state.freeness(False).freeness)
-            return best[0]
+            kept = next(iter(candidates.cached(1)), None) if tracked.is_rescued else None
+            chosen = kept or best[0]
+            why = "has the most room for offline tokens" if kept is None else KEEPS_KV
+            tracked.chosen_for = (why, chosen.state.freeness(False).freeness)
+            return chosen
         tracked.decoder = ""
         if self._roles.is_split:
             chosen = self._choice_by_phase(tracked, candidates)
@@ -283,6 +291,16 @@ class Dispatcher:
             self.ranking.worsen(decoder.instance_id, decoder.state)
         return there
 
+    def _is_kept(self, tracked: TrackedRequest, now: float) -> bool:
+        """Whether some instance has most of the KV of a request that another one has lost."""
+        if self._prefixes is None or tracked.request is None or not tracked.is_rescued:
+            return False
+        ways, _ = self._cluster.ways(tracked.model)
+        for block_size in {way.block_size for way in ways}:
+            for _, num_tokens in self._prefixes.held_tokens(tracked.request, block_size, now).longest():
+                return num_tokens >= KEPT_SHARE * tracked.num_tokens
+        return False
+
     def _may_decode(self, instance_id: str, there: Seen) -> bool:
         """Whether a request can be handed over to it that is computed there."""
         state = self._cluster.get(instance_id)
@@ -295,6 +313,8 @@ class Dispatcher:
 
     def _why(self, tracked: TrackedRequest, chosen: Seen, first: Seen) -> str:
         """In words for whoever asks why it went there."""
+        if tracked.is_rescued and chosen.cached_tokens >= KEPT_SHARE * tracked.num_tokens:
+            return KEEPS_KV
         if chosen.missing_merged > 0:
             return "waits there for memory to come together"
         if chosen.instance_id == first.instance_id:
@@ -355,7 +375,8 @@ class Dispatcher:
         if not self.ranking.index(lane, False).is_empty():
             return True
         are_several = self.queue.tenants.of_class(lane.is_online).are_several
-        first = self.queue.first(lane, now) if are_several else []
-        if first and self.queue.tenants.is_behind(first[0]) and not self.ranking.index(lane, False, True).is_empty():
+        first = self.queue.first(lane, now) if are_several or self.queue.has_rescued(lane) else []
+        is_behind = any((are_several and self.queue.tenants.is_behind(one)) or self._is_kept(one, now) for one in first)
+        if is_behind and not self.ranking.index(lane, False, True).is_empty():
             return True
         return self.queue.has_high(lane) and not self.ranking.index(lane, True).is_empty()

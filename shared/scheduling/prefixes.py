@@ -303,11 +303,12 @@ def _keys(packed: bytes) -> list[bytes]:
 
 
 def prompt_keys(request: GenerationRequest, block_size: int) -> Iterator[bytes]:
-    """Keys of the full blocks of the prompt, but for its last token, which is computed in any case; of the hashes of
-    `Sequence.extend_hashes`."""
+    """Keys of the full blocks of the prompt, and of the output that the request brings, but for the last token, which is
+    computed in any case; of the hashes of `Sequence.extend_hashes`."""
     adapter = "" if request.adapter is None else request.adapter.version
     previous = prefix_root(root_hash(request.model), adapter, request.prefix_salt)
-    num_blocks = min(MAX_BLOCKS, (len(request.prompt) // 4 - 1) // block_size)
+    known = request.prompt + request.prior if request.prior else request.prompt
+    num_blocks = min(MAX_BLOCKS, (len(known) // 4 - 1) // block_size)
     for at in range(0, 4 * block_size * num_blocks, 4 * block_size):
-        previous = chain_hash(previous, request.prompt[at : at + 4 * block_size])
+        previous = chain_hash(previous, known[at : at + 4 * block_size])
         yield previous[:KEY_BYTES]

@@ -74,13 +74,25 @@ class _Waiting:
     tenants about whom something changed are put in order again, so that a dispatch costs no more with a thousand tenants
     than with ten."""
 
-    __slots__ = ("_heads", "_heap", "_touched", "by_tenant", "num", "num_high", "num_tokens", "num_unfit", "sorted_s")
+    __slots__ = (
+        "_heads",
+        "_heap",
+        "_touched",
+        "by_tenant",
+        "num",
+        "num_high",
+        "num_rescued",
+        "num_tokens",
+        "num_unfit",
+        "sorted_s",
+    )
 
     def __init__(self, now: float) -> None:
         self.by_tenant: dict[str, list[Entry]] = {}
         """None of them empty."""
         self.num = 0
         self.num_high = 0
+        self.num_rescued = 0
         self.num_tokens = 0
         self.num_unfit = 0
         self.sorted_s = now
@@ -184,6 +196,11 @@ class GlobalQueue:
         waiting = self._lanes.get(lane)
         return waiting is not None and waiting.num_high > 0
 
+    def has_rescued(self, lane: Lane) -> bool:
+        """Whether a request waits in the lane that was lost with its instance."""
+        waiting = self._lanes.get(lane)
+        return waiting is not None and waiting.num_rescued > 0
+
     def refusal(self, is_online: bool, now: float) -> ErrorInfo | None:
         """Why one more request cannot be queued, with an estimate of when it could be."""
         length = self._length_by_class[is_online]
@@ -210,6 +227,7 @@ class GlobalQueue:
         waiting.num += 1
         waiting.num_tokens += tracked.num_tokens_at_most
         waiting.num_high += tracked.is_high
+        waiting.num_rescued += tracked.is_rescued
         waiting.num_unfit += tracked.is_unfit
         self._length += 1
         self._length_by_class[lane.is_online] += 1
@@ -227,6 +245,7 @@ class GlobalQueue:
             del waiting.by_tenant[tracked.tenant]
         waiting.num_tokens -= tracked.num_tokens_at_most
         waiting.num_high -= tracked.is_high
+        waiting.num_rescued -= tracked.is_rescued
         waiting.num_unfit -= tracked.is_unfit
         if not waiting.num:
             del self._lanes[lane]

@@ -94,6 +94,11 @@ class TrackedRequest:
         return self.is_online and self.request is not None and self.request.priority == Priority.HIGH
 
     @property
+    def is_rescued(self) -> bool:
+        """Whether an instance that had made output for it does not go on with it."""
+        return self.request is not None and bool(self.request.prior)
+
+    @property
     def num_prompt(self) -> int:
         return len(self.request.prompt) // 4 if self.request else 0
 

@@ -56,11 +56,13 @@ class VirtualInstance:
         *,
         on_turn: Callable[[VirtualStep | None], None] = lambda _: None,
         on_step: Callable[[VirtualStep], None] = lambda _: None,
+        on_copy: Callable[[KvCopy], None] = lambda _: None,
         slowdown: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """`cost_model`: what a model's steps really take, times `slowdown`. `sample`: a step's tokens; also
         asked of one that was suspended, whose row changes count. `on_turn` is told
-        what each turn launched, if anything; `on_step` each step that has ended, before its effects."""
+        what each turn launched, if anything; `on_step` each step that has ended, before its effects; `on_copy` each copy
+        that has."""
         self.engine = engine
         self._events = events
         self._cost_model = cost_model
@@ -68,6 +70,7 @@ class VirtualInstance:
         self._on_effects = on_effects
         self._on_turn = on_turn
         self._on_step = on_step
+        self._on_copy = on_copy
         self._slowdown = slowdown
         self._driver = Driver(engine)
         self._steps: deque[VirtualStep] = deque()
@@ -196,10 +199,11 @@ class VirtualInstance:
             begins_s = max(self._events.now, self._copies_end_s)
             seconds = block_s.get(copy.kind, 0.0) * len(copy.device_blocks)
             self._copies_end_s = begins_s + seconds
-            self._events.at(self._copies_end_s, self._end_copy, EndedCopy(copy.copy_id, True, seconds))
+            self._events.at(self._copies_end_s, self._end_copy, copy, seconds)
 
-    def _end_copy(self, ended: EndedCopy) -> None:
-        self._finished.append(ended)
+    def _end_copy(self, copy: KvCopy, seconds: float) -> None:
+        self._on_copy(copy)
+        self._finished.append(EndedCopy(copy.copy_id, True, seconds))
         self.wake()
 
 

@@ -15,8 +15,11 @@ from shared.engine.requests import Ended
 from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
+    BackUp,
+    BackupRooms,
     Commit,
     Committed,
+    KeepBackups,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -32,6 +35,7 @@ from shared.migration.incoming import Intake, held_after, with_busy
 from shared.migration.outgoing import MOVED
 from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
+from shared.policies.kv_backup import NO_BACKUP, BackupSettings
 from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S, Fleet, Instance
 
@@ -92,9 +96,11 @@ class VirtualMigrations:
         max_migrations: int,
         max_stages: int,
         rate_share: float,
+        backup: BackupSettings = NO_BACKUP,
         write: Callable[[bytes], object] | None = None,
     ) -> None:
-        """`block_bytes`: of a model's KV block. `write`: where what is decided is recorded; None: nowhere."""
+        """`block_bytes`: of a model's KV block. `backup`: which requests have copies of their KV elsewhere. `write`: where
+        what is decided is recorded; None: nowhere."""
         self.address = intake.instance_id
         self.intake = intake
         self.num_transfers = 0
@@ -112,12 +118,16 @@ class VirtualMigrations:
         self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
         self.on_blocks: Callable[[VirtualMigrations, commands.SendBlocks, list[int]], None] = lambda *_: None
         """Called with a source's `SendBlocks`, whose contents now lie in these blocks."""
+        self.on_backup: Callable[[VirtualMigrations, commands.SendBackup, list[int]], None] = lambda *_: None
+        """Likewise of `SendBackup`, and blocks of host memory."""
+        self.num_backed_up = 0
+        """Blocks that have got copies elsewhere."""
         self._network, self._events, self._engine = network, network.events, engine
         self._bandwidth_bytes_s, self._rate_share = bandwidth_bytes_s, rate_share
         self._block_bytes = block_bytes
         configuration = Configuration(
             instance_id=self.address, address=self.address, max_migrations=max_migrations, max_stages=max_stages,
-            rate_share=rate_share,
+            rate_share=rate_share, backup_classes=backup.classes, backup_min_tokens=backup.min_tokens,
         )  # fmt: skip
         around = Surroundings(engine=engine, transport=self, intake=intake, peers=peers, new_id=new_id)
         self.core = configuration.build(around) if write is None else recorded(configuration, around, write)
@@ -126,13 +136,17 @@ class VirtualMigrations:
         self._coming: dict[tuple[str, int], _Transfer] = {}
         self._rooms: dict[tuple[str, int], list[Callable[[Answer], None]]] = {}
         self._verdicts: dict[str, list[Callable[[Answer], None]]] = {}
+        self._backups: dict[str, list[Callable[[BackupRooms | ErrorInfo], None]]] = {}
+        """Who waits for an answer to BackUp, by its id."""
+        self._expected_backups: dict[str, list[int]] = {}
         self._timer_s = -1.0
 
     # ------------------------------------------------------------------------------------------------ as `KvEnd`
 
     def block_bytes(self, pool: str, /) -> int | None:
         where, _, model = pool.partition("/")
-        return self._block_bytes(model) if where == "device" else None
+        has_host = self._engine.ask(lambda engine: engine.memory.host.pool is not None)
+        return self._block_bytes(model) if where == "device" or has_host else None
 
     def bandwidth_bytes_s(self, _address: str, /) -> float | None:
         return self._bandwidth_bytes_s
@@ -153,6 +167,8 @@ class VirtualMigrations:
 
     def on_step(self, stats: StepStats) -> None:
         self.core.apply(calls.OnStep(stats), self._events.now)
+        if self.core.backups.is_on and not self.is_dead:
+            self.act()
 
     # ------------------------------------------------------------------------------------------ time, commands
 
@@ -224,6 +240,21 @@ class VirtualMigrations:
             case commands.Paused(_, _, handoff_s):
                 if handoff_s is not None:
                     self.handoffs_s.append(handoff_s)
+            case commands.AskBackup():
+                self._ask_backup(command)
+            case commands.SendBackup():
+                self._send_backup(command)
+            case commands.AnswerBackup(_, answer):
+                for hear in self._backups.pop(migration_id, ()):
+                    hear(answer)
+            case commands.ExpectBackup(_, _, blocks, deadline_s):
+                self._expected_backups[migration_id] = blocks
+                after(deadline_s, self.on_backup_in, migration_id, "too late")
+                core.apply(calls.OnBackupExpected(migration_id, self.address, TICKET, ""), self._events.now)
+            case commands.BackupOver(_, _, num_blocks):
+                self.num_backed_up += num_blocks
+            case commands.BackedUp():
+                pass
             case commands.BeginIn() | commands.EndIn() | commands.RefusedIn() | commands.BeginTransfer():
                 pass
 
@@ -265,8 +296,11 @@ class VirtualMigrations:
             answer(self.core.apply(calls.OnOwns(message), self._events.now))
             self.act()
 
-    def _deliver(self, destination_id: str, message: AbortMigration | Cancel) -> None:
+    def _deliver(self, destination_id: str, message: AbortMigration | Cancel | KeepBackups) -> None:
         if (peer := self._network.reach(destination_id)) is None:
+            return
+        if isinstance(message, KeepBackups):
+            peer.tell(calls.OnKeepBackups(message))
             return
         if isinstance(message, AbortMigration):
             peer.tell(calls.OnAbort(message))
@@ -275,7 +309,62 @@ class VirtualMigrations:
         if epoch is not None and (message.epoch is None or epoch <= message.epoch):
             peer._engine.apply(engine_calls.Cancel(message.request_id))
 
+    def _ask_backup(self, command: commands.AskBackup) -> None:
+        message = command.message
+        is_answered = False
+
+        def answered(reply: BackupRooms | ErrorInfo | None) -> None:
+            nonlocal is_answered
+            if not is_answered:
+                is_answered = True
+                error = reply if isinstance(reply, ErrorInfo) else None
+                rooms = reply if isinstance(reply, BackupRooms) else None
+                self.tell(calls.OnBackupRooms(message.backup_id, rooms, error))
+
+        def arrive() -> None:
+            if (peer := self._network.reach(command.destination_id)) is not None:
+                answer = partial(self._network.send, BackupRooms)
+                peer._backups.setdefault(message.backup_id, []).append(lambda reply: answer(lambda: answered(reply)))
+                peer.tell(calls.OnBackUp(message))
+            else:
+                answered(ErrorInfo(ErrorCode.UNAVAILABLE, "nobody is there"))
+
+        self._network.send(BackUp, arrive)
+        self._events.after(command.timeout_s, answered, None)
+
     # ------------------------------------------------------------------------------------------------ blocks
+
+    def _send_backup(self, command: commands.SendBackup) -> None:
+        backup_id = command.migration_id
+        num_bytes = len(command.blocks) * self._block_bytes(command.pool.partition("/")[2])
+        seconds = copy_s(num_bytes, self._bandwidth_bytes_s, self._rate_share) * (self.num_out + 1)
+        is_over = False
+
+        def end(is_sent: bool) -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self.tell(calls.OnBackupSent(backup_id, is_sent))
+
+        def arrive() -> None:
+            peer = self._network.reach(command.address)
+            blocks = None if peer is None else peer._expected_backups.get(backup_id)
+            if is_over or peer is None or blocks is None or self.is_dead:
+                end(False)
+                return
+            self.num_bytes += num_bytes
+            peer.on_backup(self, command, blocks)
+            peer.on_backup_in(backup_id, "")
+            end(True)
+
+        for delay_s in self._network.fate(commands.SendBackup)[:1]:
+            self._events.after(seconds + delay_s - CONTROL_S, arrive)
+        self._events.after(command.timeout_s, end, False)
+
+    def on_backup_in(self, backup_id: str, failure: str) -> None:
+        """The blocks of a backup are here, or will not come."""
+        if self._expected_backups.pop(backup_id, None) is not None:
+            self.tell(calls.OnBackupIn(backup_id, failure))
 
     def _send(self, command: commands.SendBlocks) -> None:
         stage = command.stage
@@ -357,8 +446,16 @@ class _Registry(Mapping[str, InstanceInfo]):
 class FleetMigrations:
     """Those of a fleet: `Fleet(..., migrations=FleetMigrations)`."""
 
-    def __init__(self, fleet: Fleet, *, max_migrations: int = 1, max_stages: int = 8) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        max_migrations: int = 1,
+        max_stages: int = 8,
+        backup: BackupSettings = NO_BACKUP,
+    ) -> None:
         """Limits as in `InstanceSettings`."""
+        self._backup = backup
         self.outcomes: dict[str, int] = {}
         """How migrations ended: "moved", "moved waiting" or an `AbortReason` -> how many."""
         self._fleet = fleet
@@ -410,6 +507,7 @@ class FleetMigrations:
             max_migrations=self._max_migrations,
             max_stages=self._max_stages,
             rate_share=device.rate_share,
+            backup=self._backup,
         )
 
         def on_over(outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:

@@ -86,6 +86,7 @@ def build_engine(
         num_stages=num_stages,
         lookup=lookup,
         max_drafts=settings.draft_tokens,
+        backup_share=settings.kv_backup_share,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

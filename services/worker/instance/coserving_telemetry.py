@@ -42,6 +42,10 @@ class CoServingTelemetry:
         }
         self._freed_merged = counter("freed_merged_blocks", "Merged blocks of the KV pool that moves within it freed")
         self._recomputed = counter("recomputed_tokens", "Computed again, by what of them was lost", "part")
+        self._rescued = counter(
+            "rescued_tokens", "Known tokens of requests that another instance had lost: KV found here, or computed again",
+            "outcome",
+        )  # fmt: skip
         self._computed = counter(
             "computed_tokens", "Prompt and output tokens computed; offline ones are harvest", "class"
         )
@@ -173,6 +177,8 @@ class CoServingTelemetry:
         self._advance(self._recomputed, ("partial_block",), partial)
         self._advance(self._recomputed, ("whole_block",), counters.recomputed_tokens - partial)
         self._advance(self._recomputed, ("discarded_step",), counters.discarded_tokens)
+        for outcome in ("kept", "recomputed"):
+            self._advance(self._rescued, (outcome,), counters.rescued_tokens[outcome])
         self._advance(self._computed, (str(RequestClass.ONLINE),), counters.online_tokens)
         self._advance(self._computed, (str(RequestClass.OFFLINE),), counters.harvested_tokens)
         for label_and_phase, count in list(counters.tenant_tokens.items()):

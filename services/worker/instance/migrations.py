@@ -38,6 +38,7 @@ from shared.messages.requests import (
 from shared.messages.timeline import EventKind, RequestEvent
 from shared.migration.incoming import Intake, held_after
 from shared.migration.limits import pool_of
+from shared.policies.kv_backup import NO_BACKUP, BackupSettings
 from shared.runtime.settings import InstanceSettings
 from shared.runtime.tasks import TaskSet
 from shared.runtime.telemetry import Telemetry
@@ -93,9 +94,11 @@ class InstanceMigrations(KvUsers):
         open_transport: OpenTransport | None,
         on_change: Callable[[], None],
         report_soon: Callable[[], None],
+        backup: BackupSettings = NO_BACKUP,
     ) -> None:
         """`on_change`: the registry entry is another; `report_soon`: there is something for the next load report."""
         self._bus = bus
+        self._backup = backup
         self._settings = settings
         self._loop = loop
         self._executor = executor
@@ -146,6 +149,7 @@ class InstanceMigrations(KvUsers):
             peers=self.peers,
             handovers=self,
             telemetry=self._telemetry,
+            backup=self._backup,
         )
         await service.start()
         self._service = service
@@ -222,6 +226,14 @@ class InstanceMigrations(KvUsers):
             if (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
                 self._tell(request.gateway_id, entry)
         self._report_soon()
+
+    def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
+        self._events.add(request, EventKind.BACKED_UP, "", holder_id)
+
+    def measure(self, num_kept: int, kept_share: float) -> None:
+        """See `MigrationService.measure`."""
+        if self._service is not None:
+            self._service.measure(num_kept, kept_share)
 
     def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
         frame = TokenFrame(self._intake.instance_id, [entry])

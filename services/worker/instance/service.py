@@ -63,6 +63,7 @@ from shared.messages.requests import (
 )
 from shared.migration.incoming import Intake
 from shared.migration.limits import can_take
+from shared.policies.kv_backup import BackupSettings
 from shared.runtime.settings import InstanceSettings
 from shared.runtime.tasks import TaskSet
 from shared.runtime.telemetry import Telemetry
@@ -142,6 +143,7 @@ class InstanceService:
             open_transport=open_transport,
             on_change=self.touch,
             report_soon=self._reporter.touch,
+            backup=BackupSettings(settings.kv_backup, settings.kv_backup_tokens),
         )
         self._adapters = InstanceAdapters(
             self._loop,
@@ -395,6 +397,9 @@ class InstanceService:
         with self._loop.locked() as engine:
             load_now = engine.load(self._loop.now())
             used_share, host_used_share = engine.pool.used_share, engine.memory.host.used_share
+            backups = engine.memory.host.backups
+            kept = (0, 0.0) if backups is None else (backups.num_requests, backups.used_share)
+        self._migrations.measure(*kept)
         counters = self._loop.counters
         self._metrics.on_load(load_now, used_share, counters.num_preemptions)
         self._metrics.coserving.on_counters(counters, self._block_bytes(), host_used_share)

@@ -23,8 +23,10 @@ from shared.engine.handover import Detached
 from shared.engine.requests import Output
 from shared.messages.catalogue import (
     INSTANCE_ABORT,
+    INSTANCE_BACK_UP,
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
+    INSTANCE_KEEP_BACKUPS,
     INSTANCE_OWNS,
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
@@ -33,8 +35,11 @@ from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
+    BackUp,
+    BackupRooms,
     Commit,
     Committed,
+    KeepBackups,
     MigrationReason,
     OwnsQuery,
     OwnsReply,
@@ -52,6 +57,7 @@ from shared.migration.outgoing import MOVED
 from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.migration.source import Event
+from shared.policies.kv_backup import NO_BACKUP, BackupSettings
 from shared.recording import file_writer
 from shared.runtime.settings import InstanceSettings
 from shared.runtime.tasks import TaskSet, set_within
@@ -91,6 +97,9 @@ class Handovers(Protocol):
     def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
         """A migration out of here is over. `request`: as it was held; `taken`: as it left the batch, if it did."""
 
+    def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
+        """Another instance keeps copies of its KV from now on."""
+
 
 class _Out:
     """What is under way of one migration out of here."""
@@ -116,12 +125,12 @@ class _In:
         self.num_bytes = 0
 
 
-def _core(settings: InstanceSettings, around: Surroundings) -> MigrationCore:
+def _core(settings: InstanceSettings, around: Surroundings, backup: BackupSettings) -> MigrationCore:
     """Recorded, if settings name a file. One that cannot be written keeps nothing from moving."""
     configuration = Configuration(
         instance_id=settings.instance_id, address=None if around.transport is None else around.transport.address,
         max_migrations=settings.max_migrations, max_stages=settings.migration_max_stages,
-        rate_share=settings.copy_rate_share,
+        rate_share=settings.copy_rate_share, backup_classes=backup.classes, backup_min_tokens=backup.min_tokens,
     )  # fmt: skip
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}.migrations"
@@ -143,8 +152,10 @@ class MigrationService:
         peers: Callable[[], Mapping[str, InstanceInfo]],
         handovers: Handovers,
         telemetry: Telemetry,
+        backup: BackupSettings = NO_BACKUP,
     ) -> None:
         """`transport`: open, with the models' pools registered as they come and go; None: only requests without KV move.
+        `backup`: of which requests other instances keep copies.
         `peers`: as of `MigrationCore`; changes are told (`on_instance`) while the core `needs_peers`."""
         self._bus = bus
         self._instance_id = settings.instance_id
@@ -154,7 +165,7 @@ class MigrationService:
         self._telemetry = MigrationTelemetry(telemetry)
         self._faults = FaultPoints(settings.fault_points)
         around = Surroundings(engine=loop, transport=transport, intake=intake, peers=peers, new_id=self._new_id)
-        self.core = _core(settings, around)
+        self.core = _core(settings, around, backup)
         self._out: dict[str, _Out] = {}
         self._in: dict[str, _In] = {}
         """By migration id."""
@@ -162,6 +173,8 @@ class MigrationService:
         """Answers to PreAllocate, by migration and stage."""
         self._verdicts: dict[str, asyncio.Future[Committed | ErrorInfo]] = {}
         """Answers to Commit, by migration."""
+        self._answers: dict[str, asyncio.Future[BackupRooms | ErrorInfo]] = {}
+        """Answers to BackUp, by its id."""
         self._tasks = TaskSet()
         self._winding_up = TaskSet()
         self._rested = asyncio.Event()
@@ -188,6 +201,8 @@ class MigrationService:
             await bus.serve(INSTANCE_OWNS.at(**ids), self._on_owns),
             await bus.subscribe(INSTANCE_ABORT.at(**ids), self._on_abort),
             await bus.subscribe(INSTANCE_REBALANCE.at(**ids), self._on_rebalance),
+            await bus.serve(INSTANCE_BACK_UP.at(**ids), self._on_back_up),
+            await bus.subscribe(INSTANCE_KEEP_BACKUPS.at(**ids), self._on_keep_backups),
         ]
 
     async def stop(self) -> None:
@@ -255,7 +270,7 @@ class MigrationService:
     def on_step(self, stats: StepStats) -> None:
         """A step has ended."""
         self._apply(calls.OnStep(stats))
-        self._carry_out_all()
+        self._act()
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         """The registry entry of an instance changed, or is gone."""
@@ -326,6 +341,19 @@ class MigrationService:
         if isinstance(reply, ErrorInfo):
             raise ServiceError(reply)
         return reply
+
+    async def _on_back_up(self, query: BackUp) -> BackupRooms:
+        answered = self._answers.setdefault(query.backup_id, asyncio.get_running_loop().create_future())
+        self._apply(calls.OnBackUp(query))
+        self._act()
+        answer = await asyncio.shield(answered)
+        if isinstance(answer, ErrorInfo):
+            raise ServiceError(answer)
+        return answer
+
+    def _on_keep_backups(self, query: KeepBackups) -> None:
+        self._apply(calls.OnKeepBackups(query))
+        self._act()
 
     async def _reached(self, faults: FaultPoints, point: FaultPoint) -> None:
         """`fail` here is an answer that is never sent."""
@@ -433,6 +461,21 @@ class MigrationService:
                 self._telemetry.refused("out", MigrationReason.HANDOFF, outcome.reason)
                 log.info("request %s was not handed over: %s", outcome.request_id, outcome.reason)
                 self._handovers.on_migration_ended(outcome, request, None)
+            case commands.Tell(_, destination_id, KeepBackups() as kept):
+                self._bus.publish(INSTANCE_KEEP_BACKUPS.at(instance_id=destination_id), kept)
+            case commands.AskBackup():
+                self._tasks.start(self._ask_backup(command))
+            case commands.SendBackup():
+                self._tasks.start(self._send_backup(command))
+            case commands.ExpectBackup():
+                self._expect_backup(command)
+            case commands.AnswerBackup(_, rooms):
+                if (told := self._answers.pop(migration_id, None)) is not None:
+                    told.set_result(rooms)
+            case commands.BackedUp(_, request, holder_id):
+                self._handovers.on_backed_up(request, holder_id)
+            case commands.BackupOver(_, how, num_blocks, num_sent):
+                self._telemetry.on_backup(how, num_blocks, num_sent)
             case commands.Fault(_, error):
                 log.error("migration %s failed here", migration_id, exc_info=error)
             case _:
@@ -648,4 +691,59 @@ class MigrationService:
             with suppress(TransferError):
                 await transfer.wait()
         self._apply(calls.OnQuiet(migration_id))
+        self._act()
+
+    # ------------------------------------------------------------------- copies at others, and of others' blocks here
+
+    def measure(self, num_kept: int, kept_share: float) -> None:
+        """`num_kept`: requests of others of which copies are kept here; `kept_share`: of host memory that these take."""
+        source = self.core.backups
+        self._telemetry.on_backups(source.num_requests, source.num_missing, num_kept, kept_share)
+
+    async def _ask_backup(self, command: commands.AskBackup) -> None:
+        rooms, error = None, None
+        endpoint = INSTANCE_BACK_UP.at(instance_id=command.destination_id)
+        try:
+            rooms = await self._bus.request(endpoint, command.message, timeout_s=command.timeout_s)
+        except BusError as failure:
+            error = failure.info
+        self._apply(calls.OnBackupRooms(command.migration_id, rooms, error))
+        self._act()
+
+    async def _send_backup(self, command: commands.SendBackup) -> None:
+        transport, is_sent = self._transport, False
+        assert transport is not None
+        try:
+            if await self._loop.filled(command.blocks):
+                await transport.send(
+                    command.address, command.ticket, command.pool, command.blocks, deadline_s=command.timeout_s
+                )
+                is_sent = True
+        except TransferError as error:
+            log.info("backup %s did not go: %s", command.migration_id, error)
+        self._apply(calls.OnBackupSent(command.migration_id, is_sent))
+        self._act()
+
+    def _expect_backup(self, command: commands.ExpectBackup) -> None:
+        transport = self._transport
+        assert transport is not None
+        backup_id, ticket, failure = command.migration_id, b"", ""
+        try:
+            incoming = transport.expect(
+                command.pool, command.blocks, deadline_s=command.deadline_s, peer=command.source_address
+            )
+        except TransferError as error:
+            failure = str(error)
+        else:
+            ticket = incoming.ticket
+            self._tasks.start(self._receive_backup(backup_id, incoming))
+        self._apply(calls.OnBackupExpected(backup_id, transport.address, ticket, failure))
+
+    async def _receive_backup(self, backup_id: str, incoming: Incoming) -> None:
+        failure = ""
+        try:
+            await incoming.wait()
+        except TransferError as error:
+            failure = str(error)
+        self._apply(calls.OnBackupIn(backup_id, failure))
         self._act()

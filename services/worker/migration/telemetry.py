@@ -52,6 +52,24 @@ class MigrationTelemetry:
         self._in_progress = Gauge(
             "tideway_migrations_in_progress", "Migrations in progress", ("direction",), registry=registry
         )
+        gauge = partial(Gauge, registry=registry)
+        self._backups = counter(
+            "tideway_kv_backup_transfers", "Transfers of copies of KV to holders, by what came of them", ("outcome",)
+        )
+        self._backup_blocks = counter(
+            "tideway_kv_backup_blocks", "KV blocks copied to holders: all, and those that were sent for it", ("what",)
+        )
+        self._backup_requests = gauge(
+            "tideway_kv_backup_requests",
+            "Requests of here with copies elsewhere, and of others with copies here",
+            ("end",),
+        )
+        self._backup_missing = gauge(
+            "tideway_kv_backup_missing_blocks", "Full KV blocks of requests that are worth a copy, and have none yet"
+        )
+        self._backup_share = gauge(
+            "tideway_kv_backup_host_pool_use", "Share of host memory that copies for others take, 0 to 1"
+        )
         # What is counted later begins at 0, so that rates are known from the first migration on.
         self._migrations.labels("in", "", MOVED)
         for reason in MigrationReason:
@@ -61,6 +79,10 @@ class MigrationTelemetry:
             self._in_progress.labels(direction)
         for end in ("source", "destination"):
             self._pause.labels(end)
+        for outcome in ("copied", "refused", "unreachable", "failed"):
+            self._backups.labels(outcome)
+        for what in ("copied", "sent"):
+            self._backup_blocks.labels(what)
 
     def begin(self, direction: str) -> None:
         self._in_progress.labels(direction).inc()
@@ -86,6 +108,19 @@ class MigrationTelemetry:
 
     def on_bytes(self, direction: str, num_bytes: int) -> None:
         self._bytes.labels(direction).inc(num_bytes)
+
+    def on_backup(self, outcome: str, num_blocks: int, num_sent: int) -> None:
+        """A transfer of copies is over. `num_blocks`: that the holder has by it, `num_sent` of them sent."""
+        self._backups.labels(outcome).inc()
+        self._backup_blocks.labels("copied").inc(num_blocks)
+        self._backup_blocks.labels("sent").inc(num_sent if outcome == "copied" else 0)
+
+    def on_backups(self, num_requests: int, num_missing: int, num_kept: int, kept_share: float) -> None:
+        """How things stand at both ends."""
+        self._backup_requests.labels("source").set(num_requests)
+        self._backup_missing.set(num_missing)
+        self._backup_requests.labels("holder").set(num_kept)
+        self._backup_share.set(kept_share)
 
     def span(self, name: str, traceparent: str, attributes: Attributes) -> MigrationSpan:
         """`traceparent`: of the request, or of the migration's other end."""

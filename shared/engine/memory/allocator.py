@@ -26,6 +26,7 @@ from shared.engine.memory.host import HostKv
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Handover, PriorityClass, Sequence, State
+from shared.messages.requests import PLACEMENT_EPOCHS
 from shared.messages.timeline import EventKind
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
@@ -416,6 +417,13 @@ class Allocator:
     # ---------------------------------------------------------------------------------------- admission
 
     def count_recomputed(self, sequence: Sequence) -> None:
+        """It begins to run. Tokens of a request that another instance has lost had been computed there."""
+        request = sequence.request
+        if sequence.first_planned_s is None and request.prior and request.epoch % PLACEMENT_EPOCHS == 0:
+            num_lost = max(0, sequence.num_tokens - sequence.num_computed)
+            sequence.num_recomputed += num_lost
+            self.counters.rescued_tokens["kept"] += sequence.num_computed
+            self.counters.rescued_tokens["recomputed"] += num_lost
         lost = sequence.peak_computed - sequence.num_computed
         if lost > 0:
             sequence.num_recomputed += lost

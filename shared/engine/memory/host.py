@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shared.engine.counters import EngineCounters
+from shared.engine.memory.backups import Backups
 from shared.engine.memory.blocks import BlockPool
 from shared.engine.memory.cache_news import CacheNews
 from shared.engine.plan import CopyKind, KvCopy
@@ -47,6 +48,8 @@ class HostKv:
         self.device = device
         self.pool = BlockPool(num_merged, news) if num_merged > 0 else None
         """None: there is no host memory, and nothing is ever checkpointed."""
+        self.backups = None if self.pool is None else Backups(self.pool, counters)
+        """Copies of other instances' blocks, in the same pool."""
         self.num_restoring_blocks = 0
         """Being copied back."""
         self.num_checkpointing_blocks = 0
@@ -67,10 +70,12 @@ class HostKv:
             self.pool.add_model(name, block_size, blocks_per_merged)
 
     def has_copies(self, model: str) -> bool:
-        return any(copy.effect.model == model for copy in self._copies.values())
+        is_coming = self.backups is not None and self.backups.has_coming(model)
+        return is_coming or any(copy.effect.model == model for copy in self._copies.values())
 
     def remove_model(self, name: str) -> None:
-        if self.pool is not None:
+        if self.pool is not None and self.backups is not None:
+            self.backups.remove_model(name)
             self.pool.remove_model(name)
 
     def started_copies(self) -> list[KvCopy]:
@@ -113,8 +118,10 @@ class HostKv:
 
     def make_room(self, model: str, num_tokens: int, num_blocks: int) -> None:
         """Gives up the checkpoints that are the cheapest to recompute for their size: those of the shortest sequences,
-        if shorter than `num_tokens`, since a token costs the more the longer its context."""
-        assert self.pool is not None
+        if shorter than `num_tokens`, since a token costs the more the longer its context; before them copies that are kept
+        for other instances."""
+        assert self.pool is not None and self.backups is not None
+        self.backups.give_up(model, num_blocks)
         shorter = [
             other for other in self._holders.values() if other.num_tokens < num_tokens and not other.num_checkpointing
         ]
@@ -239,3 +246,6 @@ class HostKv:
         for sequence in self._holders.values():
             for block in sequence.host_blocks:
                 yield False, sequence.model, block
+        if self.backups is not None:
+            for model, block in self.backups.references():
+                yield False, model, block

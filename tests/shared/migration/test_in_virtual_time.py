@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
+from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.handover import Detached
 from shared.engine.plan import ModelShape
@@ -24,11 +25,13 @@ from shared.messages.cluster import InstanceInfo, LoadedModel, MigrationOutcome
 from shared.messages.migration import AbortReason, Commit, MigrationReason, Rebalance
 from shared.messages.requests import FinishReason, GenerationRequest, Priority, RequestClass, TokenEntry
 from shared.migration import calls, recording
-from shared.migration.commands import SendBlocks
+from shared.migration.backup import State
+from shared.migration.commands import SendBackup, SendBlocks
 from shared.migration.incoming import Intake
+from shared.policies.kv_backup import NO_BACKUP, BackupSettings
 from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S
-from shared.simulation.instance import VirtualInstance
+from shared.simulation.instance import VirtualInstance, VirtualStep
 from shared.simulation.migration import Network, VirtualMigrations
 from shared.streams import Outcome, StreamState
 from tests.shared.costs import costs
@@ -53,18 +56,23 @@ class Node:
         step_s: float,
         token_budget: int = 64,
         prompt_token_s: float = 1e-5,
+        *,
+        num_host_merged: int = 0,
+        backup: BackupSettings = NO_BACKUP,
+        node_id: str = "node",
     ) -> None:
         configuration = Configuration(
             num_merged=num_merged, num_rows=32, ordering="fcfs", token_budget=token_budget, steps_in_flight=2,
-            interruption="off", migration_cooldown_s=0.05,
+            interruption="off", migration_cooldown_s=0.05, num_host_merged=num_host_merged,
         )  # fmt: skip
-        self.world, self.name = world, name
+        self.world, self.name, self.node_id = world, name, node_id
         self.engine = configuration.build()
         self.executor = FakeExecutor([SHAPE])
         cost = costs(step_s, prompt_token_s, decode_s=1e-4)
         self.host = VirtualInstance(
             self.engine, world.events, lambda _: cost, lambda plan: self.executor.execute(plan).tokens,
-            self._on_effects,
+            self._on_effects, on_copy=self.executor.copy,
+            on_step=self._on_step if backup.classes != "off" else lambda _: None,
         )  # fmt: skip
         self.engine.apply(AddModel(SHAPE), 0.0)
         self.engine.apply(SetCostModel("a", cost), 0.0)
@@ -76,9 +84,10 @@ class Node:
         self.moves = VirtualMigrations(
             world.network, self.host, self.intake, lambda: world.registry, lambda: str(next(world.ids)),
             lambda _: BLOCK_BYTES, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
-            write=self.written.append,
+            write=self.written.append, backup=backup,
         )  # fmt: skip
         self.moves.on_over, self.moves.on_adopted, self.moves.on_blocks = self._over, self._adopted, self._copied
+        self.moves.on_backup = self._backed_up
         self.outcomes: list[MigrationOutcome] = []
         self.num_ended = 0
         self.register()
@@ -87,7 +96,7 @@ class Node:
     def info(self) -> InstanceInfo:
         served = LoadedModel(name="a", state="ready", max_model_len=400, block_size=4, blocks_per_merged=3)
         return InstanceInfo(
-            instance_id=self.name, incarnation="1", node_id="node", state="ready", models=[served], num_merged=1,
+            instance_id=self.name, incarnation="1", node_id=self.node_id, state="ready", models=[served], num_merged=1,
             merged_bytes=1, device="cpu", kv_address=self.name,
         )  # fmt: skip
 
@@ -107,6 +116,9 @@ class Node:
 
     def submit(self, sent: GenerationRequest) -> None:
         assert self.host.apply(Submit(sent)) is None
+
+    def _on_step(self, step: VirtualStep) -> None:
+        self.moves.on_step(StepStats(step.plan.model, sum(step.plan.counts), step.plan.num_decodes, step.whole_s))
 
     def _on_effects(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -132,9 +144,18 @@ class Node:
         for block, other in zip(command.blocks, blocks, strict=True):
             self.executor._block("a", other)[:] = cells._block("a", block)
 
+    def _backed_up(self, source: VirtualMigrations, command: SendBackup, blocks: list[int]) -> None:
+        cells = self.world.nodes[source.address].executor
+        for block, other in zip(command.blocks, blocks, strict=True):
+            self.executor._host["a", other] = list(cells._block("a", block))
+
     def check_empty(self) -> None:
         engine, core = self.engine, self.moves.core
         engine.check()
+        if (backups := engine.memory.host.backups) is not None:
+            assert not backups.num_requests and not [*backups.references()]
+        assert core.backups.state is State.IDLE and not core.backups.num_requests
+        assert not self.moves._backups and not self.moves._expected_backups
         assert not engine.all_held() and engine.pool.used_merged() == 0
         assert not engine.outgoing.pinned and not [*engine.reservations]
         assert (core.num_migrating_out, core.num_migrating_in, core.incoming.num_disowned) == (0, 0, 0)

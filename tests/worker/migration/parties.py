@@ -183,6 +183,8 @@ class Party:
         self.outcomes: list[MigrationOutcome] = []
         self.ended: list[Ended] = []
         self.cancels: list[Cancel] = []
+        self.backed_up: dict[str, str] = {}
+        """By request: who has copies of its KV."""
         self.engine = build_engine(settings, num_merged, "cpu", num_merged if settings.host_memory_bytes else 0)
         self.loop = EngineLoop(self.engine, executor, bus.now, self._in_thread)
         self.service = MigrationService(
@@ -258,6 +260,9 @@ class Party:
         assert request.gateway_id == "gateway" and request.request_id == outcome.request_id
         self.outcomes.append(outcome)
         self.gateway.news.set()
+
+    def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
+        self.backed_up[request.request_id] = holder_id
 
     # engine
     def _in_thread(self, effects: list[Output | Ended | Detached], stats: StepStats | None) -> None:
