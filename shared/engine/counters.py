@@ -23,7 +23,7 @@ class EngineCounters:
         self.dropped_checkpoint_blocks: Counter[str] = Counter()
         """Given up because host memory was full."""
         self.backed_up_blocks: Counter[str] = Counter()
-        """Of other instances' requests, copied into the host memory of this one."""
+        """Blocks of other instances' requests, copied into the host memory of this one."""
         self.rescued_tokens: Counter[str] = Counter()
         """Known tokens of requests that were placed here after another instance had lost them: `kept`, whose KV was found
         here, and `recomputed`."""

@@ -426,7 +426,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     migration_cooldown_s: float = 1.0
     """A request that moved stays for so long."""
     kv_backup: Literal["off", "offline", "all"] = "offline"
-    """Of which requests other instances keep copies of the KV, from which they go on if this one dies."""
+    """Requests of whose KV other instances keep copies, from which they go on if this one dies."""
     kv_backup_tokens: Annotated[int, msgspec.Meta(ge=1)] = 512
     """Known tokens, prompt and output, from which on a request is worth that."""
     kv_backup_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5

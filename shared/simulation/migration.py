@@ -119,7 +119,7 @@ class VirtualMigrations:
         self.on_blocks: Callable[[VirtualMigrations, commands.SendBlocks, list[int]], None] = lambda *_: None
         """Called with a source's `SendBlocks`, whose contents now lie in these blocks."""
         self.on_backup: Callable[[VirtualMigrations, commands.SendBackup, list[int]], None] = lambda *_: None
-        """Likewise of `SendBackup`, and blocks of host memory."""
+        """Called likewise with a `SendBackup`, and blocks of host memory."""
         self.num_backed_up = 0
         """Blocks that have got copies elsewhere."""
         self._network, self._events, self._engine = network, network.events, engine

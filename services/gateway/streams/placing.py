@@ -53,6 +53,8 @@ class Placeable(Protocol):
 
     model: str
     deadline: float
+    holder: str
+    """The instance that keeps copies of its KV; empty: none is known."""
 
     @property
     def is_open(self) -> bool: ...
@@ -231,7 +233,9 @@ class Placer:
         )
         request = stream.to_send(self._bus.now())
         instances = [info for info in self._catalog.instances.values() if not asked(request) & frozenset(info.lacks)]
-        for instance_id in candidates(instances, stream.model, self._sent, stream.num_tokens):
+        ordered = candidates(instances, stream.model, self._sent, stream.num_tokens)
+        # The one that keeps its KV first, if it is one of them; the order of the others stays.
+        for instance_id in sorted(ordered, key=lambda name: name != stream.holder):
             now = self._bus.now()
             if now >= stream.deadline or not stream.is_open:
                 break

@@ -39,6 +39,8 @@ class Stream:
         """It goes on where this gateway ends: another one may have it then."""
         self.gateway_id = request.gateway_id
         """Whose address its frames go to."""
+        self.holder = ""
+        """The instance that keeps copies of its KV, as far as is known; empty: none does."""
         self._request = request
         self._arrived_at = arrived_at
 

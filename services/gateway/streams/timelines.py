@@ -190,6 +190,8 @@ class Timelines:
             if timeline is not None:
                 if (stream := self._streams.get(event.request_id)) is not None:
                     self._see(timeline, stream)
+                    if event.kind is EventKind.BACKED_UP:
+                        stream.holder = event.place
                 timeline.course.add(message.sender, event)
                 if event.kind in _OF_MOVES:
                     self._follow(message.sender, event)
