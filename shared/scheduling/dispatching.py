@@ -255,10 +255,10 @@ class Dispatcher:
             return None
         if not tracked.is_online:
             kept = next(iter(candidates.cached(1)), None) if tracked.is_rescued else None
-            chosen = kept or best[0]
+            place = kept or best[0]
             why = "has the most room for offline tokens" if kept is None else KEEPS_KV
-            tracked.chosen_for = (why, chosen.state.freeness(False).freeness)
-            return chosen
+            tracked.chosen_for = (why, place.state.freeness(False).freeness)
+            return place
         tracked.decoder = ""
         if self._roles.is_split:
             chosen = self._choice_by_phase(tracked, candidates)

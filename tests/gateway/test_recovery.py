@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.streams import placing, recovery, stream
 from shared.bus.interface import ServiceError
-from shared.messages.catalogue import INSTANCE_EXITED, SCHEDULER_ANNOUNCE
+from shared.messages.catalogue import GATEWAY_EVENTS, INSTANCE_EXITED, SCHEDULER_ANNOUNCE
 from shared.messages.cluster import InstanceExited, LeaseHolder, ModelSpec
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
@@ -22,6 +22,7 @@ from shared.messages.requests import (
     RequestClass,
     TokenFrame,
 )
+from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
 from shared.runtime.settings import BusSettings
 from shared.streams import MAX_FRUITLESS_LOSSES
 from tests.conftest import NatsServer
@@ -279,6 +280,34 @@ async def test_without_a_scheduler_requests_go_straight_to_instances(
         assert reader.text == TEXT
         metrics = (await stack.client.get("/metrics")).text
         assert "tideway_gateway_bypass_placements_total 3.0" in metrics
+
+
+async def test_without_a_scheduler_a_lost_request_goes_to_who_keeps_its_kv(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, scheduler=False, instance=False) as stack:
+        peer, catalog = stack.peer, stack.gateway.context.catalog
+        await peer.add_instance("first", MODEL)
+        await until(lambda: len(catalog.instances) == 1, "an instance")
+        peer.automatic = False
+        reader = stack.read()
+        await until(lambda: peer.submitted_to.get("first"), "bypass")
+        [request] = peer.submitted_to["first"]
+        tokens = [*stack.ids(TEXT), stack.eos]
+        peer.emit(request, 0, tokens[:3], sender="first")
+        await peer.add_instance("holder", MODEL, num_running=5)
+        await peer.add_instance("idle", MODEL)
+        await until(lambda: len(catalog.instances) == 3 and reader.text, "others, and tokens")
+        event = RequestEvent(request.request_id, request.epoch, EventKind.BACKED_UP, 0.0, "", "holder")
+        peer.bus.publish(GATEWAY_EVENTS.at(gateway_id=request.gateway_id), RequestEvents("first", [event]))
+        await peer.remove_instance("first")
+        await until(lambda: len(peer.submitted_to) == 2, "placed again")
+        assert "idle" not in peer.submitted_to
+        [again] = peer.submitted_to["holder"]
+        peer.emit(again, 3, tokens[3:], FinishReason.STOP, sender="holder")
+        await reader.end()
+        assert reader.text == TEXT
 
 
 async def test_a_hung_scheduler_is_passed_by(impatient: None, stack: Stack) -> None:
