@@ -132,7 +132,9 @@ class Load:
         self._read_one = read
         self.streams: list[Stream] = []
         self.silences_s: list[float] = []
-        """The longest of each stream."""
+        """The longest of each stream, the wait for its first token among them."""
+        self.pauses_s: list[float] = []
+        """The longest between two tokens of each."""
         self._is_over = False
 
     async def run(self) -> None:
@@ -146,12 +148,14 @@ class Load:
 
     async def _read(self, client: httpx.AsyncClient, number: int) -> None:
         while not self._is_over:
-            heard_at, silence_s = time.monotonic(), 0.0
+            heard_at = time.monotonic()
+            gaps_s: list[float] = []
 
             def on_tokens(_: int) -> None:
-                nonlocal heard_at, silence_s
+                nonlocal heard_at
                 now = time.monotonic()
-                heard_at, silence_s = now, max(silence_s, now - heard_at)
+                gaps_s.append(now - heard_at)  # noqa: B023
+                heard_at = now
 
             prompt = [1, 5 + number, 7, 9]
             model = self._models[number % len(self._models)]
@@ -160,7 +164,8 @@ class Load:
             except httpx.HTTPError as error:
                 stream = Stream(prompt, error={"message": repr(error)})
             self.streams.append(stream)
-            self.silences_s.append(silence_s)
+            self.silences_s.append(max(gaps_s, default=0.0))
+            self.pauses_s.append(max(gaps_s[1:], default=0.0))
 
 
 async def rolling_restart(num_streams: int, num_tokens: int) -> bool:

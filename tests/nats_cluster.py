@@ -20,6 +20,8 @@ from tests.conftest import NatsServer, free_port
 
 START_TIMEOUT_S = 30.0
 NUM_NODES = 3
+LEAST_ELECTION_S = 4.0
+"""In which no copy of a stream takes the place of a leader that is gone (nats-server)."""
 
 T = TypeVar("T")
 

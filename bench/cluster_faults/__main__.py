@@ -40,6 +40,8 @@ class Outcome:
     num_lines_once: int
     num_lines: int
     longest_silence_s: float
+    longest_pause_s: float
+    """The longest silence after a stream's first token."""
     found: Sequence[str]
     """What was wrong in the answers to the fault's own requests."""
 
@@ -55,8 +57,8 @@ class Outcome:
         return (
             f"{name}: {self.num_broken} of {self.num_streams} streams broken, {self.num_other_texts} other texts; "
             f"{answers}; batch {self.batch}, {self.num_lines_once} of {self.num_lines} lines once; "
-            f"longest silence {self.longest_silence_s:.1f} s, load of the machine {os.getloadavg()[0]:.0f}"
-            + "".join(f"; {each}" for each in self.found)
+            f"longest silence {self.longest_silence_s:.1f} s, {self.longest_pause_s:.1f} s within a stream; "
+            f"load of the machine {os.getloadavg()[0]:.0f}" + "".join(f"; {each}" for each in self.found)
         )
 
 
@@ -93,6 +95,7 @@ async def run_row(
         num_lines_once=num_once,
         num_lines=num_lines,
         longest_silence_s=max(load.silences_s),
+        longest_pause_s=max(load.pauses_s),
         found=found,
     )
 

@@ -121,6 +121,11 @@ class KeyValue(ABC, Generic[M]):
     async def get(self, key: str) -> KvEntry[M] | None:
         """`UnreadableEntry` for one that cannot be read."""
 
+    async def get_from_any_copy(self, key: str) -> KvEntry[M] | None:
+        """As `get`. While the leader of the copies does not answer, what another one has is taken: it may have been written
+        over a moment ago. That there is nothing only the leader says. For buckets with `is_read_from_copies`."""
+        return await self.get(key)
+
     @abstractmethod
     async def put(self, key: str, value: M) -> int:
         """Returns the new revision."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
@@ -12,7 +14,7 @@ from nats.js.kv import KeyValue as RawKeyValue
 
 from shared.bus.codec import UNREADABLE, decoder, encode
 from shared.bus.entry_view import EntryView
-from shared.bus.interface import KeyValue, KvEntry, Room, UnreadableEntry, Watch
+from shared.bus.interface import BusError, KeyValue, KvEntry, Room, UnreadableEntry, Watch
 from shared.bus.nats_streams import DUPLICATE_WINDOW_S, Streams, bus_errors
 from shared.bus.nats_watch import NatsWatch
 from shared.messages.channels import Bucket
@@ -23,6 +25,8 @@ M = TypeVar("M")
 MEMORY_BUCKET_BYTES = 32 * 1024 * 1024
 DURABLE_BUCKET_BYTES = 32 * 1024 * 1024
 """JetStream sets the whole of it aside, for each bucket."""
+LEADER_ANSWERS_S = 0.5
+"""A leader that is there answers sooner; an election takes seconds."""
 
 
 def _stream_name(bucket: Bucket[Any]) -> str:
@@ -47,6 +51,10 @@ def _stream_of(bucket: Bucket[Any], max_bytes: int | None) -> StreamConfig:
     )
 
 
+def _is_silent(error: BaseException | None) -> bool:
+    return isinstance(error, BusError) and error.code is ErrorCode.UNAVAILABLE
+
+
 class NatsKeyValue(KeyValue[M]):
     def __init__(
         self,
@@ -65,10 +73,11 @@ class NatsKeyValue(KeyValue[M]):
         # Not a direct get, which any copy answers: what was written here a moment ago is read at the stream's leader.
         self._raw = self._raw_on(streams.context)
         self._writing = self._raw_on(streams.writing)
+        self._copies = self._raw_on(streams.context, is_direct=True)
 
-    def _raw_on(self, context: JetStreamContext) -> RawKeyValue:
+    def _raw_on(self, context: JetStreamContext, *, is_direct: bool = False) -> RawKeyValue:
         name = self._bucket.name
-        return RawKeyValue(name, _stream_name(self._bucket), f"$KV.{name}.", context, direct=False)
+        return RawKeyValue(name, _stream_name(self._bucket), f"$KV.{name}.", context, direct=is_direct)
 
     async def provide(self) -> None:
         """Declares the bucket, unless this process has done so."""
@@ -77,8 +86,23 @@ class NatsKeyValue(KeyValue[M]):
     async def get(self, key: str) -> KvEntry[M] | None:
         with bus_errors(f"get {self._bucket.name}/{key}"):
             value, revision = await self._look(key)
-        if value is None:
-            return None
+        return None if value is None else self._entry(key, value, revision)
+
+    async def get_from_any_copy(self, key: str) -> KvEntry[M] | None:
+        asked = asyncio.ensure_future(self.get(key))
+        try:
+            await asyncio.wait({asked}, timeout=LEADER_ANSWERS_S)
+            if not asked.done() or _is_silent(asked.exception()):
+                try:
+                    found = await self._copies.get(key)
+                    return self._entry(key, found.value or b"", found.revision or 0)
+                except (nats.errors.Error, nats.js.errors.Error):
+                    pass  # there is none, so far as this copy knows, or no copy answers
+            return await asked
+        finally:
+            asked.cancel()
+
+    def _entry(self, key: str, value: bytes, revision: int) -> KvEntry[M]:
         try:
             return KvEntry(self._decode(value), revision)
         except UNREADABLE as error:

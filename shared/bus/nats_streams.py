@@ -34,6 +34,8 @@ from shared.runtime.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
+ASK_AGAIN_S = 1.0
+"""After which a read that is not answered is asked once more."""
 WRITE_RETRY_S = 0.2
 """While nobody takes what is to be written, so that nothing of it can be stored yet."""
 LATE_ANSWER_S = 0.5
@@ -119,6 +121,22 @@ def delivery(reply: bytes) -> tuple[int, int, int]:
     tokens = reply.split(b".")
     first = 5 if len(tokens) == 9 else 7
     return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 3])
+
+
+async def _asked_again(read: Callable[[], Awaitable[T]]) -> T:
+    """The first outcome of `read`, begun again every `ASK_AGAIN_S`: a leader that was elected meanwhile answers only what it
+    is asked from then on."""
+    asked: set[asyncio.Future[T]] = set()
+    try:
+        while True:
+            asked.add(asyncio.ensure_future(read()))
+            done, _ = await asyncio.wait(asked, timeout=ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return done.pop().result()
+    finally:
+        for each in asked:
+            if not each.cancel():
+                each.exception()  # that nobody wants is not told of
 
 
 class Streams:
@@ -231,7 +249,7 @@ class Streams:
         give_up_s, is_believed = time.monotonic() + CALL_TIMEOUT_S, self.num_replicas == 1
         while True:
             try:
-                return await read()
+                return await _asked_again(read)
             except nats.js.errors.NotFoundError:
                 if is_believed:
                     raise

@@ -112,6 +112,8 @@ def _calls_of_bucket(role: Role, bucket: Bucket[object]) -> Iterator[str]:
     if role in bucket.read_by:
         yield f"$JS.API.CONSUMER.CREATE.{stream}"
         yield f"$JS.API.STREAM.MSG.GET.{stream}"
+        if bucket.is_read_from_copies:
+            yield f"$JS.API.DIRECT.GET.{stream}.>"
     if role in bucket.purged_by:
         yield f"$JS.API.STREAM.PURGE.{stream}"
     if role in bucket.read_by | bucket.declared_by or role in bucket.writers:

@@ -93,11 +93,12 @@ def _gateways_own(
     is_purged: bool = True,
     ttl_s: float | None = None,
     drops_oldest: bool = False,
+    is_read_from_copies: bool = False,
 ) -> Bucket[T]:
     """A bucket on disk that gateways alone declare, write and read."""
     return Bucket(
-        name, value, ttl_s, durable=True, drops_oldest=drops_oldest, declared_by=GATEWAY, writers={GATEWAY: keys},
-        read_by=GATEWAY, purged_by=GATEWAY if is_purged else Role.NOBODY,
+        name, value, ttl_s, durable=True, drops_oldest=drops_oldest, is_read_from_copies=is_read_from_copies,
+        declared_by=GATEWAY, writers={GATEWAY: keys}, read_by=GATEWAY, purged_by=GATEWAY if is_purged else Role.NOBODY,
     )  # fmt: skip
 
 
@@ -278,9 +279,11 @@ REQUEST_LOG = Bucket(
 
 RESPONSES = _gateways_own("tideway_responses", StoredResponse, ttl_s=86_400.0, drops_oldest=True)
 """key: response id; writer: the gateway that made it"""
-KEPT_CALLS = _gateways_own("tideway_kept_calls", KeptCall, ttl_s=7_200.0, drops_oldest=True)
+KEPT_CALLS = _gateways_own("tideway_kept_calls", KeptCall, ttl_s=7_200.0, drops_oldest=True, is_read_from_copies=True)
 """key: call id; writer: the gateway that has it; a call lives for a shorter time than its entry"""
-IDEMPOTENCY_KEYS = _gateways_own("tideway_idempotency_keys", IdempotencyClaim, ttl_s=7_200.0, drops_oldest=True)
+IDEMPOTENCY_KEYS = _gateways_own(
+    "tideway_idempotency_keys", IdempotencyClaim, ttl_s=7_200.0, drops_oldest=True, is_read_from_copies=True
+)
 """key: digest of whose it is and the client's key; writer: the gateway that answered first"""
 ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
 """key: `bucket_key(route's name)`; writer: gateway"""

@@ -79,7 +79,8 @@ class Endpoint(Generic[Query, Reply]):
 @dataclass(frozen=True)
 class Bucket(Generic[Message]):
     """JetStream key-value. `ttl_s`: an entry not written again for so long is gone. `durable`: kept on disk.
-    `drops_oldest`: to make room, where others refuse what is new.
+    `drops_oldest`: to make room, where others refuse what is new. `is_read_from_copies`: what any copy has may be read while
+    the leader of the copies does not answer.
 
     `writers`: the keys that each role writes; with a placeholder a worker writes those of its own node, `*` are all but
     those that another role writes.
@@ -90,6 +91,7 @@ class Bucket(Generic[Message]):
     ttl_s: float | None = None
     durable: bool = False
     drops_oldest: bool = field(default=False, kw_only=True)
+    is_read_from_copies: bool = field(default=False, kw_only=True)
     declared_by: Role = field(default=Role.PLACEMENT, compare=False, kw_only=True)
     writers: Mapping[Role, str] = field(default_factory=dict, compare=False, kw_only=True)
     read_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)

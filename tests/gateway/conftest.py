@@ -62,7 +62,7 @@ class Reader:
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
                     self.is_complete = True
-                elif line:
+                elif line.startswith("data: "):
                     self.chunks.append(json.loads(line.removeprefix("data: ")))
 
     @property

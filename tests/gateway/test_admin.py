@@ -264,6 +264,12 @@ async def test_scaling(nats_settings: BusSettings, checkpoint: Path) -> None:
         answer = await stack.client.post("/admin/scale", json={"instances": 3})
         assert (answer.status_code, answer.json()["error"]["param"]) == (409, "instances")
 
+        # Placement that died at it is no deadline of the client's.
+        stack.peer.scaling_refusal = ServiceError.of(ErrorCode.DEADLINE, "no reply within 10 s")
+        answer = await stack.client.post("/admin/scale", json={"instances": 3})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert "may have been done" in answer.json()["error"]["message"] and int(answer.headers["retry-after"]) >= 1
+
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import socket
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from services.gateway.http.bodies import FREE_BYTES, BodyRoom
 from services.gateway.http.encodings import ENCODINGS, decompressed
@@ -18,9 +24,11 @@ from services.gateway.http.limits import MIN_BODY_BYTES_PER_S, Waiting
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import FinishReason
 from shared.runtime.settings import BusSettings
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 
+MANY_TOKENS = 1000
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
@@ -191,6 +199,67 @@ async def test_a_client_that_takes_nothing_of_its_answers_is_ended(narrow: Stack
     metrics = (await narrow.client.get("/metrics")).text
     assert 'tideway_gateway_refused_connections_total{reason="slow_reader"} 1.0' in metrics
     connection.close()
+
+
+async def test_streams_that_are_read_too_slowly_are_ended(nats_settings: BusSettings, tmp_path: Path) -> None:
+    """One is not read at all, one byte by byte: neither holds more than a buffer, and a stream beside them is whole."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    checkpoint = write_checkpoint(tmp_path / "long", byte_level_tokenizer(), max_len=8 * MANY_TOKENS)
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], write_timeout_s=0.6) as stack:
+        stack.gateway.context.telemetry.tracer = provider.get_tracer("test")
+        await stack.peer.add_instance("a", MODEL, max_model_len=8 * MANY_TOKENS)
+        await until(lambda: stack.gateway.context.catalog.instances["a"].models[0].max_model_len > MANY_TOKENS, "it")
+        stack.peer.automatic = False
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 4 * MANY_TOKENS, "stream": True, "logprobs": 5}
+        slow = [await slow_reader(stack, json.dumps(body).encode()) for _ in range(2)]
+        await until(lambda: len(stack.peer.submitted) == 2, "two streams")
+        connections = stack.gateway.context.connections
+        for protocol in connections.all():
+            protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        ids = [request.request_id for request in stack.peer.submitted]
+        dribbling = asyncio.create_task(read_byte_by_byte(slow[1]))
+        fast = stack.read(**body)
+        last = await stack.next_request(2)
+        tokens, num_sent, most_held = stack.ids("tide "), 0, 0
+        while not set(ids) <= set(stack.peer.cancelled):
+            assert num_sent < 4 * MANY_TOKENS - len(tokens), "both are to be ended"
+            for request in stack.peer.submitted:
+                stack.peer.emit(request, num_sent, tokens)
+            num_sent += len(tokens)
+            most_held = max(most_held, *(p.transport.get_write_buffer_size() for p in connections.all()))
+            await asyncio.sleep(0.01)
+        stack.peer.emit(last, num_sent, [stack.eos], FinishReason.STOP)
+        await fast.end()
+        assert fast.is_complete and fast.text == "tide " * (num_sent // len(tokens))
+        assert HIGH_WATER_LIMIT / 2 < most_held < 2 * HIGH_WATER_LIMIT
+        await stack.until_metrics(
+            'tideway_gateway_refused_connections_total{reason="slow_reader"} 2.0',
+            "tideway_gateway_disconnected_clients_total 2.0",
+        )
+        ends = [span.attributes.get("error.type") for span in exporter.get_finished_spans() if span.parent is None]
+        assert sorted(filter(None, ends)) == ["slow_reader"] * 2
+        dribbling.cancel()
+        for each in slow:
+            each.close()
+
+
+async def slow_reader(stack: Stack, body: bytes) -> socket.socket:
+    """Has asked, and holds next to nothing of what it does not read."""
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(connection, ("127.0.0.1", stack.gateway.port))
+    await loop.sock_sendall(connection, POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+    return connection
+
+
+async def read_byte_by_byte(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):
+        while await loop.sock_recv(connection, 1):
+            await asyncio.sleep(0.02)
 
 
 async def test_connections_are_bounded_over_all_and_per_address(narrow: Stack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -28,10 +29,11 @@ from services.gateway.batch import line_answering
 from services.gateway.batch import state as batch_state
 from services.gateway.http.errors import ApiError
 from services.gateway.requests.answering import prompts_in_time
+from services.gateway.requests.kept_calls import WINDOW_HEADER
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import ErrorCode, ErrorInfo, RequestClass
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, RequestClass
 from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
 from tests.gateway.conftest import MODEL, running_gateway, running_stack
 from tests.gateway.peer import until
@@ -146,6 +148,52 @@ async def test_keys_are_read_again_when_their_file_changes(
         file.write_text("three\n")
         await until(lambda: reloads("read") == 2, "the file to be read again")
         assert (await status("one"), await status("three")) == (401, 200)
+
+
+async def test_what_a_key_began_goes_on_when_it_is_taken_away(
+    nats_settings: BusSettings, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins and resumes nothing, and counts what it has used when it comes back."""
+    monkeypatch.setattr(admission_module, "FILES_INTERVAL_S", 0.02)
+    file = tmp_path / "keys"
+    file.write_text("one:2:1000\ntwo\n")
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], api_keys_file=str(file)) as stack:
+        stack.peer.automatic = False
+        admission, path = stack.gateway.context.admission, "/v1/completions"
+
+        def is_taken() -> bool:
+            with contextlib.suppress(ApiError):
+                return admission.authenticate(bearer("one")) is key
+            return False
+
+        readers = [stack.read(headers=bearer("one") | {WINDOW_HEADER: "30"}) for _ in range(2)]
+        requests = [await stack.next_request(number) for number in range(2)]
+        tokens = stack.ids("Hello world")
+        for request in requests:
+            stack.peer.emit(request, 0, tokens[:2])
+        await until(lambda: all(reader.text for reader in readers), "both have begun")
+        key = admission.authenticate(bearer("one"))
+        file.write_text("two\n")
+        await until(lambda: not is_taken(), "the file to be read again")
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+        streams = f"/v1/streams/{readers[0].chunks[0]['id']}"
+        for begun in (stack.client.post(path, json=body, headers=bearer("one")), stack.client.get(streams)):
+            assert (await begun).status_code == 401
+        assert (await stack.client.get(streams, headers=bearer("one"))).status_code == 401
+        await readers[1].hang_up()
+        for request in requests:
+            stack.peer.emit(request, 2, [*tokens[2:], stack.eos], FinishReason.STOP)
+        await readers[0].end()
+        assert readers[0].is_complete and readers[0].text == "Hello world"
+        await until(lambda: not any(key.num_in_flight.values()), "nothing is in flight")
+        assert not any(admission.num_in_flight.values())
+        file.write_text("one:2:1000\n")
+        await until(is_taken, "the file to be read again")
+        stack.peer.automatic = True
+        stack.say("Hello world")
+        again = await stack.client.post(path, json=body, headers=bearer("one"))
+        assert again.status_code == 200
+        assert int(again.headers["x-ratelimit-remaining-tokens"]) < 1000 - 2 * len(tokens)
 
 
 @pytest.mark.parametrize("line", ["anna:a-secret", "anna:write:a-secret", ":read:a-secret", "anna:read:", ""])

@@ -4,6 +4,7 @@ are no outage, and whoever resumes a stream gets the rest. Needs HAProxy on the 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 import uuid
 from pathlib import Path
@@ -17,6 +18,7 @@ from shared.runtime.settings import BusSettings
 from tests.conftest import free_port
 from tests.gateway.conftest import MODEL
 from tests.gateway.haproxy import Proxy, binary
+from tests.gateway.peer import until
 from tests.gateway.test_resuming import NUM_STREAMS, TEXT, two_gateways
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
@@ -25,6 +27,8 @@ CHECKED_S = 3.0
 """In which the proxy has seen a gateway that is there again."""
 ASK_INTERVAL_S = 0.3
 GIVE_UP_S = 60.0
+KEEP_ALIVE_TIMER = "02:"
+"""As /proc/net/tcp names it."""
 
 
 class Reader:
@@ -84,6 +88,7 @@ async def test_no_restart_of_a_gateway_is_an_outage(
             async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="none", timeout=60) as client:
                 asking: list[asyncio.Task[str | None]] = []
                 streams = asyncio.gather(*(one_after_the_other(client) for _ in range(NUM_STREAMS)))
+                await until(lambda: asked_after(port) >= set(HOSTS), "the proxy asks whether both are there")
                 for gateway in gateways:
                     await asyncio.sleep(1.0)
                     if is_killed:
@@ -107,6 +112,17 @@ async def test_no_restart_of_a_gateway_is_an_outage(
     if not is_killed:
         assert set().union(*(reader.codes for reader in readers)) == {"handed_over"}
     assert peer.cancelled == []
+
+
+def asked_after(port: int) -> set[str]:
+    """Addresses with that port to which this machine has connections that the kernel probes in silence."""
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, _, remote, _, _, timer, *_ = line.split()
+        address, remote_port = remote.split(":")
+        if int(remote_port, 16) == port and timer.startswith(KEEP_ALIVE_TIMER):
+            found.add(socket.inet_ntoa(int(address, 16).to_bytes(4, "little")))
+    return found
 
 
 async def test_without_any_gateway_the_proxy_says_to_come_again(tmp_path: Path) -> None:

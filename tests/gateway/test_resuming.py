@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
 from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
-from shared.bus.interface import ServiceError
+from shared.bus.interface import BusError, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import KEPT_CALLS
 from shared.messages.cluster import ModelSpec
@@ -40,7 +40,9 @@ from tests.gateway.test_responses import CODEX_TOOLS
 from tests.gateway.test_rolling_restart import Gateway
 from tests.gateway.test_rolling_restart import until as until_started
 from tests.gateway.test_tools import MAX_LEN, TEMPLATE, TOOLS
+from tests.nats_cluster import LEAST_ELECTION_S, NatsCluster
 
+RESPONSE = {"model": MODEL, "input": "Hi", "stream": True}
 TEXT = "One, two, three: 東京 and the rest"
 
 
@@ -471,6 +473,52 @@ async def test_another_gateway_takes_a_stream_over_from_one_that_lives(
         assert stack.tokenizer.decode(tokens[:2]) + text_of(events) == TEXT
         assert stack.peer.cancelled == [] and stack.peer.instance_cancelled == []
         assert not stack.gateway.context.table.streams
+
+
+async def test_streams_are_resumed_and_begun_while_their_records_have_no_leader(checkpoint: Path) -> None:
+    """In a cluster of NATS servers, one of which dies."""
+    cluster = await asyncio.to_thread(NatsCluster)
+    try:
+        settings = BusSettings(nats_url=cluster.url, nats_replicas=3)
+        async with (
+            logging_stack(settings, checkpoint, nats_replicas=3) as stack,
+            running_gateway(settings, gateway_id="other", nats_replicas=3) as other,
+        ):
+            stack.peer.interval_s = 0.05
+            headers = {KEY_HEADER: "k"}
+            seen = await read_some(stack, "/v1/chat/completions", chat(max_tokens=100), headers, 5)
+            leader = await asyncio.to_thread(cluster.leader_of, f"KV_{KEPT_CALLS.name}")
+            assert leader is not None
+            leader.kill()
+            url, headers = f"http://127.0.0.1:{other.port}", {**headers, "last-event-id": seen[-1].id}
+            async with AsyncExitStack() as resources:
+                client = await resources.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
+                async with asyncio.timeout(LEAST_ELECTION_S):
+                    rest, begun = await asyncio.gather(
+                        answered(lambda: client.get(f"/v1/streams/{seen[0].data['id']}", headers=headers)),
+                        resources.enter_async_context(client.stream("POST", "/v1/responses", json=RESPONSE)),
+                    )
+                assert begun.status_code == 200, await begun.aread()
+                await begun.aread()
+            assert text_of(seen) + text_of(events_of(rest.text)) == TEXT
+            assert len(stack.peer.submitted) == 2
+            records = await stack.peer.bus.key_value(KEPT_CALLS)
+            record = None
+            async with asyncio.timeout(20):
+                while record is None or not record.value.outputs:
+                    with suppress(BusError):
+                        record = await records.get(begun.headers[STREAM_HEADER])
+                    await asyncio.sleep(0.1)
+    finally:
+        await asyncio.to_thread(cluster.close)
+
+
+async def answered(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    """That of who asks again while it is refused for now."""
+    while (answer := await ask()).status_code == 503:
+        await asyncio.sleep(0.1)
+    assert answer.status_code == 200, answer.text
+    return answer
 
 
 async def test_records_go_with_their_calls(kept: Stack) -> None:

@@ -18,7 +18,7 @@ from shared.messages.channels import Bucket
 from shared.messages.requests import ErrorCode
 from shared.runtime.settings import BusSettings, SettingsError
 from tests.conftest import NatsServer
-from tests.nats_cluster import NatsCluster
+from tests.nats_cluster import LEAST_ELECTION_S, NatsCluster
 from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, NEWS, Ping, eventually
 from tests.shared.conftest import ConnectTo
 
@@ -26,6 +26,7 @@ NUM_READS = 60
 UNSENT_BYTES = 14 << 20
 WRITE_INTERVAL_S = 0.3
 """Interval between writes of an entry that is to live; the TTL is 2 s."""
+
 
 ConnectNode = Callable[[int], Awaitable[NatsBus]]
 
@@ -159,6 +160,33 @@ async def test_an_election_is_not_the_death_of_what_writes(cluster: NatsCluster,
         writing.cancel()
         await asyncio.to_thread(leader.start)
         await asyncio.to_thread(cluster.wait_whole)
+
+
+async def test_what_a_copy_has_is_read_while_the_leader_is_gone(
+    cluster: NatsCluster, connect_node: ConnectNode
+) -> None:
+    bucket = Bucket("test_from_copies", Ping, durable=True, is_read_from_copies=True)
+    stores = [await bus.key_value(bucket) for bus in [await connect_node(index) for index in range(3)]]
+    await stores[0].put("there", Ping("x"))
+    leader = await asyncio.to_thread(cluster.leader_of, "KV_test_from_copies")
+    assert leader is not None
+    try:
+        leader.kill()
+        async with asyncio.timeout(LEAST_ELECTION_S):
+            while True:
+                entries = await asyncio.gather(
+                    *(store.get_from_any_copy("there") for store in stores), return_exceptions=True
+                )
+                if not any(isinstance(entry, BusError) for entry in entries):  # who was connected there is elsewhere
+                    break
+            assert [entry.value for entry in entries] == [Ping("x")] * 3  # type: ignore[union-attr]
+        # That there is nothing is not said.
+        with pytest.raises((BusError, TimeoutError)):
+            await asyncio.wait_for(stores[1].get_from_any_copy("never-there"), 1.0)
+    finally:
+        await asyncio.to_thread(leader.start)
+        await asyncio.to_thread(cluster.wait_whole)
+    assert await stores[0].get_from_any_copy("never-there") is None
 
 
 async def test_a_node_that_hangs_is_left_for_another(cluster: NatsCluster, connect_node: ConnectNode) -> None:

@@ -94,6 +94,7 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
             "_INBOX.worker.a.>",
         ],
         [
+            "$JS.API.DIRECT.GET.KV_tideway_models.m",
             "$KV.tideway_plans.current",
             "$KV.tideway_models.m",
             "$KV.tideway_leases.scheduler",

@@ -137,8 +137,11 @@ async def api_errors(work: Awaitable[T], **names: str) -> T:
     try:
         return await work
     except BusError as error:
-        param = names.get(error.info.param, error.info.param)
-        raise of_info(msgspec.structs.replace(error.info, param=param)) from error
+        info = msgspec.structs.replace(error.info, param=names.get(error.info.param, error.info.param))
+        if info.code is ErrorCode.DEADLINE:  # no client's: whoever was asked has died, or hangs
+            message = f"{info.message}; what was asked for may have been done, and may be asked for again."
+            info = msgspec.structs.replace(info, code=ErrorCode.UNAVAILABLE, message=message)
+        raise of_info(info) from error
 
 
 async def _ask_placement(

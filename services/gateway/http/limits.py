@@ -127,6 +127,8 @@ class AnswerBody:
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self.is_given_up = False
+        """Its client read so slowly that its connection was ended."""
 
     @property
     def takes_more(self) -> bool:
@@ -181,6 +183,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._stuck_s = 0.0
         """How long the client has taken nothing of its answer, or goes on with a request that is answered."""
+        self._body: AnswerBody | None = None
+        """Body of the last request's answer."""
         self.address = ""
 
     # ---------------------------------------------------------------------------------------- asyncio's callbacks
@@ -271,7 +275,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._check_hosts()
         super().on_headers_complete()
         self._framing = self._framing_of_body() if self.parser.should_upgrade() else b""
-        self.scope["state"]["answer_body"] = AnswerBody(self.cycle)
+        self._body = self.scope["state"]["answer_body"] = AnswerBody(self.cycle)
         if self.scope["http_version"] == "1.0":  # nginx's default; it knows no chunks
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UntilClosed()
         self._is_in_head = False
@@ -302,6 +306,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stuck_s += elapsed_s
             if self._stuck_s > (CLOSING_S if is_over else self._settings.write_timeout_s):
                 self._all.count("slow_reader")
+                if self._body is not None and not is_over:
+                    self._body.is_given_up = True
                 self.transport.abort()
             return
         self._stuck_s = 0.0

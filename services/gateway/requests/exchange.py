@@ -426,6 +426,9 @@ class Exchange:
         outcome, status = outcome_of(error)
         if outcome == "disconnected":
             self.context.metrics.disconnects.inc()
+            body: AnswerBody | None = self.request.scope.get("state", {}).get("answer_body")
+            if body is not None and body.is_given_up:
+                self.call.span.set_attribute("error.type", "slow_reader")
         self.call.span.set_attribute("http.response.status_code", status)
         self.call.end(error)
 

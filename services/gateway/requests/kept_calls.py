@@ -45,6 +45,10 @@ STREAM_HEADER = "x-stream-id"
 """Header of an answer that may be resumed."""
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
+UNASKED_WAIT_S = 1.0
+"""For which a call waits for its record where nobody asked to keep it."""
+WRITE_TRIES, WRITE_RETRY_S = 5, 1.0
+"""Of records that nobody waits for: each try takes seconds, and an election up to 9 s."""
 
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _CALL_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -107,6 +111,8 @@ class Kept:
         self._streams: list[Stream | None] = []
         self._is_over = False
         self._timer: asyncio.Task[None] | None = None
+        self.writing: asyncio.Task[bool] | None = None
+        """Its first record is being stored while it runs."""
 
     def hold(self, generation: Generation) -> None:
         """From now on, since its streams are open."""
@@ -283,7 +289,7 @@ class KeptCalls:
         `BusError`."""
         if wish is None or not wish.claim:
             return None
-        entry = await self._claims.get(wish.claim)
+        entry = await self._claims.get_from_any_copy(wish.claim)
         return None if entry is None else await self._of_claim(entry.value, wish)
 
     async def _of_claim(self, claim: IdempotencyClaim, wish: Wish) -> KeptCall | None:
@@ -316,7 +322,7 @@ class KeptCalls:
     async def _get(self, call_id: str) -> KeptCall | None:
         if (kept := self._here.get(call_id)) is not None:
             return kept.record
-        entry = await self._records.get(call_id)
+        entry = await self._records.get_from_any_copy(call_id)
         return None if entry is None else entry.value
 
     # --------------------------------------------------------------------------------------- from begin to end
@@ -328,7 +334,6 @@ class KeptCalls:
     async def keep(self, wish: Wish, record: KeptCall) -> Kept | None:
         """Before the call is placed; None: it cannot be kept. Raises `AlreadyKept`; `ApiError` 400 where it is too large;
         `BusError`."""
-        now_s = time.time()
         record = msgspec.structs.replace(
             record,
             window_s=wish.window_s,
@@ -336,25 +341,42 @@ class KeptCalls:
             expires_s=record.arrived_s + record.template.timeout_s + self._settings.resume_s,
         )
         num_bytes = len(msgspec.msgpack.encode(record))
-        try:
-            if num_bytes > MAX_RECORD_BYTES:
-                message = (
-                    f"A request with {wish.asked_by} may take {MAX_RECORD_BYTES} bytes as it is kept, prompts as tokens "
-                    f"among them; this one takes {num_bytes}."
-                )
-                raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
+        if num_bytes > MAX_RECORD_BYTES and not wish.asked_by:
+            logger.info("%s is not kept: its record takes %d bytes", record.call_id, num_bytes)
+            return None
+        if num_bytes > MAX_RECORD_BYTES:
+            message = (
+                f"A request with {wish.asked_by} may take {MAX_RECORD_BYTES} bytes as it is kept, prompts as tokens "
+                f"among them; this one takes {num_bytes}."
+            )
+            raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
+        kept = Kept(self, record)
+        if wish.asked_by:
             await self._records.put(record.call_id, record)
             if wish.claim:
-                await self._claim(wish, record.call_id, now_s)
-        except (ApiError, BusError) as error:
-            if wish.asked_by:
-                raise
-            logger.info("%s is not kept: %s", record.call_id, error)
-            return None
-        kept = self._here[record.call_id] = Kept(self, record)
+                await self._claim(wish, record.call_id)
+        else:
+            kept.writing = self.tasks.start(self._write_later(record))
+            await asyncio.wait({kept.writing}, timeout=UNASKED_WAIT_S)
+            if kept.writing.done() and not kept.writing.result():
+                return None
+        self._here[record.call_id] = kept
         return kept
 
-    async def _claim(self, wish: Wish, call_id: str, now_s: float) -> None:
+    async def _write_later(self, record: KeptCall) -> bool:
+        """Whether it was stored; while JetStream elects, when that is over."""
+        for is_last in (*[False] * (WRITE_TRIES - 1), True):
+            try:
+                await self._records.put(record.call_id, record)
+                return True
+            except BusError as error:
+                logger.warning("what is kept of %s is not stored: %s", record.call_id, error)
+                if is_last or error.code is not ErrorCode.UNAVAILABLE:
+                    break
+            await asyncio.sleep(WRITE_RETRY_S)
+        return False
+
+    async def _claim(self, wish: Wish, call_id: str) -> None:
         claim = IdempotencyClaim(call_id, wish.digest)
         try:
             try:
@@ -417,14 +439,12 @@ class KeptCalls:
         expires_s = time.time() + self._settings.resume_s
         kept.record = msgspec.structs.replace(kept.record, outputs=outputs, expires_s=expires_s)
         outcome = "stored"
+        if kept.writing is not None:
+            kept.writing.cancel()  # it must not take the place of what comes now
         if len(msgspec.msgpack.encode(kept.record)) > MAX_RECORD_BYTES:
             outcome = "too_large"  # for as long as the instance has it, it may be had
-        else:
-            try:
-                await self._records.put(kept.record.call_id, kept.record)
-            except BusError as error:
-                logger.warning("the end of %s is not stored: %s", kept.record.call_id, error)
-                outcome = "failed"
+        elif not await self._write_later(kept.record):
+            outcome = "failed"
         self._metrics.kept_call_ends.labels(outcome).inc()
         self.let_go(kept)
 
@@ -444,5 +464,7 @@ class KeptCalls:
         await self._records.purge(call_id)
 
     def let_go(self, kept: Kept) -> None:
+        if kept.writing is not None:
+            kept.writing.cancel()
         if self._here.get(kept.record.call_id) is kept:
             del self._here[kept.record.call_id]
