@@ -37,7 +37,7 @@ NODE_DEVICES = 8
 ERRORS = 3.0
 """Standard errors that a sample may be off."""
 WITHIN = 0.02
-"""Of attainment, and of the share of normalised latency, that a sample's standard error may be."""
+"""Share of attainment, and of normalised latency, that a sample's standard error may be."""
 
 
 def drawn(options: argparse.Namespace, load: float) -> tuple[Problem, Plan]:

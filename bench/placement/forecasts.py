@@ -31,7 +31,7 @@ AHEAD_MIN = (10, 30, 60, 180)
 HORIZONS = "horizons"
 
 Forecast = Callable[[np.ndarray, int], float]
-"""Of the rates until now, for so many windows from now on."""
+"""Rate, from those until now and the number of windows to look ahead."""
 
 
 def _trend(past: np.ndarray, num: int) -> float:

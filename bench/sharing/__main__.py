@@ -79,7 +79,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _fleets(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """As `_run`."""
+    """The document of an experiment, and its title; see `_run`."""
     run_s, wanted = options.duration or FLEETS_RUN_S, options.systems.split(",") if options.systems else None
     asked = fleets.asked_of(
         [

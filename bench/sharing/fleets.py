@@ -37,16 +37,16 @@ FIRST_RPS_PER_DEVICE = 1.0
 STEP = 1.5
 """Factor from one rate to the next."""
 NUM_HALVINGS = 2
-"""Of what is between the rates around a level."""
+"""Halvings of the interval between the rates around a level."""
 MOST_STEPS = 8
-"""Up, and down, from the first rate."""
+"""Steps up, and down, from the first rate."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     num_devices: int
     popularity: float
     seed: int
-    """Of services and requests."""
+    """Seed of services and requests."""
     num_services: int = 8
 
 

@@ -122,8 +122,9 @@ class KeyValue(ABC, Generic[M]):
         """`UnreadableEntry` for one that cannot be read."""
 
     async def get_from_any_copy(self, key: str) -> KvEntry[M] | None:
-        """As `get`. While the leader of the copies does not answer, what another one has is taken: it may have been written
-        over a moment ago. That there is nothing only the leader says. For buckets with `is_read_from_copies`."""
+        """Entry of a key, like `get`. While the leader of the copies does not answer, what another one has is taken: it
+        may have been written over a moment ago. Only the leader says that there is nothing. For buckets with
+        `is_read_from_copies`."""
         return await self.get(key)
 
     @abstractmethod

@@ -53,7 +53,7 @@ class Drafting:
         self._memory = memory
         self._pool = memory.pool
         self.speculators: dict[str, Speculator] = {}
-        """Of the models that have a draft model."""
+        """Speculators of the models that have a draft model."""
 
     def add_model(self, queue: ModelQueue) -> None:
         if queue.shape.draft is not None and self._max_drafts:

@@ -165,8 +165,8 @@ class Engine:
         return self.charging.cost_models()
 
     def speculation(self) -> dict[str, dict[int, tuple[GateState, float]]]:
-        """Of each model with a draft model, by the most sequences of a batch: whether it drafts, and the tokens per second
-        that were measured with drafts over without."""
+        """State of each model with a draft model, by the most sequences of a batch: whether it drafts, and the tokens per
+        second that were measured with drafts over without."""
         return {
             name: {most: (gate.state, gate.gain) for most, gate in speculator.gates.items()}
             for name, speculator in self.drafting.speculators.items()

@@ -97,7 +97,7 @@ class BackupReservation(msgspec.Struct, frozen=True):
 
     rooms: tuple[BackupRoom, ...]
     blocks: list[int]
-    """For those that are sent, part by part."""
+    """Blocks for those that are sent, part by part."""
 
 
 def rebased(taken: Detached, now: float) -> tuple[GenerationRequest, SequenceProgress]:

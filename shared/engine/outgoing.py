@@ -182,7 +182,7 @@ class Outgoing:
         ]
 
     def pin_filled(self, request_id: str, first_block: int, max_blocks: int) -> PinnedBlocks | None:
-        """As `pin`, of full blocks alone and without marking the sequence as moving; None: it does not run."""
+        """Pins like `pin`, of full blocks alone and without marking the sequence as moving; None: it does not run."""
         sequence = self._requests.held(request_id)
         if sequence is None or sequence.state != State.RUNNING or sequence.is_spoilt:
             return None

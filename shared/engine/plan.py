@@ -191,7 +191,7 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: str = ""
     """Fingerprint of the bits that it makes on this executor, in deterministic mode."""
     draft: DraftShape | None = None
-    """Of its draft model; None: it has none here."""
+    """Shape of its draft model; None: it has none here."""
 
     @property
     def tokens_per_merged(self) -> int:

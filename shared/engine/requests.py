@@ -71,7 +71,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     """Tokens that were guessed here, in whatever way."""
     num_draft_kept: int = 0
-    """Of these, how many came true."""
+    """Guessed tokens that came true."""
 
     def stats(self) -> FinishedStats:
         """What the load report says of it."""

@@ -49,7 +49,7 @@ LOOK_S = 0.25
 KEEP_S = 2.0
 """Between two messages that say what is still wanted."""
 HOLDERS_S = 60.0
-"""For so long holders are chosen from what the registry had; `UNKNOWN_S` where it had none."""
+"""Time for which holders are chosen from what the registry had; `UNKNOWN_S` where it had none."""
 UNKNOWN_S = 1.0
 UNREACHABLE_S, FULL_S = 5.0, 30.0
 """A holder is left out for so long after a failure, and after it had no room."""

@@ -240,7 +240,7 @@ class BackedUp(Command, frozen=True):
     """A request has its first copies at another instance."""
 
     request: GenerationRequest
-    """As it is held."""
+    """The request as it is held."""
     holder_id: str
 
 
@@ -262,7 +262,7 @@ class AnswerBackup(Command, frozen=True):
 
 
 class ExpectBackup(Command, frozen=True):
-    """As `ExpectBlocks`: `on_backup_expected`, then `on_backup_in`."""
+    """Expects blocks of a copy, like `ExpectBlocks`: `on_backup_expected`, then `on_backup_in`."""
 
     pool: str
     blocks: list[int]

@@ -30,7 +30,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -204,7 +204,7 @@ def _evaluated(evaluate: Evaluate, plan: Plan) -> Prediction:
     return evaluate(_searchers[0].problem, plan)
 
 
-def _estimator(problem: Problem, most_bin_s: float, least_bins: int = NUM_BINS, **options: int) -> Estimator:
+def _estimator(problem: Problem, most_bin_s: float, least_bins: int = NUM_BINS, **options: Any) -> Estimator:
     num_bins = max(least_bins, math.ceil(problem.traffic.interval_s / most_bin_s))
     return Estimator(problem, num_bins=num_bins, **options)
 

@@ -24,7 +24,7 @@ from shared.costs.live import LiveCosts
 from shared.costs.model import CostModel, StepShape
 
 FIRST_ACCEPTANCE_RATE = 0.6
-"""Of a draft model of which nothing is known, and at least in a trial: else bad luck would end all trials."""
+"""Rate assumed of a draft model of which nothing is known, and at least in a trial: else bad luck would end all trials."""
 SEQUENCE_WEIGHT = 0.125
 MODEL_WEIGHT = 0.02
 """Weights of the last draft in the acceptance rates of its sequence and of the draft model."""
@@ -33,7 +33,7 @@ LEAST_ACCEPTANCE = 0.1
 LEAST_PREDICTED_GAIN = 1.03
 """Predicted tokens per second over those without drafts."""
 CATCH_UP_SHARE = 1.0
-"""Of a step's time without drafts: the draft model computes the tokens that it lacks of sequences for so long at most, so
+"""Share of a step's time without drafts for which the draft model computes the tokens that it lacks of sequences at most, so
 that a step with it takes twice as long."""
 EXPECTED_OUTPUT_TOKENS = 64
 """A sequence is expected to make as many tokens as it has made, and so many more."""
@@ -64,7 +64,7 @@ class DraftChoice(NamedTuple):
     expected: float
     """Drafts that are expected to be kept."""
     predicted_s: float
-    """Of its passes; 0 where nothing is known of them."""
+    """Time of its passes; 0 where nothing is known of them."""
 
 
 class StepRoom(NamedTuple):
@@ -212,7 +212,7 @@ class SpeculationGate:
     """A trial that stands so badly after so many steps is over."""
     ON_GAIN, OFF_GAIN = 1.05, 1.02
     LOSS_SHARE = 0.01
-    """Of the time without drafts that trials may lose."""
+    """Share of the time without drafts that trials may lose."""
     LEAST_WAIT_S = 2.0
     PROBE_STEPS = 64
     """While it drafts, one step of so many has none: what those take may change."""
@@ -301,7 +301,7 @@ class Speculator:
         return 1 - 1 / gain if gain > 1 else UNKNOWN_SAVING
 
     def note_expected(self, num_sequences: int, expected: float) -> None:
-        """Of a step that has been planned."""
+        """Notes what is expected of a step that has been planned."""
         self._expected[num_sequences.bit_length()] = expected / num_sequences
 
     def is_worth_waiting(self, num_sequences: int, least: float) -> bool:

@@ -53,7 +53,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     attainment: Mean
     normalised_latency: Mean
     ttft_s: Mean
-    """Of the stretches alone: the estimate is not asked for it; likewise the next. Of the requests that got a token."""
+    """Mean over the requests of the stretches that got a token; the estimate is not asked for it. Likewise the next."""
     tpot_s: Mean
     estimated_attainment: float
     """By the estimate alone; likewise the next."""
@@ -78,14 +78,14 @@ class Cut(NamedTuple):
 
     problem: Problem
     since_s: float
-    """Of this traffic, where the stretch begins; likewise the next."""
+    """Time of this traffic at which the stretch begins; likewise the next."""
     until_s: float
     longest_s: float
     """Latency of what finds no group: the time of the whole traffic, as in the estimate."""
 
 
 Map = Callable[[Callable[[Cut], Part], Iterable[Cut]], Iterator[Part]]
-"""As the built-in one, or that of a pool of processes."""
+"""The built-in `map`, or that of a pool of processes."""
 
 
 def sample(

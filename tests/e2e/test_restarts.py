@@ -38,7 +38,7 @@ def system(checkpoints: dict[str, str]) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def texts(system: Stack) -> set[str]:
-    """Of the streams when nothing happens."""
+    """Texts of the streams when nothing happens."""
     return asyncio.run(expected_texts(system.url, list(system.models), NUM_STREAMS, NUM_TOKENS))
 
 

@@ -47,7 +47,7 @@ NESTED = {"type": "object", "properties": {"b": {"type": "integer"}}}
     ],
 )
 def test_objects_of_named_properties_are_closed(schema: Any, taken: list[Any], refused: list[Any]) -> None:
-    """Where the schema says nothing of others, and where that leaves what it asks for possible."""
+    """Objects are closed where the schema says nothing of others and what it asks for stays possible."""
     found = closed(schema)
     assert all(takes(found, value) and takes(schema, value) for value in taken)
     assert not any(takes(found, value) for value in refused)

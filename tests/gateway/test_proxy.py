@@ -28,7 +28,7 @@ CHECKED_S = 3.0
 ASK_INTERVAL_S = 0.3
 GIVE_UP_S = 60.0
 KEEP_ALIVE_TIMER = "02:"
-"""As /proc/net/tcp names it."""
+"""The timer's name in /proc/net/tcp."""
 
 
 class Reader:

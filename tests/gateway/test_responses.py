@@ -357,7 +357,7 @@ def test_reasoning_comes_back_sealed() -> None:
 
 
 async def test_items_of_stored_responses_are_referred_to(keyed: Stack) -> None:
-    """As Vercel's AI SDK does where responses are stored."""
+    """Vercel's AI SDK does so where responses are stored."""
     async with keyed.openai("one") as one, keyed.openai("two") as two:
         answer = await one.responses.create(model=MODEL, input="Hi")
         (item,) = answer.output

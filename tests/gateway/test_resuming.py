@@ -514,7 +514,7 @@ async def test_streams_are_resumed_and_begun_while_their_records_have_no_leader(
 
 
 async def answered(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    """That of who asks again while it is refused for now."""
+    """The answer to one who asks again while it is refused for now."""
     while (answer := await ask()).status_code == 503:
         await asyncio.sleep(0.1)
     assert answer.status_code == 200, answer.text

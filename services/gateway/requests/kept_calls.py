@@ -46,9 +46,9 @@ STREAM_HEADER = "x-stream-id"
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
 UNASKED_WAIT_S = 1.0
-"""For which a call waits for its record where nobody asked to keep it."""
+"""Time that a call waits for its record where nobody asked to keep it."""
 WRITE_TRIES, WRITE_RETRY_S = 5, 1.0
-"""Of records that nobody waits for: each try takes seconds, and an election up to 9 s."""
+"""Tries to write a record that nobody waits for: each try takes seconds, and an election up to 9 s."""
 
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _CALL_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")

@@ -227,7 +227,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     status: ResponseStatus
     error: ResponseFailure | None = None
     include: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """As the request has it."""
+    """The request's own."""
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None

@@ -29,7 +29,7 @@ from shared.engine.plan import DraftShape, ModelDraft, StepPlan
 
 @dataclass
 class DraftPasses:
-    """When each pass of a step began and the last one ended: seconds, or events on the device."""
+    """Times at which each pass of a step began and the last one ended: seconds, or events on the device."""
 
     marks: list[float | torch.cuda.Event] = field(default_factory=list)
 

@@ -155,7 +155,7 @@ class _Chain:
         """Which of the step's samples come after each."""
         self.tokens: list[int] = []
         self.masks: list[np.ndarray | None] = []
-        """For what comes after each; None: nothing can, or need not."""
+        """Masks of what comes after each; None: nothing can, or need not."""
 
 
 class Guides:
@@ -233,7 +233,7 @@ class DraftGuides:
         self._num_consumed = dict.fromkeys(by_row, 0)
 
     def masks(self, rows: list[int]) -> Masks | None:
-        """For the next draft of each of these rows; None: of none of them."""
+        """Masks of the next draft of each of these rows; None: none has one."""
         found = [(index, mask) for index, row in enumerate(rows) if (mask := self._mask(row)) is not None]
         return Masks(np.array([index for index, _ in found]), np.stack([mask for _, mask in found])) if found else None
 

@@ -34,7 +34,7 @@ def make_world(
 
 
 def place_again(world: World, request_id: str, name: str) -> GenerationRequest:
-    """As its gateway and the scheduler do when its instance has died."""
+    """Does what its gateway and the scheduler do when its instance has died."""
     stream = world.streams[request_id]
     stream.lose(stream.epoch)
     again = stream.placed_again(world.sent[request_id], 0.0, None, world.events.now)

@@ -77,7 +77,7 @@ def test_long_prompts_delay_the_other_model_of_their_group():
 def test_first_come_first_served_all_models_requests_grow_equally_old(
     rates: tuple[float, float], outputs: tuple[int, int]
 ) -> None:
-    """As the engine serves in that order: short requests wait for the long ones of the other model."""
+    """The engine serves in that order: short requests wait for the long ones of the other model."""
     rng, rows = np.random.default_rng(3), []
     for name, rate, num_output in zip("ab", rates, outputs, strict=True):
         rows += [(float(at_s), name, 100, num_output, True) for at_s in rng.uniform(0, 120, int(120 * rate))]

@@ -1,4 +1,4 @@
-"""When a draft model drafts: never for long where it costs, soon where it pays, and how many tokens."""
+"""A draft model drafts never for long where it costs, soon where it pays, and how many tokens."""
 
 from __future__ import annotations
 
