@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +43,21 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 Make = Callable[..., Awaitable[KvTransport]]
 _device = "cpu"
 """Device of the pools that a test makes; `new_network` sets it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests with further parameters meet the layouts in turn, each network all of them; other combinations are long ones."""
+    cases: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.parent == Path(__file__).parent and "layout" in params and len(params) > 2:
+            others = {name: value for name, value in params.items() if name != "layout"}
+            cases[item.originalname][repr(others)].append(item)
+    for of_test in cases.values():
+        for number, layouts in enumerate(of_test.values()):
+            layouts.pop(number % len(layouts))
+            for item in layouts:
+                item.add_marker(pytest.mark.long)
 
 
 def pool(seed: int, stride_bytes: int = STRIDE_BYTES, device: str = "") -> torch.Tensor:
