@@ -31,6 +31,7 @@ from shared.engine.plan import NO_TOKEN, CopyKind, KvCopy, ModelShape, NewSequen
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 from shared.models.checkpoint import CheckpointError
+from tests.seeds import seeds
 from tests.worker import fake_flashinfer
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver, Row
@@ -79,7 +80,7 @@ def test_two_models_in_one_slab_take_turns_and_blocks(
 
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "opt"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3, normally=1))
 def test_any_schedule_makes_the_same_tokens(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int, device: str
 ) -> None:
@@ -705,6 +706,9 @@ def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
         Executor("cpu", 4, MERGED_BYTES, 2).prepare_model(ModelSpec("llama", str(path)))
 
 
+DRAWN = {"temperature": 0.9, "top_k": 5, "seed": 3, "logprobs": 2}
+
+
 def write_lame(folder: Path, variant: str = "llama", token: int = 7) -> Path:
     """A checkpoint that makes NaN of what follows one token alone."""
     path = write_checkpoint(folder, variant)
@@ -721,8 +725,18 @@ def write_lame(folder: Path, variant: str = "llama", token: int = 7) -> Path:
 
 
 @ON_EACH_DEVICE
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 5, "seed": 3, "logprobs": 2}])
-@pytest.mark.parametrize("kind", ["compiled", "torch", "deterministic"])
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        ("compiled", {}),
+        ("torch", DRAWN),
+        ("deterministic", DRAWN),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("compiled", DRAWN), ("torch", {}), ("deterministic", {}))
+        ),
+    ],
+)
 def test_a_sequence_without_numbers_gets_no_token_and_spoils_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: dict[str, Any], device: str
 ) -> None:
