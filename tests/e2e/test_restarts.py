@@ -81,7 +81,6 @@ class Upload:
         yield b"\r\n--x--\r\n"
 
 
-@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, id="dies"), pytest.param(signal.SIGTERM, id="stops")])
 @pytest.mark.parametrize("service", ["gateway", "scheduler-0", "placement", "worker-0"])
