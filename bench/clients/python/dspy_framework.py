@@ -39,9 +39,9 @@ def stream():
 
 
 def tool():
-    native = dspy.JSONAdapter(use_native_function_calling=True, parallel_tool_calls=False)
-    with dspy.context(lm=lm.copy(tool_choice="required"), adapter=native):
-        found = dspy.Predict(Call)(question=ASKED, tools=[dspy.Tool(weather)])
+    choice = {"tool_choice": "required", "parallel_tool_calls": False}
+    with dspy.context(adapter=dspy.JSONAdapter(use_native_function_calling=True)):
+        found = dspy.Predict(Call)(question=ASKED, tools=[dspy.Tool(weather)], config=choice)
     for call in found.calls.tool_calls:
         weather(**call.args)
     was_called()
