@@ -1,11 +1,11 @@
-"""The two demonstration models before any training: shapes, special tokens, chat templates.
+"""The demonstration models before any training, and the draft model of one of them: shapes, special tokens, chat templates.
 
-Owns: everything in which the two models differ. Knows nothing of text or of training.
+Owns: everything in which the models differ. Knows nothing of text or of training.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
@@ -27,6 +27,7 @@ class Recipe:
     eos: str  # ends a text
     end_of_turn: str  # ends a message of a chat; may be the same as eos
     max_shard_size: str
+    tokenizer_of: str = ""  # the model whose tokenizer a draft model shares
 
     def special_tokens(self) -> list[str]:
         return list(dict.fromkeys([self.pad, self.bos, self.eos, self.end_of_turn, *ROLE_TOKENS]))
@@ -51,6 +52,17 @@ class Recipe:
             "eos_token_id": eos,
             "use_cache": False,
         }
+        if self.name == DRAFT.name:  # an eighth of its model's weights and of its KV
+            return LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=128,
+                    intermediate_size=352,
+                    num_hidden_layers=1,
+                    num_attention_heads=4,
+                    num_key_value_heads=1,
+                    **common,
+                )
+            )
         if self.name == LLAMA.name:  # grouped-query attention: 8 query heads share 2 KV heads of 32
             return LlamaForCausalLM(
                 LlamaConfig(
@@ -99,4 +111,5 @@ OPT = Recipe(
     end_of_turn="</s>",
     max_shard_size="5MB",  # two files and an index, so that the sharded way of loading is used too
 )
-RECIPES = {recipe.name: recipe for recipe in (LLAMA, OPT)}
+DRAFT = replace(LLAMA, name="tideway-demo-draft", relative_steps=1.0, tokenizer_of=LLAMA.name)
+RECIPES = {recipe.name: recipe for recipe in (LLAMA, OPT, DRAFT)}

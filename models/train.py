@@ -1,6 +1,7 @@
-"""Trains the two demonstration models from nothing and saves them as Hugging Face checkpoints next to this file.
+"""Trains the demonstration models from nothing and saves them as Hugging Face checkpoints next to this file.
 
     python models/train.py                      # the committed checkpoints: both models at once, one core each
+    python models/train.py --only tideway-demo-draft    # a draft model of tideway-demo-llama, with its tokenizer
     python models/train.py --minutes 5          # what can be had in five minutes, instead of the committed --steps
     python models/train.py --only tideway-demo-opt
 
@@ -143,7 +144,10 @@ def train(recipe: Recipe, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     corpus = Corpus(arguments.sources, DICTIONARY_ARTICLES)
-    tokenizer = train_tokenizer(recipe, corpus)
+    if recipe.tokenizer_of:
+        tokenizer = FastTokenizer.from_pretrained(MODELS / recipe.tokenizer_of)
+    else:
+        tokenizer = train_tokenizer(recipe, corpus)
     pad, bos, eos = (tokenizer.convert_tokens_to_ids(token) for token in (recipe.pad, recipe.bos, recipe.eos))
     model = recipe.new_model(pad, bos, eos)
     optimizers = new_optimizers(model)
@@ -238,9 +242,12 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.output.mkdir(parents=True, exist_ok=True)
     os.environ.update(KEEP_FREED_MEMORY)
-    recipes = [RECIPES[arguments.only]] if arguments.only else list(RECIPES.values())
+    recipes = [one for one in RECIPES.values() if not one.tokenizer_of]
+    if arguments.only:
+        recipes = [RECIPES[arguments.only]]
     corpus = Corpus(arguments.sources, DICTIONARY_ARTICLES)  # fetched once, before the processes part
-    (arguments.output / "words.txt").write_text("\n".join(corpus.words()) + "\n", encoding="ascii")
+    if not any(recipe.tokenizer_of for recipe in recipes):
+        (arguments.output / "words.txt").write_text("\n".join(corpus.words()) + "\n", encoding="ascii")
     processes = [multiprocessing.get_context("spawn").Process(target=train, args=(r, arguments)) for r in recipes]
     for process in processes:
         process.start()

@@ -145,6 +145,7 @@ class TestRequests:
             (ModelSpec("m", "/m", slo_scale=0.5), "slo_scale"),
             (ModelSpec("m", "/m", slo_scale=1e9), "slo_scale"),
             (ModelSpec("m", "/m", quantization="int2"), "quantization"),
+            (ModelSpec("m", "/m", engine="vllm", draft="/d"), "draft"),
             (ModelSpec("m", "/m", tool_format="xml"), "tool_format"),
         ],
     )

@@ -22,6 +22,7 @@ from tideway.preflight import (
     free_ports,
     local_host,
     parse_models,
+    with_drafts,
     with_engines,
 )
 
@@ -82,6 +83,14 @@ def test_how_models_write_calls_of_tools() -> None:
     for argument, sentence in (("xml", "--tool-format xml: write one of harmony"), ("c=json", "no model is named c")):
         with pytest.raises(OperatorError, match=sentence):
             parse_models(models, "", [argument])
+
+
+def test_draft_models_are_of_all_models_or_of_one(folder: Path) -> None:
+    models = parse_models(["a=org/a", "b=org/b"])
+    specs = with_drafts(models, [f"b={folder}", "org/small"])
+    assert [spec.draft for spec in specs] == ["org/small", str(folder)]
+    with pytest.raises(OperatorError, match="neither a folder nor a Hugging Face id"):
+        with_drafts(models, ["b=missing"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
 from shared.messages.cluster import InstancePlan
 from shared.messages.requests import FinishReason, RequestClass
+from shared.policies.speculation import GateState
 from shared.runtime.settings import InstanceSettings, SettingsError
 from tests.shared.engine.fake_executor import request
 
@@ -174,6 +175,21 @@ def test_guessed_tokens_are_counted_by_the_names_of_vllm() -> None:
         for name in ("drafts", "draft_tokens", "accepted_tokens")
     ]
     assert values == [2, 8, 5]
+
+
+def test_whether_a_draft_model_drafts_is_shown_by_size_of_batch() -> None:
+    shown = Shown()
+    shown.telemetry.on_speculation("m", {1: (GateState.DRAFTS, 1.5), 3: (GateState.WAITS, 0.9)})
+
+    def state(batch: str, name: str) -> float | None:
+        labels = {"engine": "i", "model_name": "m", "batch": batch, "state": name}
+        return shown.registry.get_sample_value("tideway_instance_speculation", labels)
+
+    assert [state("1", name) for name in ("off", "trial", "on")] == [0, 0, 1] and state("3", "off") == 1
+    labels = {"engine": "i", "model_name": "m", "batch": "1"}
+    assert shown.registry.get_sample_value("tideway_instance_speculation_gain", labels) == 1.5
+    shown.telemetry.remove_model("m")
+    assert state("1", "on") is None
 
 
 def test_a_lookup_of_more_tokens_than_are_compared_is_refused() -> None:

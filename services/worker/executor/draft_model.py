@@ -11,6 +11,7 @@ Its KV lies in blocks of the model's, `blocks_per_block` of its own in each.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,9 @@ from services.worker.models.decode_graphs import DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from shared.engine.plan import DraftShape, ModelDraft, StepPlan
 
+clock: Callable[[], float] = time.perf_counter
+"""Seconds; of passes that are computed on the CPU."""
+
 
 @dataclass
 class DraftPasses:
@@ -35,7 +39,7 @@ class DraftPasses:
 
     def mark(self, device: torch.device) -> None:
         if device.type == "cpu":
-            self.marks.append(time.perf_counter())
+            self.marks.append(clock())
             return
         event = timed_event()
         event.record()
