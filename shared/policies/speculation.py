@@ -41,6 +41,10 @@ UNKNOWN_SAVING = 0.25
 """Share of a token's time that drafts are said to save before anything was measured."""
 
 
+UNKNOWN_DEPTH = 2
+"""Drafts at most before a pass was measured often enough."""
+
+
 class DraftCandidate(NamedTuple):
     """A decoding sequence for which tokens may be drafted."""
 
@@ -92,7 +96,8 @@ def choose_drafts(
     first_s = _first_pass_s(draft, candidates, computes)
     usual_s = _first_pass_s(draft, candidates, [min(2, count) for count in computes])
     lengths, expected, rows_s, passes_s, num_rows = [0] * num, 0.0, 0.0, 0.0, 0
-    for depth in range(1, 1 + max((candidates[i].most for i in ready), default=0)):
+    deepest = max((candidates[i].most for i in ready), default=0)
+    for depth in range(1, 1 + (deepest if draft.is_known else min(deepest, UNKNOWN_DEPTH))):
         num_drafting = context = 0
         for i in ready:
             one = candidates[i]
@@ -169,7 +174,7 @@ class _Ratio:
     as if it had taken a few times as long as expected."""
 
     __slots__ = ("_expected_s", "_seconds", "num_steps")
-    _DECAY = 31 / 32
+    _DECAY = 63 / 64
     _OUTLIER = 4.0
 
     def __init__(self) -> None:
@@ -207,8 +212,8 @@ class SpeculationGate:
 
     PLAIN_STEPS = 8
     """Steps without drafts before the first trial."""
-    TRIAL_STEPS = 12
-    HOPELESS_STEPS, HOPELESS_GAIN = 4, 0.85
+    TRIAL_STEPS = 24
+    HOPELESS_STEPS, HOPELESS_GAIN = 8, 0.8
     """A trial that stands so badly after so many steps is over."""
     ON_GAIN, OFF_GAIN = 1.05, 1.02
     LOSS_SHARE = 0.01

@@ -85,7 +85,8 @@ def test_how_models_write_calls_of_tools() -> None:
             parse_models(models, "", [argument])
 
 
-def test_draft_models_are_of_all_models_or_of_one(folder: Path) -> None:
+def test_draft_models_are_of_all_models_or_of_one(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "small")
     models = parse_models(["a=org/a", "b=org/b"])
     specs = with_drafts(models, [f"b={folder}", "org/small"])
     assert [spec.draft for spec in specs] == ["org/small", str(folder)]

@@ -44,7 +44,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from tests.shared.engine.fake_executor import FakeExecutor, expected_output, next_token
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, mostly, next_token
 
 REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.TOO_LONG, ErrorCode.CONFLICT)
 
@@ -57,7 +57,7 @@ class Node:
         self.engine = engine
         self.limits = {shape.name: engine.apply(AddModel(shape), 0.0).max_model_len for shape in shapes}
         self.num_rows = engine.memory.num_free_rows
-        self.executor = FakeExecutor(shapes, next_token)
+        self.executor = FakeExecutor(shapes, next_token, mostly(next_token))
         self.in_flight: list[StepPlan] = []
         self.copies: list = []
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shared.engine.calls import OnTime, SetCostModel
 from shared.engine.engine import Engine
-from shared.engine.plan import ModelShape
+from shared.engine.plan import DraftShape, ModelShape
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
@@ -22,8 +22,9 @@ from tests.seeds import examples
 from tests.shared.costs import SMALL
 from tests.shared.engine.cluster import Cluster, Node, classes
 from tests.shared.engine.fake_executor import next_token, repeating_token, request
+from tests.shared.engine.test_draft_model import Always
 
-SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
+SHAPES = [ModelShape("a", 4, 3, 60, draft=DraftShape(9, 50)), ModelShape("b", 2, 2, 24)]
 CHANCES = {
     "submit": 10,
     "cancel": 2,
@@ -50,6 +51,7 @@ class Events:
     def __init__(self, chooser: random.Random) -> None:
         self.chooser = chooser
         self.guesses = chooser.random() < 0.3
+        self.drafts = chooser.random() < 0.3
         self.cluster = Cluster([self._node() for _ in range(3)])
 
     def _node(self) -> Node:
@@ -74,6 +76,8 @@ class Events:
             lookup=LookupSettings(choose.choice([0, 2, 6]), 1, 3) if self.guesses else LookupSettings(),
         )
         node = Node(engine, SHAPES, repeating_token if self.guesses else next_token)
+        if self.drafts:
+            engine.drafting.speculators["a"].gate = lambda num_sequences: Always()
         if choose.random() < 0.6:
             for shape in SHAPES:
                 engine.apply(SetCostModel(shape.name, SMALL), 0.0)

@@ -93,8 +93,8 @@ def test_what_no_longer_pays_ends_and_is_tried_again() -> None:
     machine = Machine(0.03, 2.5).run(200)
     assert machine.gate.state is GateState.DRAFTS
     machine.tokens, before = 1.0, machine.num_drafted
-    machine.run(60)
-    assert machine.gate.state is GateState.WAITS and machine.num_drafted - before <= 40
+    machine.run(120)
+    assert machine.gate.state is GateState.WAITS and machine.num_drafted - before <= 80
     machine.tokens = 2.5
     machine.run(4000)
     assert machine.gate.state is GateState.DRAFTS
