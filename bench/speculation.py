@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import math
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +37,11 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from bench.reporting import machine, table, write
 from services.worker.executor import draft_model
-from services.worker.executor.executor import Executor
-from shared.engine.calls import AddModel, OnStep, Submit
+from services.worker.executor.executor import Executor, PreparedModel
+from shared.engine.calls import AddModel, Cancel, OnStep, Submit
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.recording import Configuration
-from shared.engine.requests import Ended
+from shared.engine.requests import Output
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 
@@ -49,6 +51,7 @@ SHAPE_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers"
               "num_key_value_heads": 6}  # fmt: skip
 SHAPE_30M = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 12,
              "num_key_value_heads": 4}  # fmt: skip
+REQUESTS_A_STREAM = 3
 MATRICES_RATE, OTHERS_RATE = 1.5e-3, 1e-3
 """Of learning."""
 QUESTIONS = (
@@ -207,9 +210,7 @@ class Run(NamedTuple):
 
 
 class Bench:
-    def __init__(self, path: Path, draft: Path | None, streams: int, tokens: int, drafts: int) -> None:
-        spec = ModelSpec("m", str(path), dtype="bfloat16", draft="" if draft is None else str(draft))
-        prepared = Executor("cpu", 1, 1 << 30, 1).prepare_model(spec)
+    def __init__(self, prepared: PreparedModel, streams: int, tokens: int, drafts: int) -> None:
         block_bytes = prepared.model.kv_shape(prepared.block_size).block_bytes
         merged_bytes = choose_merged_bytes([block_bytes])
         num_merged = -(-2 * streams * ((tokens + 64) // prepared.block_size + 2) * block_bytes // merged_bytes) + 1
@@ -223,33 +224,45 @@ class Bench:
         self._num_requests, self._streams, self._tokens = 0, streams, tokens
 
     def run(self, prompts: list[list[int]], temperature: float) -> Run:
+        """As many streams all the time: when one has ended the next one begins, and what is measured ends with the last
+        one's beginning, after each has begun `REQUESTS_A_STREAM` times."""
         engine, counters = self._engine, self._engine.counters
         before = counters.drafted_tokens.total(), counters.accepted_tokens.total()
-        for index in range(self._streams):
-            self._num_requests += 1
-            request = GenerationRequest(
-                request_id=str(self._num_requests), gateway_id="g", model="m",
+        waiting = deque(
+            GenerationRequest(
+                request_id=f"{self._num_requests}-{index}", gateway_id="g", model="m",
                 prompt=pack_tokens(prompts[index % len(prompts)]),
                 sampling=SamplingParams(max_tokens=self._tokens, temperature=temperature, seed=index),
-            )  # fmt: skip
-            assert engine.apply(Submit(request), self._now()) is None
-        num_steps = num_ended = 0
+            )
+            for index in range(REQUESTS_A_STREAM * self._streams)
+        )  # fmt: skip
+        self._num_requests += 1
+        for _ in range(self._streams):
+            assert engine.apply(Submit(waiting.popleft()), self._now()) is None
+        num_steps = num_tokens = 0
         began_s = time.process_time()
-        while num_ended < self._streams:
+        while waiting:
             plan = engine.plan(self._now())
             assert plan is not None
             self._executor.launch(plan)
             result = self._executor.collect()
             assert not result.error, result.error
             engine.apply(OnStep(result), self._now())
-            num_ended += sum(isinstance(effect, Ended) for effect in engine.effects())
             num_steps += 1
+            for effect in engine.effects():
+                if isinstance(effect, Output):
+                    num_tokens += sum(len(entry.tokens) // 4 for entry in effect.entries)
+                elif waiting:
+                    assert engine.apply(Submit(waiting.popleft()), self._now()) is None
         seconds = time.process_time() - began_s
+        for held in engine.all_held():
+            engine.apply(Cancel(held.request.request_id), self._now())
+        engine.effects()
         drafted = counters.drafted_tokens.total() - before[0]
         kept = counters.accepted_tokens.total() - before[1]
         gates = engine.speculation().get("m", {})
         state = next((state.value for most, (state, _) in gates.items() if most >= self._streams), "")
-        return Run(seconds, self._streams * self._tokens, num_steps, kept / max(1, drafted), state)
+        return Run(seconds, num_tokens, num_steps, kept / max(1, drafted), state)
 
     def _now(self) -> float:
         return time.process_time() - self._began_s
@@ -308,7 +321,11 @@ def main() -> None:
         prompts = prompts_of(FastTokenizer.from_pretrained(SOURCE))
         for streams in options.streams:
             for kind in options.draft:
-                benches = [Bench(path, one, streams, options.tokens, options.drafts) for one in (None, drafts[kind])]
+                spec = ModelSpec("m", str(path), dtype="bfloat16", draft=str(drafts[kind]))
+                # Both have the same weights at the same place in memory.
+                prepared = Executor("cpu", 1, 1 << 30, 1).prepare_model(spec)
+                both = (dataclasses.replace(prepared, draft=None), prepared)
+                benches = [Bench(one, streams, options.tokens, options.drafts) for one in both]
                 for temperature in options.temperatures:
                     first = [bench.run(prompts, temperature) for bench in benches]
                     runs: list[list[Run]] = [[], []]
@@ -319,7 +336,7 @@ def main() -> None:
                     row = (
                         streams, kind, temperature, statistics.median(rates[0]), statistics.median(rates[1]),
                         statistics.median(b / a for a, b in zip(*rates, strict=True)),
-                        first[0].seconds / first[1].seconds,
+                        first[1].num_tokens / first[1].seconds * first[0].seconds / first[0].num_tokens,
                         statistics.mean(run.num_tokens / run.num_steps / streams for run in runs[1]),
                         last.kept_share, last.state,
                     )  # fmt: skip

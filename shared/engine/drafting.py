@@ -29,7 +29,7 @@ from shared.engine.sequence import Sequence, State
 from shared.policies.prompt_lookup import Guess, LookupSettings, PromptLookup, draft_lengths, may_pay
 from shared.policies.speculation import (
     EXPECTED_OUTPUT_TOKENS,
-    FIRST_ACCEPTANCE_RATE,
+    TRIAL_ACCEPTANCE_RATE,
     DraftCandidate,
     GateState,
     Speculator,
@@ -219,7 +219,7 @@ class Drafting:
     @staticmethod
     def _rate(speculator: Speculator, sequence: Sequence, *, is_trial: bool) -> float:
         rate = speculator.acceptance_rate if sequence.draft_rate < 0 else sequence.draft_rate
-        return max(rate, FIRST_ACCEPTANCE_RATE) if is_trial else rate
+        return max(rate, TRIAL_ACCEPTANCE_RATE) if is_trial else rate
 
     def observe(self, queue: ModelQueue, step: PlannedStep, result: StepResult, kept: list[int]) -> None:
         """What a step says of the draft model and of its drafts. `kept`: how many of each of the plan's drafts."""

@@ -24,14 +24,16 @@ from shared.costs.live import LiveCosts
 from shared.costs.model import CostModel, StepShape
 
 FIRST_ACCEPTANCE_RATE = 0.6
-"""Rate assumed of a draft model of which nothing is known, and at least in a trial: else bad luck would end all trials."""
+"""Rate assumed of a draft model of which nothing is known."""
+TRIAL_ACCEPTANCE_RATE = 0.4
+"""Rate assumed at least in a trial: else bad luck would end all trials."""
 SEQUENCE_WEIGHT = 0.125
 MODEL_WEIGHT = 0.02
 """Weights of the last draft in the acceptance rates of its sequence and of the draft model."""
 LEAST_ACCEPTANCE = 0.1
 """A draft that is less likely to be kept is not made."""
-LEAST_PREDICTED_GAIN = 1.03
-"""Predicted tokens per second over those without drafts."""
+LEAST_PREDICTED_GAIN, LEAST_TRIED_GAIN = 1.03, 0.9
+"""Predicted tokens per second over those without drafts; and in a trial, as predictions err."""
 CATCH_UP_SHARE = 1.0
 """Share of a step's time without drafts for which the draft model computes the tokens that it lacks of sequences at most, so
 that a step with it takes twice as long."""
@@ -92,7 +94,9 @@ def choose_drafts(
     computes = _catch_ups(draft, room, candidates, step_s, saving)
     ready = [i for i in range(num) if computes[i] == candidates[i].num_missing]
     best_lengths, best_expected, best_s = [0] * num, 0.0, 0.0
-    best_rate = 0.0 if is_trial else LEAST_PREDICTED_GAIN * room.num_sampled / step_s if step_s else 0.0
+    best_rate = 0.0
+    if step_s and (draft.is_known or not is_trial):
+        best_rate = (LEAST_TRIED_GAIN if is_trial else LEAST_PREDICTED_GAIN) * room.num_sampled / step_s
     first_s = _first_pass_s(draft, candidates, computes)
     usual_s = _first_pass_s(draft, candidates, [min(2, count) for count in computes])
     lengths, expected, rows_s, passes_s, num_rows = [0] * num, 0.0, 0.0, 0.0, 0
@@ -123,14 +127,11 @@ def choose_drafts(
         rate = (room.num_sampled + expected) / total_s if total_s else math.inf
         if rate > best_rate:
             best_rate, best_lengths, best_expected, best_s = rate, list(lengths), expected, passes_s
-    if not any(best_lengths):
-        # Those that lack much are brought up to date all the same; who lacks one or two does not drop behind.
-        computes = [0 if i in ready and candidates[i].num_missing <= 2 else count for i, count in enumerate(computes)]
-    else:
-        computes = [
-            0 if i in ready and not best_lengths[i] and candidates[i].num_missing <= 2 else count
-            for i, count in enumerate(computes)
-        ]
+    # Who could have drafts and has none is not followed; others are caught up with where drafts pay, as far as is known.
+    pays = any(best_lengths) or not ready
+    computes = [
+        count if best_lengths[i] or (pays and i not in ready) else 0 for i, count in enumerate(computes)
+    ]  # fmt: skip
     return DraftChoice(computes, best_lengths, best_expected, _first_pass_s(draft, candidates, computes) + best_s)
 
 
@@ -207,7 +208,7 @@ class SpeculationGate:
     | WAITS | TRIES | steps without drafts were measured, and as much time has passed as the last trial's loss asks |
     | TRIES | DRAFTS | the trial is over and its tokens took less time, by a twentieth |
     | TRIES | WAITS | it is over, or going badly |
-    | DRAFTS | WAITS | tokens of the last steps took hardly less time than without drafts |
+    | DRAFTS | WAITS | tokens of the last steps took hardly less time, or the prompts that it reads cost more than is won |
     """
 
     PLAIN_STEPS = 8
@@ -218,6 +219,8 @@ class SpeculationGate:
     ON_GAIN, OFF_GAIN = 1.05, 1.02
     LOSS_SHARE = 0.01
     """Share of the time without drafts that trials may lose."""
+    MOST_LOST_STEPS = 100
+    """Multiple of a step's time that may be lost without being won back before drafts end: to prompts that the draft model reads."""
     LEAST_WAIT_S = 2.0
     PROBE_STEPS = 64
     """While it drafts, one step of so many has none: what those take may change."""
@@ -256,7 +259,12 @@ class SpeculationGate:
         """A step with drafts took so long, and made so many tokens of each sequence. `predicted_s`: without drafts;
         `is_usual`: the draft model did not have to compute much beside drafts."""
         usual_s = self._usual_s(predicted_s)
-        self._lost_s = max(0.0, self._lost_s + seconds - usual_s * tokens_per_sequence)
+        # One that stood still says little.
+        counted_s = min(seconds, self.MOST_LOST_STEPS / 2 * usual_s)
+        self._lost_s = max(0.0, self._lost_s + counted_s - usual_s * tokens_per_sequence)
+        if self._lost_s > self.MOST_LOST_STEPS * usual_s and self.state is GateState.DRAFTS:
+            self._stop()
+            return
         self._since_probe += 1
         if not is_usual:
             return
