@@ -53,7 +53,7 @@ SHAPE_30M = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers":
              "num_key_value_heads": 4}  # fmt: skip
 REQUESTS_A_STREAM = 3
 MATRICES_RATE, OTHERS_RATE = 1.5e-3, 1e-3
-"""Of learning."""
+"""Steps of learning."""
 QUESTIONS = (
     "What is a compiler?", "Tell me about operating systems.", "In short, what is a bit?", "What is a database?",
     "Tell me about Unix.", "What is a network?", "What is a stack?", "Tell me about programming languages.",
@@ -224,7 +224,7 @@ class Bench:
         self._num_requests, self._streams, self._tokens = 0, streams, tokens
 
     def run(self, prompts: list[list[int]], temperature: float) -> Run:
-        """As many streams all the time: when one has ended the next one begins, and what is measured ends with the last
+        """Keeps as many streams all the time: when one has ended the next one begins. What is measured ends with the last
         one's beginning, after each has begun `REQUESTS_A_STREAM` times."""
         engine, counters = self._engine, self._engine.counters
         before = counters.drafted_tokens.total(), counters.accepted_tokens.total()

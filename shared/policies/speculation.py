@@ -220,7 +220,7 @@ class SpeculationGate:
     LOSS_SHARE = 0.01
     """Share of the time without drafts that trials may lose."""
     MOST_LOST_STEPS = 100
-    """Multiple of a step's time that may be lost without being won back before drafts end: to prompts that the draft model reads."""
+    """Steps whose time may be lost, without being won back, before drafts end: to prompts that the draft model reads."""
     LEAST_WAIT_S = 2.0
     PROBE_STEPS = 64
     """While it drafts, one step of so many has none: what those take may change."""
