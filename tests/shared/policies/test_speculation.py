@@ -126,7 +126,7 @@ def test_more_are_drafted_for_who_keeps_more() -> None:
 def test_dear_passes_are_not_made_but_in_a_trial() -> None:
     dear = learnt(0.03)
     assert choose(dear, [ready(0.8)]).lengths == [0]
-    assert choose(learnt(0.015), [ready(0.8)]).lengths == [0] != choose(learnt(0.015), [ready(0.8)], trial=True).lengths
+    assert choose(learnt(0.017), [ready(0.8)]).lengths == [0] != choose(learnt(0.017), [ready(0.8)], trial=True).lengths
     assert choose(dear, [ready(0.8)], trial=True).lengths == [0], "it would be in vain for certain"
 
 
