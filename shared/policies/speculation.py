@@ -222,6 +222,8 @@ class SpeculationGate:
     MOST_LOST_STEPS = 100
     """Steps whose time may be lost, without being won back, before drafts end: to prompts that the draft model reads."""
     LEAST_WAIT_S = 2.0
+    MOST_DOUBLINGS = 4
+    """Of the wait, by trials in a row that failed."""
     PROBE_STEPS = 64
     """While it drafts, one step of so many has none: what those take may change."""
 
@@ -231,7 +233,7 @@ class SpeculationGate:
         self._lost_s = 0.0
         """Seconds that drafts have cost beyond what their tokens would have taken, since they began or last paid."""
         self._waited_s = self._wait_s = 0.0
-        self._since_probe = 0
+        self._since_probe = self._num_failed = 0
 
     @property
     def gain(self) -> float:
@@ -273,7 +275,7 @@ class SpeculationGate:
         if self.state is GateState.TRIES:
             if num_steps >= self.TRIAL_STEPS:
                 if gain >= self.ON_GAIN:
-                    self.state = GateState.DRAFTS
+                    self.state, self._num_failed = GateState.DRAFTS, 0
                 else:
                     self._stop()
             elif num_steps >= self.HOPELESS_STEPS and gain < self.HOPELESS_GAIN:
@@ -286,7 +288,9 @@ class SpeculationGate:
 
     def _stop(self) -> None:
         self.state = GateState.WAITS
-        self._waited_s, self._wait_s = 0.0, max(self.LEAST_WAIT_S, self._lost_s / self.LOSS_SHARE)
+        self._waited_s = 0.0
+        self._wait_s = max(self.LEAST_WAIT_S, self._lost_s / self.LOSS_SHARE) * 2**self._num_failed
+        self._num_failed = min(self._num_failed + 1, self.MOST_DOUBLINGS)
 
 
 class Speculator:
