@@ -25,7 +25,7 @@ from services.worker.ranks.group import GroupError
 from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import SetUp
 from services.worker.ranks.starting import RankProcess, join_ranks, start_ranks
-from shared.engine.calls import AddModel, Submit
+from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.driver import Driver as EngineDriver
 from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan
@@ -36,9 +36,11 @@ from shared.models.checkpoint import CheckpointError
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
 from tests.e2e.checkpoints import make_llama
+from tests.shared.engine.test_draft_model import Always
 from tests.worker.adapters import ALL, OPT, merged, write_adapter
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
+from tests.worker.test_draft_model import similar
 
 MERGED_BYTES = 1 << 18
 NUM_MERGED = 6
@@ -218,6 +220,35 @@ def test_grammars_are_compiled_by_all_ranks(group: Group, tmp_path: Path) -> Non
     assert executor.grammar_counters.cached == 1
     executor.remove_model("guided")
     assert not group.lost
+
+
+def test_a_draft_model_is_cut_over_all_ranks_and_its_model_says_what_it_says_without(
+    group: Group, path: Path, tmp_path: Path
+) -> None:
+    draft = similar(path, tmp_path / "draft", 0.03)
+    executor, prompts = group.executor, [prompt_of(20 + i) for i in range(3)]
+    spec = ModelSpec("drafted", str(path), draft=str(draft))
+    engine = Engine(NUM_MERGED, 4, FirstComeFirstServed(), FixedTokenBudget(64), steps_in_flight=1, fits_costs=False)
+    shape = engine.apply(AddModel(executor.add_model(executor.prepare_model(spec))), 0.0)
+    assert shape.draft is not None
+    engine.drafting.speculators["drafted"].gate = lambda num_sequences: Always()  # type: ignore[method-assign]
+    for index, prompt in enumerate(prompts):
+        request = GenerationRequest(
+            request_id=str(index), gateway_id="g", model="drafted", prompt=pack_tokens(prompt),
+            sampling=SamplingParams(max_tokens=30, temperature=0.0),
+        )  # fmt: skip
+        assert engine.apply(Submit(request), 0.0) is None
+    outputs: list[list[int]] = [[] for _ in prompts]
+    while engine.num_held():
+        result = executor.execute(engine.plan(0.0))
+        assert not result.error
+        engine.apply(OnStep(result), 0.0)
+        for effect in engine.effects():
+            for entry in effect.entries if isinstance(effect, Output) else ():
+                outputs[int(entry.request_id)] += unpack_tokens(entry.tokens)
+    assert outputs == reference_outputs(path, prompts, 30)
+    assert engine.counters.accepted_tokens["drafted"] > 20
+    executor.remove_model("drafted")
 
 
 def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: Path) -> None:

@@ -21,11 +21,13 @@ from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.executor.grammars import DraftGuides, Guides
 from services.worker.executor.sequence_rows import SequenceRows
 from services.worker.executor.suspension import timed_event
-from services.worker.kv.kv_store import KvViews
+from services.worker.kv.kv_store import KvShape, KvStore, KvViews
 from services.worker.kv.transfer import pack_to_device
 from services.worker.models.decode_graphs import DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from shared.engine.memory import slab
 from shared.engine.plan import DraftShape, ModelDraft, StepPlan
+from shared.models.checkpoint import CheckpointError
 
 clock: Callable[[], float] = time.perf_counter
 """Seconds; of passes that are computed on the CPU."""
@@ -54,6 +56,17 @@ class DraftPasses:
             elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
                 found.append(begin.elapsed_time(end) / 1000)
         return found
+
+
+def draft_views(store: KvStore, views: KvViews, name: str, shape: KvShape) -> KvViews:
+    """The KV blocks of a draft model, several in each block of the model whose views these are. Raises `CheckpointError`."""
+    per_block = slab.blocks_per_merged(views.stride_bytes, shape.block_bytes)
+    if not per_block:
+        raise CheckpointError(
+            f"draft: a KV block of {name!r} takes {shape.block_bytes} bytes, more than the {views.stride_bytes} of its "
+            "model's: a draft model has less KV than its model."
+        )
+    return store.attach(shape, views.blocks_per_merged * per_block)
 
 
 @dataclass

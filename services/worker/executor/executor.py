@@ -29,7 +29,7 @@ import torch
 
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.executor.draft_model import DraftModel, DraftPasses
+from services.worker.executor.draft_model import DraftModel, DraftPasses, draft_views
 from services.worker.executor.first_steps import NUM_CHECKED, are_nan, fingerprint_of, lone_step, warm_up
 from services.worker.executor.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Masks, Vocabulary
 from services.worker.executor.pooling import PooledRows, Pooler, load_pooler
@@ -242,22 +242,13 @@ class Executor:
                 "model needs the same tokenizer."
             )
         if prepared.views is not None and self._new_capture is not None:
-            prepared.draft.views = self._draft_views(prepared.views, prepared.draft)
+            prepared.draft.views = draft_views(
+                self._store, prepared.views, prepared.draft.name, draft.kv_shape(prepared.draft.block_size)
+            )
             prepared.draft.graphs = self._captured(prepared.draft, self._new_capture())
 
-    def _draft_views(self, views: KvViews, draft: PreparedModel) -> KvViews:
-        """Its KV blocks, several in each block of the model whose views these are. Raises `CheckpointError`."""
-        shape = draft.model.kv_shape(draft.block_size)
-        per_block = slab.blocks_per_merged(views.stride_bytes, shape.block_bytes)
-        if not per_block:
-            raise CheckpointError(
-                f"draft: a KV block of {draft.name!r} takes {shape.block_bytes} bytes, more than the {views.stride_bytes} "
-                "of its model's: a draft model has less KV than its model."
-            )
-        return self._store.attach(shape, views.blocks_per_merged * per_block)
-
     def _draft_model(self, views: KvViews, draft: PreparedModel) -> DraftModel:
-        own = draft.views or self._draft_views(views, draft)
+        own = draft.views or draft_views(self._store, views, draft.name, draft.model.kv_shape(draft.block_size))
         per_block = own.blocks_per_merged // views.blocks_per_merged
         return DraftModel(draft.model, own, draft.backend, per_block, draft.max_model_len, draft.graphs)
 
