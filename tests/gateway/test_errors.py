@@ -115,6 +115,8 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'; it is one of 'system',"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": None}, "messages", "Missing"),
+    ({"messages": [{"role": None, "content": "x"}]}, "messages[0].role", "null"),
     ({"messages": HI, "reasoning_effort": "A lot"}, "reasoning_effort", "regex"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -87,9 +87,10 @@ async def test_a_request_without_a_model_takes_the_route_of_the_only_one(
             ("/v1/responses", {"input": "Hi"}),
             ("/v1/messages", {"messages": HI, "max_tokens": 9}),
         ):
-            answer = await stack.client.post(path, json=body)
-            assert answer.status_code == 200, answer.text
-            assert (answer.json()["model"], answer.headers["x-tideway-model"]) == ("old", "old")
+            for named in ({}, {"model": None}):
+                answer = await stack.client.post(path, json=body | named)
+                assert answer.status_code == 200, answer.text
+                assert (answer.json()["model"], answer.headers["x-tideway-model"]) == ("old", "old")
 
 
 @pytest.fixture

@@ -134,6 +134,18 @@ async def test_calls_that_are_asked_for_are_a_grammar(tools: Stack) -> None:
     assert [follows(tools, either, text) for text in texts] == [True, True, True, False, False, True]
 
 
+async def test_a_bad_schema_is_told_without_the_grammar_around_it(tools: Stack) -> None:
+    for parameters, reason in (
+        ({"properties": {"city": "Rome"}}, "schema must be an object or boolean"),
+        ({"properties": {"city": {"type": "strng"}}}, "Invalid type: strng"),
+        ({"properties": {"city": {"type": "string", "pattern": "("}}}, "error: unclosed group"),
+    ):
+        tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+        answer = await tools.post("/v1/chat/completions", messages=HI, tools=[tool], tool_choice="required")
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message.endswith(reason) and "call" not in message, message
+
+
 async def test_some_tools_may_be_allowed_of_all(tools: Stack) -> None:
     tools.say(CALL)
     for mode in ("required", "auto"):

@@ -156,6 +156,11 @@ def _with_integers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
+def _without_nulls(body: Any) -> Any:
+    """A request without the fields that are null."""
+    return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+
 MAX_JSON_VALUES = 1_000_000
 """In one body: token ids of several prompts are its most. All of them are made on the event loop, which stands still."""
 MAX_JSON_CONTAINERS = 65_536
@@ -185,10 +190,11 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
+            if "got `float`" not in str(error) and "got `null`" not in str(error):
                 raise
-            # Some clients have no integers. They are the exception, so only what failed is gone through.
-            return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
+            # Some clients have no integers, and some write null for what is left out. They are the exception, so only what
+            # failed is gone through.
+            return msgspec.convert(_without_nulls(_with_integers(msgspec.json.decode(body))), decoder.type)
     except msgspec.ValidationError as error:
         # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"; a struct's own check names its field first.
         sentence, *places = str(error).split(" - at ")

@@ -12,6 +12,7 @@ import array
 import contextlib
 import functools
 import os
+import re
 import resource
 import signal
 import sys
@@ -107,6 +108,9 @@ def _tokenizer(spec: ModelSpec) -> Any:
     return load_tokenizer(spec)
 
 
+_OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| |\Z)", re.DOTALL)
+
+
 def work(task: Render | Encode | TryGrammar) -> Result:
     try:
         if isinstance(task, TryGrammar):
@@ -147,6 +151,8 @@ def _tried(task: TryGrammar) -> Result:
         reason = str(error)
     reason = (reason or LLMatcher.validate_grammar(text) or _why_no_token(text)).strip()
     taken_s = time.process_time() - begun_s
+    if of_schema := _OF_SCHEMA.match(reason):  # the lines of the grammar around it are of our making
+        reason = of_schema[1]
     if "coerce_one_of" in reason:
         reason = "oneOf: it cannot be shown that its schemas exclude each other; anyOf can be had"
     if not reason and taken_s > MAX_GRAMMAR_CPU_S:
