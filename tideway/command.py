@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -42,6 +44,7 @@ from tideway.preflight import (
     check_engines,
     check_otlp,
     check_roles,
+    check_specs,
     check_tensor_parallel,
     parse_adapters,
     parse_models,
@@ -233,10 +236,12 @@ def up(
     check_otlp(otlp)
     specs = with_drafts(parse_models(model or [], quantization, tool_format or []), draft or [])
     specs = with_engines(specs, engine or [], engine_args or [], engine_url or [])
+    adapters = parse_adapters(adapter or [], specs)
+    check_specs(specs, adapters)
     check_engines(specs)
     options = UpOptions(
         models=specs,
-        adapters=parse_adapters(adapter or [], specs),
+        adapters=adapters,
         data_dir=data_dir,
         host=host,
         port=port,
@@ -368,6 +373,10 @@ def role(
         print(f"The role of {instance} is {'left to the scheduler' if role == 'auto' else role}.")
 
 
+def _is_count(text: str) -> bool:
+    return bool(re.fullmatch(r"[1-9][0-9]{0,9}", text))
+
+
 @app.command(rich_help_panel=OPERATE)
 def scale(
     model: Annotated[
@@ -398,7 +407,7 @@ def scale(
         raise OperatorError("MODEL N and --instances N exclude each other: say one of them.")
     if not number and instances is None:
         raise OperatorError("Say MODEL and N (1 or more, or all), or --instances N.")
-    if number and number != "all" and not (number.isdecimal() and int(number) > 0):
+    if number and number != "all" and not (_is_count(number)):
         raise OperatorError(
             f"{number!r} is not a valid instance count: use 1 or more, or all (or --instances N for all models)."
         )
@@ -441,8 +450,7 @@ def load_adapter(
 ) -> None:
     """Serve a LoRA adapter as a model of its own."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
-        folder = Path(source).expanduser()
-        client.load_adapter(name, str(folder.resolve()) if folder.is_dir() else source, base, ttft_ms, tpot_ms)
+        client.load_adapter(name, operations.source_told(source), base, ttft_ms, tpot_ms)
         print(f"{name} is served, with the weights of {base}.")
 
 
@@ -640,11 +648,19 @@ def show_version() -> None:
     print(_version())
 
 
+def _check_encoding(arguments: Iterable[str]) -> None:
+    """Raises `OperatorError` for bytes that are no text: neither JSON nor a URL can hold them."""
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise OperatorError(f"{argument!r} is not UTF-8.")
+
+
 def main() -> NoReturn:
     """Runs the command. Exit code 2 and one sentence where the operator must change something."""
     # The console's lines are made in this package; a library's warnings would run into them.
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     try:
+        _check_encoding(sys.argv[1:])
         app()
     except (OperatorError, SettingsError) as error:
         print(f"tideway: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from shared.messages.cluster import DEFAULT_IDLE_S
 from tideway import completion
 from tideway.console import LOOK, TableConsole, show_listing
 from tideway.data_folder import DataFolder
-from tideway.operations import AdminClient
+from tideway.operations import AdminClient, source_told
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 
 app = typer.Typer(no_args_is_help=True, help="Models: add, remove, list, also those that are loaded on demand.")
@@ -52,12 +51,6 @@ def _table(models: list[ModelState]) -> Table:
     return table
 
 
-def _resolved(source: str) -> str:
-    """A folder becomes an absolute path."""
-    folder = Path(source).expanduser()
-    return str(folder.resolve()) if source and folder.is_dir() else source
-
-
 @app.command("add")
 def add_model(
     name: Annotated[str, typer.Argument(help="As clients will call it.")],
@@ -87,8 +80,8 @@ def add_model(
 ) -> None:
     """Serve a model, beside those that are there."""
     wanted: dict[str, Any] = {
-        "source": _resolved(source),
-        "draft": _resolved(draft),
+        "source": source_told(source),
+        "draft": source_told(draft),
         "dtype": dtype if dtype != "auto" else None,
         "quantization": quantization,
         "max_model_len": max_model_len,

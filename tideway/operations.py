@@ -5,9 +5,11 @@ All goes over HTTP, so that an operator needs the gateway's address and the admi
 
 from __future__ import annotations
 
+import os.path
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -103,6 +105,10 @@ class AdminClient:
         self._doubt = doubt
         self._data = data
         self.url = base_url(url)
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise OperatorError(
+                "The admin key (--api-key, TIDEWAY_ADMIN_API_KEY) has other characters than printable ASCII."
+            )
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
@@ -221,11 +227,13 @@ class AdminClient:
     def _call(self, method: str, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
         try:
             answer = self._http.request(method, path, json=body)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last: of host names
             reason = str(error) or type(error).__name__
             raise UnavailableError(
                 f"{self._doubt}The gateway at {self.url} does not answer ({reason}). Another one: --url or TIDEWAY_URL."
             ) from None
+        except ValueError:
+            raise OperatorError("A number of this command is infinite or too large: expected a finite one.") from None
         if answer.status_code in (401, 403):
             raise OperatorError(f"{_message(answer)} Give the admin key in --api-key or TIDEWAY_ADMIN_API_KEY.")
         if not answer.is_success:
@@ -351,6 +359,12 @@ def _back(instance_id: str, place: InstancePlan | None, instance: InstanceState 
     if instance.state == READY and loading:
         return f"loading {', '.join(loading)}"
     return instance.state
+
+
+def source_told(source: str) -> str:
+    """What the gateway is told of a source of weights: the absolute path of a folder here, else what was said."""
+    folder = Path(os.path.expanduser(source))  # which leaves an unknown user's `~` as it is, where pathlib raises
+    return str(folder.resolve()) if source and folder.is_dir() else source
 
 
 def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:

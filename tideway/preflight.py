@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os.path
 import random
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from services.worker.engines import environments
+from shared.bus.interface import ServiceError
 from shared.engines.capabilities import ENDPOINT, ENGINES
 from shared.messages.cluster import AdapterSpec, ModelSpec, Role
 from shared.messages.cluster import tool_formats as list_tool_formats
 from shared.models.quantization import QUANTIZATIONS
+from shared.models.spec import check_adapter, check_spec
 from shared.runtime.settings import SettingsError, with_option
 from tideway.data_folder import OperatorError
 
@@ -31,6 +35,7 @@ DEMONSTRATION_MODELS = ("tideway-demo-llama", "tideway-demo-opt")
 PORT_ATTEMPTS = 100
 LEAST_PORT, MAX_PORT = 21_000, 65_536
 """Range of the ports that are chosen here: after the ports of KV transfers (`TIDEWAY_KV_PORTS`)."""
+T = TypeVar("T")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -120,6 +125,21 @@ def with_drafts(models: Collection[ModelSpec], drafts: Iterable[str]) -> list[Mo
     return list(specs.values())
 
 
+def check_specs(models: Iterable[ModelSpec], adapters: Iterable[AdapterSpec]) -> None:
+    """Raises `OperatorError` for what placement would refuse once it runs."""
+    for model in models:
+        _checked(f"--model {model.name}", check_spec, model)
+    for adapter in adapters:
+        _checked(f"--adapter {adapter.name}", check_adapter, adapter)
+
+
+def _checked(option: str, check: Callable[[T], None], spec: T) -> None:
+    try:
+        check(spec)
+    except ServiceError as error:
+        raise OperatorError(f"{option}: {error.info.message}.") from None
+
+
 def check_engines(models: Iterable[ModelSpec]) -> None:
     """Raises `OperatorError` where the environment of a model's engine is not on this machine."""
     for engine in sorted({spec.engine for spec in models if not spec.is_native and not spec.is_endpoint}):
@@ -155,7 +175,7 @@ def parse_adapters(arguments: Iterable[str], models: Collection[ModelSpec]) -> l
 
 def _source(text: str, what: str, file: str, hint: str) -> str:
     """The absolute path of a folder that holds the file, or a hub id. Raises `OperatorError`."""
-    folder = Path(text).expanduser()
+    folder = Path(os.path.expanduser(text))
     if text and folder.is_dir():
         if not (folder / file).is_file():
             raise OperatorError(f"{text} is no {what}: it holds no {file}.")

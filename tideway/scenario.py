@@ -8,6 +8,7 @@ settings of it to compare. Unknown keys are refused with the nearest known name.
 from __future__ import annotations
 
 import functools
+import os.path
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -395,7 +396,7 @@ def hardware_file(file: Path) -> dict[str, Any]:
 
 def path_of(text: str, folder: Path) -> Path:
     """Beside the scenario's file, else from where one is."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     return folder / path if not path.is_absolute() and (folder / path).exists() else path
 
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 from opentelemetry.trace import Tracer
 
-from services.placement.adapters import check_adapter, is_same
+from services.placement.adapters import is_same
 from services.placement.backends.interface import ScalingBackend
 from services.placement.fleet import Fleet, NodePresence, node_of, serving
 from services.placement.inputs import Inputs
@@ -39,7 +39,6 @@ from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, wasted
 from services.placement.registry import Registry
 from services.placement.replacing import Replacing, Search
-from services.placement.requests import check_spec, refuse
 from services.placement.residence import Residence
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
@@ -82,6 +81,7 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.models.spec import check_adapter, check_spec, refuse
 from shared.runtime.settings import PlacementSettings
 from shared.runtime.tasks import TaskSet, set_within
 

@@ -1,31 +1,16 @@
-"""LoRA adapters as the operator configures them: checks, and what they take of their base model's memory. Pure, but for
+"""LoRA adapters as the operator configures them, and what they take of their base model's memory. Pure, but for
 `read_adapter`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import msgspec
 
-from services.placement.requests import MAX_SLO_SCALE, NAME_PATTERN, refuse
 from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.models.adapters import AdapterFiles, check_base, describe_adapter
 from shared.models.checkpoint import ITEMSIZES, CheckpointShape, resolve
 from shared.models.families import TRANSFORMERS, family_of
-
-
-def check_adapter(spec: AdapterSpec) -> None:
-    """What can be said without its files. Raises `ServiceError`."""
-    if not re.fullmatch(NAME_PATTERN, spec.name):
-        raise refuse(
-            f"{spec.name!r} is no model name: 1 to 128 letters, digits and . _ : / -, the first a letter or digit",
-            "name",
-        )
-    if not spec.source.strip():
-        raise refuse("source is empty: a folder with adapter_config.json, or a hub id", "source")
-    if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
-        raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
 
 
 def read_adapter(source: str, base: ModelSpec, shape: CheckpointShape, max_rank: int) -> AdapterFiles:

@@ -14,13 +14,14 @@ from services.placement.adapters import read_adapter, with_adapters, with_draft
 from services.placement.checkpoints import Checkpoints
 from services.placement.footprint import ConfiguredModel
 from services.placement.remembered import Remembered, Spec
-from services.placement.requests import check_draft, check_length, check_quantization, refuse
+from services.placement.requests import check_draft, check_length, check_quantization
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.messages.catalogue import ADAPTERS, MODELS
 from shared.messages.channels import Bucket, bucket_key
 from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.requests import ErrorCode
 from shared.models.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape, quantized
+from shared.models.spec import refuse
 from shared.runtime.settings import PlacementSettings
 
 logger = logging.getLogger(__name__)

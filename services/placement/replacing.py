@@ -24,7 +24,7 @@ from services.placement.live_problem import live_problem
 from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
-from services.placement.requests import check_plan, refuse
+from services.placement.requests import check_plan
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, UnreadableEntry
 from shared.messages.admin import ChangePlan, PlanProposal, ReplacementState
 from shared.messages.catalogue import COST_MODELS, INSTANCES, REPLACEMENT
@@ -37,6 +37,7 @@ from shared.messages.cluster import (
     StoredCostModel,
 )
 from shared.messages.requests import ErrorCode
+from shared.models.spec import refuse
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement.carry_out import CarryOutSettings, Held, View
 from shared.placement.plan import Group, Prediction, told_left_behind

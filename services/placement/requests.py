@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Collection, Sequence
 
 from services.placement.fleet import Fleet, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel
 from services.placement.inputs import Inputs
 from shared.bus.interface import ServiceError
-from shared.engines.capabilities import ENGINES
-from shared.messages.cluster import DEFAULT_IDLE_S, ModelSpec, NodeInfo, tool_formats
+from shared.messages.cluster import ModelSpec, NodeInfo
 from shared.messages.requests import ErrorCode
-from shared.models.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
-from shared.models.quantization import QUANTIZATIONS
+from shared.models.checkpoint import CheckpointError, CheckpointShape, quantized
+from shared.models.spec import refuse
 from shared.placement.hardware import RANKS
 from shared.placement.plan import Group, Plan, group_of, plan_of
 from shared.placement.replacement import losers
 
-MAX_SLO_SCALE = 1000.0
-MAX_IDLE_S = 30 * 86_400.0
 RETRY_S = 10.0
 """Until a node is back, or given up."""
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
-
-
-def refuse(message: str, param: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ServiceError:
-    return ServiceError.of(code, message, param)
-
-
-def check_spec(spec: ModelSpec) -> None:
-    """What can be said without the checkpoint."""
-    if not re.fullmatch(NAME_PATTERN, spec.name):
-        raise refuse(
-            f"{spec.name!r} is no model name: 1 to 128 letters, digits and . _ : / -, the first a letter or digit",
-            "name",
-        )
-    if not spec.source.strip():
-        raise refuse("source is empty: a folder in Hugging Face format, or a hub id", "source")
-    if spec.dtype != "auto" and spec.dtype not in ITEMSIZES:
-        raise refuse(f"dtype {spec.dtype!r}: expected auto, {', '.join(ITEMSIZES)}", "dtype")
-    if spec.quantization and spec.quantization not in QUANTIZATIONS:
-        raise refuse(f"quantization {spec.quantization!r}: expected {', '.join(QUANTIZATIONS)}", "quantization")
-    if spec.tool_format and ":" not in spec.tool_format and spec.tool_format not in (known := tool_formats()):
-        raise refuse(
-            f"tool_format {spec.tool_format!r}: expected {', '.join(known)}, or module:attribute", "tool_format"
-        )
-    _check_engine(spec)
-    if spec.on_demand and not spec.is_native:
-        raise refuse(f"on_demand is for models on Tideway's own engine, and this one is on {spec.engine}", "on_demand")
-    if spec.draft and not spec.is_native:
-        raise refuse(f"draft is for models on Tideway's own engine, and this one is on {spec.engine}", "draft")
-    for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
-        if value is not None and value < 1:
-            raise refuse(f"{field} is {value}: expected 1 or more", field)
-    if not 0 <= spec.idle_s <= MAX_IDLE_S:
-        raise refuse(f"idle_s is {spec.idle_s:g}: expected 0 to {MAX_IDLE_S:g} seconds", "idle_s")
-    if not spec.on_demand and spec.idle_s != DEFAULT_IDLE_S:
-        raise refuse("idle_s is of models on demand: set on_demand too", "idle_s")
-    if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
-        raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
-
-
-def _check_engine(spec: ModelSpec) -> None:
-    if spec.engine not in ("", *ENGINES):
-        raise refuse(f"engine {spec.engine!r}: expected {', '.join(ENGINES)}", "engine")
-    if spec.engine_args and spec.is_native:
-        raise refuse("engine_args are for another engine than Tideway's own: name it as engine", "engine_args")
-    try:
-        shlex.split(spec.engine_args)
-    except ValueError as error:
-        raise refuse(f"engine_args cannot be read: {error}", "engine_args") from None
-    if spec.is_endpoint != bool(spec.engine_url):
-        raise refuse("engine_url is given for the engine endpoint, and for it alone", "engine_url")
-    if spec.engine_url and not spec.engine_url.startswith(("http://", "https://")):
-        raise refuse(f"engine_url {spec.engine_url!r}: expected http://... or https://...", "engine_url")
-    if spec.is_endpoint and (spec.replicas or 1) > 1:
-        raise refuse(f"replicas is {spec.replicas}: a server that runs already is one", "replicas")
 
 
 def check_quantization(spec: ModelSpec, shape: CheckpointShape) -> None:

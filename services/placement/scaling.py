@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from services.placement.backends.interface import ScalingBackend
 from services.placement.fleet import Fleet, instance_ids, node_of
-from services.placement.requests import refuse
 from shared.bus.interface import BusError, KeyValue
 from shared.messages.admin import DrainInstance, ScaleInstances
 from shared.messages.cluster import InstanceInfo, NodeInfo, PlacementPlan
 from shared.messages.requests import ErrorCode
+from shared.models.spec import refuse
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from services.placement.metrics import NatsMetrics, PlacementMetrics
 from services.placement.registry import Registry
 from services.placement.remembered import Remembered
 from services.placement.replacing import Search, replacement_settings
-from services.placement.requests import check_spec
 from services.placement.searching import search_elsewhere
 from shared.bus.interface import Bus, BusError, Watch
 from shared.messages.catalogue import ADAPTERS, MODELS, NODES, buckets_declared_by
 from shared.messages.channels import Role
 from shared.messages.cluster import AdapterSpec, ModelSpec, NodeInfo
 from shared.models.checkpoint import CheckpointShape
+from shared.models.spec import check_spec
 from shared.runtime.lease import Lease
 from shared.runtime.settings import PlacementSettings, SettingsError, default_id
 from shared.runtime.telemetry import Telemetry

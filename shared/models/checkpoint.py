@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os.path
 import re
 import struct
 from collections.abc import Mapping
@@ -111,7 +112,7 @@ def cost_key(shape: CheckpointShape, dtype: str, block_size: int) -> str:
 def resolve(source: str) -> Path:
     """The folder of a checkpoint: `source` itself if it is a folder, else a snapshot of that hub id (blocking: may
     download)."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         return path
     if path.exists():

@@ -15,13 +15,14 @@ from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import GRACE_S, NodePresence
 from services.placement.live_problem import measured_prediction
 from services.placement.metrics import PlacementMetrics
-from services.placement.requests import check_length, check_quantization, check_spec
+from services.placement.requests import check_length, check_quantization
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import MeanStd, ModelSummary, ModelTraffic
 from shared.models.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
+from shared.models.spec import check_spec
 
 SHAPE = CheckpointShape(
     architecture="LlamaForCausalLM",

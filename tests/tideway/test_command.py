@@ -94,6 +94,27 @@ def test_nothing_to_stop_and_nothing_to_show(tmp_path: Path, in_this_process: In
         assert result.returncode == 2 and result.stderr.startswith(f"tideway: Nothing runs on {tmp_path}; give --url")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("model", "remove", "\udc80"), "tideway: '\\udc80' is not UTF-8.\n"),
+        (("model", "add", "a", "b", "--tpot-ms", "inf"), "A number of this command is infinite or too large"),
+        (("route", "set", "a", "m=" + 400 * "9"), "A number of this command is infinite or too large"),
+        (("top", "--api-key", "\u00e9"), "The admin key (--api-key, TIDEWAY_ADMIN_API_KEY) has other characters"),
+        (("top", "--api-key", "a\nb"), "The admin key (--api-key, TIDEWAY_ADMIN_API_KEY) has other characters"),
+        (("top", "--url", "http://xn--.example"), "The gateway at http://xn--.example does not answer"),
+        (("scale", "a", 5000 * "9"), "is not a valid instance count"),
+    ],
+)
+def test_arguments_that_cannot_be_sent_are_one_sentence(
+    in_this_process: InThisProcess, arguments: tuple[str, ...], told: str
+) -> None:
+    url = () if "--url" in arguments else ("--url", "http://127.0.0.1:1")
+    result = in_this_process(*arguments, *url)
+    assert result.returncode == 2 and told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_down_stops_the_holder_of_the_lock(tmp_path: Path) -> None:
     script = f"""
 import pathlib, signal

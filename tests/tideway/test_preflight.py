@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -9,18 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from shared.models.checkpoint import CheckpointMissing, resolve
 from shared.runtime.settings import PlacementSettings
 from shared.runtime.tls import is_loopback
 from tideway.data_folder import DataFolder, OperatorError, State
+from tideway.operations import source_told
 from tideway.preflight import (
     check_memory,
     check_otlp,
     check_port,
     check_roles,
+    check_specs,
     check_tensor_parallel,
     free_memory_bytes,
     free_ports,
     local_host,
+    parse_adapters,
     parse_models,
     with_drafts,
     with_engines,
@@ -66,6 +71,31 @@ def test_models_on_demand(tmp_path: Path) -> None:
         parse_models([f"a={folder},idle=soon"])
     listed = PlacementSettings(models=f"a={folder},on-demand,idle=30,b={folder}").model_specs()
     assert [(spec.name, spec.on_demand, spec.idle_s) for spec in listed] == [("a", True, 30), ("b", False, 300)]
+
+
+def test_what_placement_would_refuse_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "one")
+    for argument, told in (
+        (f"a={folder},idle=-1", "--model a: idle_s is -1: expected 0 to "),
+        (f"a={folder},idle=1e9", "--model a: idle_s is 1e+09: expected 0 to "),
+        (f"a b={folder}", "--model a b: 'a b' is no model name: "),
+    ):
+        with pytest.raises(OperatorError, match=re.escape(told)):
+            check_specs(parse_models([argument]), [])
+    served = with_engines(parse_models([f"a={folder}"]), ["endpoint"], [], ["nowhere"])
+    with pytest.raises(OperatorError, match=re.escape("--model a: engine_url 'nowhere': expected http://")):
+        check_specs(served, [])
+    with pytest.raises(OperatorError, match=re.escape("--adapter ?: '?' is no model name")):
+        check_specs([], parse_adapters(["?=a=one/two"], parse_models([f"a={folder}"])))
+
+
+def test_the_home_of_an_unknown_user_is_no_folder() -> None:
+    with pytest.raises(OperatorError, match="~nobody-here/x is neither a folder nor a Hugging Face id"):
+        parse_models(["a=~nobody-here/x"])
+    with pytest.raises(CheckpointMissing, match="'~nobody-here/x' does not exist"):
+        resolve("~nobody-here/x")
+    assert source_told("~nobody-here/x") == "~nobody-here/x"
+    assert source_told("") == "", "not the folder where the command runs"
 
 
 def test_the_demonstration_models_are_the_default() -> None:
