@@ -77,6 +77,17 @@ class SetCostModel(Call[None], frozen=True):
         engine.charging.set_cost_model(self.name, self.cost_model, self.source)
 
 
+class SetFetchCost(Call[None], frozen=True):
+    """What a token's KV takes from one instance to another; 0: prefixes are not fetched."""
+
+    name: str
+    token_s: float
+
+    def on(self, engine: Engine, now: float) -> None:
+        if (queue := engine.memory.queues.get(self.name)) is not None:
+            queue.fetch_token_s = self.token_s
+
+
 class SetStatistics(Call[None], frozen=True):
     """Execution times of the model's requests over the cluster; a mere default gives way to a prediction of here."""
 
@@ -186,6 +197,16 @@ class PinFilled(Call[PinnedBlocks | None], frozen=True):
 
     def on(self, engine: Engine, now: float) -> PinnedBlocks | None:
         return engine.outgoing.pin_filled(self.request_id, self.first_block, self.max_blocks)
+
+
+class PinFound(Call[PinnedBlocks | None], frozen=True):
+    """See `Outgoing.pin_found`."""
+
+    model: str
+    hashes: bytes
+
+    def on(self, engine: Engine, now: float) -> PinnedBlocks | None:
+        return engine.outgoing.pin_found(self.model, self.hashes)
 
 
 class Unpin(Call[None], frozen=True):

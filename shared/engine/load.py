@@ -307,6 +307,7 @@ def _model_load(
         budgets=memory.ordering.budgets(queue.all_held()),
         prompt_cost=(0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
         decode_cost=decode_cost,
+        fetch_token_s=queue.fetch_token_s,
     )
 
 

@@ -65,6 +65,8 @@ class ModelQueue:
         """The correction itself."""
         self.max_known_tokens = sys.maxsize
         """Most tokens of a step about which the cost model says something."""
+        self.fetch_token_s = 0.0
+        """Seconds that a token's KV takes between instances; 0: prefixes do not travel."""
         self.ttft_objective_s = math.inf
         self.tpot_objective_s = math.inf
 

@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from shared.engine.handover import BackupCandidate, Detached, MigrationCandidate, PinnedBlocks
+from shared.engine.handover import HASH_BYTES, BackupCandidate, Detached, MigrationCandidate, PinnedBlocks
 from shared.engine.late_prompts import first_token_s, late_prompts
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES
@@ -188,6 +188,28 @@ class Outgoing:
             return None
         num_settled = self._memory.compaction.num_settled(sequence, sequence.num_filled)
         return self._pin(sequence, sequence.blocks, first_block, min(num_settled, first_block + max_blocks), False)
+
+    def _found(self, model: str, hashes: bytes) -> tuple[list[int], bool]:
+        """The longest run of the first of these blocks that is found on the device, or in host memory, and whether there."""
+        wanted = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        host, memory = self._memory.host.pool, self._memory
+        on_device = [] if model not in memory.queues else memory.pool.find(model, wanted)
+        on_host = [] if model not in memory.queues or host is None else host.find(model, wanted)
+        return (on_host, True) if len(on_host) > len(on_device) else (on_device, False)
+
+    def num_found(self, model: str, hashes: bytes) -> int:
+        """How many of the first of these blocks are here, all on the device or all in host memory."""
+        return len(self._found(model, hashes)[0])
+
+    def pin_found(self, model: str, hashes: bytes) -> PinnedBlocks | None:
+        """The first of these blocks, as many as are here; None: there are none, or they are being moved in the pool."""
+        blocks, on_host = self._found(model, hashes)
+        if not blocks or (not on_host and self._memory.compaction.are_moving(model, blocks)):
+            return None
+        self._memory.pool_of(on_host).retain(model, blocks)
+        pinned = PinnedBlocks(model, on_host, 0, blocks, hashes[: len(blocks) * HASH_BYTES])
+        self.pinned.append(pinned)
+        return pinned
 
     @staticmethod
     def _has_lost(sequence: Sequence) -> bool:

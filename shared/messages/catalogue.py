@@ -49,10 +49,12 @@ from shared.messages.migration import (
     BackupRooms,
     Commit,
     Committed,
+    FetchPrefix,
     KeepBackups,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
+    PrefixSent,
     Rebalance,
     Reserved,
 )
@@ -142,6 +144,7 @@ INSTANCE_COMMIT = Endpoint(f"{_INSTANCE}.commit", Commit, Committed, sent_by=WOR
 INSTANCE_ABORT = Topic(f"{_INSTANCE}.abort", AbortMigration, sent_by=WORKER, heard_by=WORKER)
 INSTANCE_OWNS = Endpoint(f"{_INSTANCE}.owns", OwnsQuery, OwnsReply, sent_by=WORKER, served_by=WORKER)
 INSTANCE_BACK_UP = Endpoint(f"{_INSTANCE}.back_up", BackUp, BackupRooms, sent_by=WORKER, served_by=WORKER)
+INSTANCE_FETCH_PREFIX = Endpoint(f"{_INSTANCE}.fetch_prefix", FetchPrefix, PrefixSent, sent_by=WORKER, served_by=WORKER)
 INSTANCE_KEEP_BACKUPS = Topic(f"{_INSTANCE}.keep_backups", KeepBackups, sent_by=WORKER, heard_by=WORKER)
 
 # gateway's developer mode -> all instances

@@ -235,6 +235,8 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     decode_cost: tuple[Number, Number] = (0.0, 0.0)
     """Predicted seconds of a step that decodes one request of this model, context aside, and what each online request that
     runs here adds to it on average, with its context; zeros: not known."""
+    fetch_token_s: Number = 0.0
+    """Predicted seconds that a token's KV takes to another instance; 0: prefixes are neither given from here nor fetched."""
 
 
 class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

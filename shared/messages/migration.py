@@ -207,6 +207,7 @@ class BackUp(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     backup_id: str
     source_id: PeerId
+    """Empty: for a prefix that the holder has asked for, and that is kept for nobody."""
     model: str
     parts: tuple[BackupPart, ...]
     block_size: Count
@@ -242,3 +243,20 @@ class KeepBackups(msgspec.Struct, frozen=True, array_like=True):
 
     source_id: PeerId
     request_ids: tuple[str, ...]
+
+
+class FetchPrefix(msgspec.Struct, frozen=True, array_like=True):
+    """Requester to holder: send these cached blocks, as many of the first of them as are there. Answered when they have
+    arrived; while that is under way the holder asks for room with `BackUp`."""
+
+    fetch_id: str
+    requester_id: PeerId
+    model: str
+    hashes: bytes
+    """Chained, 16 bytes of each block; they follow each other."""
+    block_size: Count
+
+
+class PrefixSent(msgspec.Struct, frozen=True, array_like=True):
+    fetch_id: str
+    num_blocks: Count

@@ -225,6 +225,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """Only requests of the same salt use each other's cached prefixes."""
     decoder: PeerId = ""
     """Instance that it is handed over to when its prompt is computed; empty: it stays where it is."""
+    prefix_holder: PeerId = ""
+    """Instance that has its first `prefix_tokens` tokens in its cache, from which their KV is fetched; empty: it is not."""
+    prefix_tokens: Count = 0
 
     @property
     def public_model(self) -> str:

@@ -20,14 +20,16 @@ from shared.messages.migration import (
     BackupRooms,
     Commit,
     Committed,
+    FetchPrefix,
     KeepBackups,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
+    PrefixSent,
     Rebalance,
     Reserved,
 )
-from shared.messages.requests import ErrorInfo
+from shared.messages.requests import ErrorInfo, GenerationRequest
 from shared.migration.commands import Ask
 from shared.migration.source import Event
 from shared.recording import Call as AnyCall
@@ -352,7 +354,8 @@ class OnBackupRooms(Call[None], frozen=True):
     error: ErrorInfo | None
 
     def on(self, core: MigrationCore, now: float) -> None:
-        core.backups.on_rooms(self.backup_id, self.rooms or self.error, now)
+        source = core.fetches if core.fetches.serves(self.backup_id) else core.backups
+        source.on_rooms(self.backup_id, self.rooms or self.error, now)
 
 
 class OnBackupSent(Call[None], frozen=True):
@@ -362,7 +365,8 @@ class OnBackupSent(Call[None], frozen=True):
     is_sent: bool
 
     def on(self, core: MigrationCore, now: float) -> None:
-        core.backups.on_sent(self.backup_id, self.is_sent, now)
+        source = core.fetches if core.fetches.serves(self.backup_id) else core.backups
+        source.on_sent(self.backup_id, self.is_sent, now)
 
 
 class OnBackUp(Call[None], frozen=True):
@@ -403,3 +407,36 @@ class OnKeepBackups(Call[None], frozen=True):
 
     def on(self, core: MigrationCore, now: float) -> None:
         core.holder.on_keep(self.query, now)
+
+
+# ------------------------------------------------------------------------------------------------ prefixes that travel
+
+
+class Fetch(Call[None], frozen=True):
+    """See `PrefixFetches.fetch`."""
+
+    request: GenerationRequest
+    block_size: int
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.fetches.fetch(self.request, self.block_size, now)
+
+
+class OnFetchAnswer(Call[None], frozen=True):
+    """See `PrefixFetches.on_answer`."""
+
+    fetch_id: str
+    sent: PrefixSent | None
+    error: ErrorInfo | None
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.fetches.on_answer(self.fetch_id, self.sent, self.error, now)
+
+
+class OnFetchPrefix(Call[None], frozen=True):
+    """See `PrefixFetches.on_fetch`."""
+
+    query: FetchPrefix
+
+    def on(self, core: MigrationCore, now: float) -> None:
+        core.fetches.on_fetch(self.query, now)

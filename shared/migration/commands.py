@@ -17,10 +17,12 @@ from shared.messages.migration import (
     BackupRooms,
     Commit,
     Committed,
+    FetchPrefix,
     KeepBackups,
     MigrationReason,
     OwnsQuery,
     PreAllocate,
+    PrefixSent,
     Reserved,
 )
 from shared.messages.requests import Cancel, ErrorInfo, GenerationRequest
@@ -234,6 +236,32 @@ class SendBackup(Command, frozen=True):
     pool: str
     blocks: list[int]
     timeout_s: float
+    is_urgent: bool = False
+    """A request waits for them: they go as fast as they can."""
+
+
+class AskPrefix(Command, frozen=True):
+    """A message with a reply, or none within `timeout_s`: `on_answer`."""
+
+    destination_id: str
+    message: FetchPrefix
+    timeout_s: float
+
+
+class AnswerPrefix(Command, frozen=True):
+    """To all who asked for this prefix."""
+
+    answer: PrefixSent | ErrorInfo
+
+
+class Fetched(Command, frozen=True):
+    """A request need not wait for its prefix any more."""
+
+    request_id: str
+    outcome: str
+    """fetched | held: all of it is here | refused | late | failed"""
+    num_blocks: int
+    """Blocks that have come."""
 
 
 class BackedUp(Command, frozen=True):

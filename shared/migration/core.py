@@ -26,6 +26,7 @@ from shared.messages.requests import Cancel, ErrorInfo, GenerationRequest, Migra
 from shared.migration.backup import BackupSource
 from shared.migration.calls import Call
 from shared.migration.commands import Command, Fault, NotHandedOver, Tell
+from shared.migration.fetching import PrefixFetches
 from shared.migration.holding import BackupHolder
 from shared.migration.incoming import IncomingMigrations
 from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
@@ -137,6 +138,7 @@ class MigrationCore:
         self.incoming = IncomingMigrations(self._site, max_migrations)
         self.backups = BackupSource(self._site, BackupSettings(backup_classes, backup_min_tokens))
         self.holder = BackupHolder(self._site)
+        self.fetches = PrefixFetches(self._site, self.holder)
         self.lease: _Order | None = None
         """The scheduler's."""
         self._own: dict[str, _Order] = {}
@@ -549,7 +551,7 @@ class MigrationCore:
 
     def stop(self, now: float) -> None:
         """Nothing more begins, and what can be aborted is."""
-        self._is_stopping = self.holder.is_stopping = True
+        self._is_stopping = self.holder.is_stopping = self.fetches.is_stopping = True
         self.lease, self._own = None, {}
         self._look_for_decoders(now)
         for migration in list(self._outgoing.values()):

@@ -8,6 +8,8 @@ A source that is silent for `ORPHAN_S` has died, and its requests have been plac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from shared.engine.calls import Keep, ReserveBackup, SettleBackup
@@ -32,6 +34,12 @@ class BackupHolder:
         self._heard_s: dict[str, float] = {}
         """By source that something is kept for."""
         self.is_stopping = False
+        self.on_settled: Callable[[str, bool], None] = lambda _backup_id, _is_in: None
+        """Called when blocks of a backup are entered, or will not come."""
+
+    def expects(self, backup_id: str) -> bool:
+        """Whether its blocks are still to come."""
+        return backup_id in self._expected
 
     def on_back_up(self, query: BackUp, now: float) -> None:
         """Answered by `AnswerBackup`."""
@@ -43,7 +51,8 @@ class BackupHolder:
         if isinstance(answer, ErrorInfo):
             self._site.say(commands.AnswerBackup(query.backup_id, answer))
             return
-        self._heard_s[query.source_id] = now
+        if query.source_id:
+            self._heard_s[query.source_id] = now
         rooms = BackupRooms(query.backup_id, answer.rooms)
         if not answer.blocks:
             self._site.around.apply(SettleBackup(query.backup_id, True))
@@ -83,6 +92,7 @@ class BackupHolder:
         """The blocks are all here, or will not come, and nobody writes to them any more."""
         if self._expected.pop(backup_id, None) is not None:
             self._site.around.apply(SettleBackup(backup_id, not failure))
+            self.on_settled(backup_id, not failure)
 
     def on_keep(self, query: KeepBackups, now: float) -> None:
         if query.source_id not in self._heard_s:

@@ -168,6 +168,16 @@ class BackupCandidates(Question[list[BackupCandidate]], frozen=True):
         return around.engine.ask(lambda engine: engine.outgoing.backup_candidates(settings))
 
 
+class FoundBlocks(Question[int], frozen=True):
+    """How many of the first of these blocks are found on the device or in host memory here."""
+
+    model: str
+    hashes: bytes
+
+    def of(self, around: Surroundings) -> int:
+        return around.engine.ask(lambda engine: engine.outgoing.num_found(self.model, self.hashes))
+
+
 class BusyS(Question[float], frozen=True):
     """How long the steps in flight still take, seconds."""
 

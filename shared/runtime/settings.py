@@ -431,6 +431,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Known tokens, prompt and output, from which on a request is worth that."""
     kv_backup_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Share of this instance's host memory that copies for other instances may take."""
+    prefix_fetch: Literal["auto", "off"] = "off"
+    """auto: the beginning of a prompt is fetched from the instance that has it where that is predicted to be faster"""
     drain_grace_s: float = 15.0
     """What requests get to move away or finish when their instance or model is to go."""
     high_priority_load: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

@@ -24,6 +24,7 @@ from shared.policies.dispatch import (
     DispatchPolicy,
     DispatchView,
 )
+from shared.policies.prefix_fetch import Fetch, fetch_of, is_cheaper
 from shared.scheduling.cluster import ClusterView, InstanceState, ServedModel
 from shared.scheduling.in_flight import InFlightLedger
 from shared.scheduling.prefixes import NOT_HELD, Held, PrefixIndex
@@ -401,8 +402,26 @@ class Seen:
 
     @_once
     def prompt_s(self) -> float:
+        """With its beginning fetched, where that is faster."""
+        fetch = self.fetch
+        if fetch is None:
+            return self._prompt_s(self.cached_tokens)
+        return fetch.seconds + self._prompt_s(fetch.num_tokens)
+
+    @_once
+    def fetch(self) -> Fetch | None:
+        """What of the prompt is to be fetched from another instance; None: nothing."""
+        longest = self._by.longest_given(self._block_size)
+        if longest is None or longest[0] == self.instance_id or not self._standing.fetch_token_s(self._by.model):
+            return None
         cached = self.cached_tokens
-        return prompt_s(self._standing.prompt_cost(self._by.model), self._by.num_tokens - cached, cached)
+        fetch = fetch_of(*longest[:2], cached, longest[2])
+        is_worth = fetch is not None and is_cheaper(fetch, self._prompt_s(cached), self._prompt_s(fetch.num_tokens))
+        return fetch if is_worth else None
+
+    def _prompt_s(self, num_there: int) -> float:
+        """Without so many of its first tokens."""
+        return prompt_s(self._standing.prompt_cost(self._by.model), self._by.num_tokens - num_there, num_there)
 
     @_once
     def cached_tokens(self) -> int:
@@ -459,6 +478,8 @@ class CandidatesFor:
         self._prefixes = prefixes
         self._held_tokens: dict[int, Held] = {}
         """By block size."""
+        self._given: dict[int, tuple[str, int, float] | None] = {}
+        """By block size: `longest_given`."""
         self._ways: dict[ServedModel, _Way] = {}
         self._seen: dict[str, Seen | None] = {}
         self._owners: list[Seen] | None = None
@@ -517,6 +538,20 @@ class CandidatesFor:
         if block_size not in self._held_tokens:
             self._held_tokens[block_size] = self._prefixes.held_tokens(self._request, block_size, self.now)
         return self._held_tokens[block_size]
+
+    def longest_given(self, block_size: int) -> tuple[str, int, float] | None:
+        """The instance that has the most of the prompt and gives it to others, how many tokens, and what one takes from
+        there, in seconds; None: nobody gives any."""
+        if block_size not in self._given:
+            self._given[block_size] = None
+            for name, num_tokens in islice(self.held_tokens(block_size).longest(), NUM_CACHED):
+                state = self._cluster.get(name)
+                if state is None or state.report is None or not state.can_take:
+                    continue
+                if token_s := self.ranking.standing(name, state).fetch_token_s(self.model):
+                    self._given[block_size] = name, num_tokens, token_s
+                    break
+        return self._given[block_size]
 
     def _all_held_tokens(self) -> list[Held]:
         """Tokens held, for each size that blocks of the model have somewhere."""

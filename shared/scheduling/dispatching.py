@@ -259,11 +259,13 @@ class Dispatcher:
             why = "has the most room for offline tokens" if kept is None else KEEPS_KV
             tracked.chosen_for = (why, place.state.freeness(False).freeness)
             return place
-        tracked.decoder = ""
+        tracked.decoder, tracked.fetch = "", None
         if self._roles.is_split:
             chosen = self._choice_by_phase(tracked, candidates)
         else:
             chosen = cast(Seen | None, self._policy.choose(tracked, candidates))
+        if chosen is not None:
+            tracked.fetch = chosen.fetch
         if chosen is None:
             self._held_back[lane_of(tracked)] = (tracked.num_tokens, tracked.num_tokens_at_most)
         elif tracked.decoder:
@@ -313,6 +315,8 @@ class Dispatcher:
 
     def _why(self, tracked: TrackedRequest, chosen: Seen, first: Seen) -> str:
         """In words for whoever asks why it went there."""
+        if tracked.fetch is not None:
+            return f"fetches its prompt's beginning from {tracked.fetch.holder_id}"
         if tracked.is_rescued and chosen.cached_tokens >= KEPT_SHARE * tracked.num_tokens:
             return KEEPS_KV
         if chosen.missing_merged > 0:

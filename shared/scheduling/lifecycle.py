@@ -148,6 +148,8 @@ class RequestLifecycle:
             timeout_s=tracked.deadline_s - now,
             waited_s=now - tracked.arrived_s,
             decoder=tracked.decoder,
+            prefix_holder="" if tracked.fetch is None else tracked.fetch.holder_id,
+            prefix_tokens=0 if tracked.fetch is None else tracked.fetch.num_tokens,
         )
         why, freeness = tracked.chosen_for
         num_serving = self._dispatcher.num_serving(tracked.model)

@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, cycle
 
-from shared.engine.memory.blocks import chain_hash, prefix_root, root_hash
+from shared.engine.prefix_hashes import block_hashes
 from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_keys, mark_positions
 from shared.messages.requests import GenerationRequest
 
@@ -303,12 +303,5 @@ def _keys(packed: bytes) -> list[bytes]:
 
 
 def prompt_keys(request: GenerationRequest, block_size: int) -> Iterator[bytes]:
-    """Keys of the full blocks of the prompt, and of the output that the request brings, but for the last token, which is
-    computed in any case; of the hashes of `Sequence.extend_hashes`."""
-    adapter = "" if request.adapter is None else request.adapter.version
-    previous = prefix_root(root_hash(request.model), adapter, request.prefix_salt)
-    known = request.prompt + request.prior if request.prior else request.prompt
-    num_blocks = min(MAX_BLOCKS, (len(known) // 4 - 1) // block_size)
-    for at in range(0, 4 * block_size * num_blocks, 4 * block_size):
-        previous = chain_hash(previous, known[at : at + 4 * block_size])
-        yield previous[:KEY_BYTES]
+    """Keys of `block_hashes`."""
+    return (block_hash[:KEY_BYTES] for block_hash in block_hashes(request, block_size, MAX_BLOCKS))

@@ -17,6 +17,7 @@ from enum import Enum, auto
 from typing import Any
 
 from shared.messages.requests import GenerationRequest, HeldRequest, Priority, RequestClass
+from shared.policies.prefix_fetch import Fetch
 
 FOUND_EXPIRY_S = 3600.0
 """After which a request that was found on an instance is forgotten: only the instance knows its deadline."""
@@ -72,6 +73,8 @@ class TrackedRequest:
     """Why the dispatcher chose its instance, and how free that was."""
     decoder: str = ""
     """The instance that it is handed over to when its prompt is computed; empty: it stays."""
+    fetch: Fetch | None = None
+    """From where its instance is to fetch its prompt's beginning; None: from nowhere."""
     attempts: int = 0
     num_failures: int = 0
     """Attempts that failed inside an instance (not refusals)."""

@@ -66,6 +66,10 @@ class Standing:
             self._prompt_costs = {load.model: load.prompt_cost for load in self.report.models}
         return self._prompt_costs.get(model, (0.0, 0.0))
 
+    def fetch_token_s(self, model: str) -> float:
+        """`ModelLoad.fetch_token_s`; 0: prefixes of the model neither come nor go."""
+        return next((load.fetch_token_s for load in self.report.models if load.model == model), 0.0)
+
     def token_s(self, model: str, is_high: bool) -> float:
         """`token_cost_s` of one more request among the online ones; for one of high priority, what others of that take is
         not counted."""

@@ -19,10 +19,12 @@ from shared.messages.migration import (
     BackupRooms,
     Commit,
     Committed,
+    FetchPrefix,
     KeepBackups,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
+    PrefixSent,
     Rebalance,
     Reserved,
 )
@@ -139,6 +141,9 @@ class VirtualMigrations:
         self._backups: dict[str, list[Callable[[BackupRooms | ErrorInfo], None]]] = {}
         """Who waits for an answer to BackUp, by its id."""
         self._expected_backups: dict[str, list[int]] = {}
+        self._prefixes: dict[str, list[Callable[[PrefixSent | ErrorInfo], None]]] = {}
+        """Who waits for an answer to FetchPrefix, by its id."""
+        self.on_fetched: Callable[[commands.Fetched], None] = lambda _: None
         self._timer_s = -1.0
 
     # ------------------------------------------------------------------------------------------------ as `KvEnd`
@@ -255,6 +260,13 @@ class VirtualMigrations:
                 self.num_backed_up += num_blocks
             case commands.BackedUp():
                 pass
+            case commands.AskPrefix():
+                self._ask_prefix(command)
+            case commands.AnswerPrefix(_, sent):
+                for hear_of in self._prefixes.pop(migration_id, ()):
+                    hear_of(sent)
+            case commands.Fetched():
+                self.on_fetched(command)
             case commands.BeginIn() | commands.EndIn() | commands.RefusedIn() | commands.BeginTransfer():
                 pass
 
@@ -332,12 +344,36 @@ class VirtualMigrations:
         self._network.send(BackUp, arrive)
         self._events.after(command.timeout_s, answered, None)
 
+    def _ask_prefix(self, command: commands.AskPrefix) -> None:
+        message = command.message
+        is_answered = False
+
+        def answered(reply: PrefixSent | ErrorInfo | None) -> None:
+            nonlocal is_answered
+            if not is_answered:
+                is_answered = True
+                error = reply if isinstance(reply, ErrorInfo) else None
+                sent = reply if isinstance(reply, PrefixSent) else None
+                self.tell(calls.OnFetchAnswer(message.fetch_id, sent, error))
+
+        def arrive() -> None:
+            if (peer := self._network.reach(command.destination_id)) is not None:
+                answer = partial(self._network.send, PrefixSent)
+                peer._prefixes.setdefault(message.fetch_id, []).append(lambda reply: answer(lambda: answered(reply)))
+                peer.tell(calls.OnFetchPrefix(message))
+            else:
+                answered(ErrorInfo(ErrorCode.UNAVAILABLE, "nobody is there"))
+
+        self._network.send(FetchPrefix, arrive)
+        self._events.after(command.timeout_s, answered, None)
+
     # ------------------------------------------------------------------------------------------------ blocks
 
     def _send_backup(self, command: commands.SendBackup) -> None:
         backup_id = command.migration_id
         num_bytes = len(command.blocks) * self._block_bytes(command.pool.partition("/")[2])
-        seconds = copy_s(num_bytes, self._bandwidth_bytes_s, self._rate_share) * (self.num_out + 1)
+        rate_share = 1.0 if command.is_urgent else self._rate_share
+        seconds = copy_s(num_bytes, self._bandwidth_bytes_s, rate_share) * (self.num_out + 1)
         is_over = False
 
         def end(is_sent: bool) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -148,3 +149,35 @@ async def test_a_second_sigterm_ends_a_process_that_drains(processes: Processes,
     process.send_signal(signal.SIGTERM)
     assert await exit_code(process, 60) == -signal.SIGTERM, "not when it is empty"
     assert (neighbours.progress("r") - before) * STEP_S < 0.5
+
+
+def metric(neighbours: Neighbours, instance_id: str, name: str) -> float:
+    """Sum over the lines that begin with `name`."""
+    port = neighbours.instances.entries[instance_id].metrics_port
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+async def test_a_prefix_is_fetched_from_another_process_and_computed_where_that_is_gone(
+    processes: Processes, neighbours: Neighbours
+) -> None:
+    environment = {"TIDEWAY_PREFIX_FETCH": "auto", "TIDEWAY_HOST_MEMORY_BYTES": str(4 << 20)}
+    holder, _ = (processes.start(name, **environment) for name in ("node-0", "node-1"))
+    await neighbours.until(lambda: all(is_ready(neighbours, name) for name in ("node-0", "node-1")), 60)
+    first = generation("first", 500, 20)
+    await neighbours.submit("node-0", first)
+    await neighbours.ended(first)
+    fetching = generation("fetching", 500, 20, prefix_holder="node-0", prefix_tokens=480)
+    await neighbours.submit("node-1", fetching)
+    await neighbours.ended(fetching)
+    assert neighbours.gateway.tokens["fetching"] == neighbours.gateway.tokens["first"]
+    assert metric(neighbours, "node-1", 'tideway_prefix_fetches_total{outcome="fetched"}') == 1
+    assert metric(neighbours, "node-1", "tideway_prefix_fetched_blocks_total") > 0
+    assert any(load.fetch_token_s > 0 for report in neighbours.reports for load in report.models)
+    holder.kill()
+    await exit_code(holder, 10)
+    gone = msgspec.structs.replace(generation("gone", 700, 20), prefix_holder="node-0", prefix_tokens=640)
+    await neighbours.submit("node-1", gone)
+    await neighbours.ended(gone)
+    refused = metric(neighbours, "node-1", 'tideway_prefix_fetches_total{outcome="late"}')
+    assert refused + metric(neighbours, "node-1", 'tideway_prefix_fetches_total{outcome="refused"}') == 1

@@ -36,6 +36,7 @@ from shared.messages.requests import (
     TokenFrame,
 )
 from shared.messages.timeline import EventKind, RequestEvent
+from shared.migration.estimates import DEFAULT_BANDWIDTH_BYTES_S
 from shared.migration.incoming import Intake, held_after
 from shared.migration.limits import pool_of
 from shared.policies.kv_backup import NO_BACKUP, BackupSettings
@@ -55,6 +56,8 @@ OpenTransport = Callable[[], Awaitable["KvTransport"]]
 OPEN_TIMEOUT_S = 60.0
 """Nobody waits for it, and one that has passed is not made good while the instance lives: a busy machine has to make it."""
 PEERS_TIMEOUT_S = 2.0
+CHANGED_SHARE = 0.25
+"""By which the predicted time of a fetch may be off before it is told anew."""
 
 
 class KvPools(Protocol):
@@ -95,10 +98,14 @@ class InstanceMigrations(KvUsers):
         on_change: Callable[[], None],
         report_soon: Callable[[], None],
         backup: BackupSettings = NO_BACKUP,
+        gives_prefixes: bool = False,
     ) -> None:
         """`on_change`: the registry entry is another; `report_soon`: there is something for the next load report."""
         self._bus = bus
         self._backup = backup
+        self._gives_prefixes = gives_prefixes
+        self._fetch_token_s: dict[str, float] = {}
+        """By model, as the engine was told."""
         self._settings = settings
         self._loop = loop
         self._executor = executor
@@ -191,6 +198,7 @@ class InstanceMigrations(KvUsers):
 
     def remove_model(self, model: str) -> None:
         self._models.discard(model)
+        self._fetch_token_s.pop(model, None)
         if self._transport is not None:
             for on_host in (False, True):
                 self._transport.unregister(pool_of(model, on_host))
@@ -230,10 +238,34 @@ class InstanceMigrations(KvUsers):
     def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
         self._events.add(request, EventKind.BACKED_UP, "", holder_id)
 
+    async def fetch(self, request: GenerationRequest) -> None:
+        """Fetches the prefix that the request names, if that can be had soon."""
+        if self._service is not None and self._gives_prefixes:
+            await self._service.fetch(request, self._block_size_of(request.model))
+
+    def _block_size_of(self, model: str) -> int:
+        return self._loop.ask(lambda engine: engine.memory.queues[model].shape.block_size)
+
+    def _tell_fetch_costs(self) -> None:
+        """What a token's KV takes to another instance, by the bandwidth that was measured, if that has changed."""
+        if self._transport is None or not self._gives_prefixes:
+            return
+        bandwidth = self._transport.usual_bandwidth_bytes_s or DEFAULT_BANDWIDTH_BYTES_S
+        for model in self._models:
+            block_bytes = self._transport.block_bytes(pool_of(model, True))
+            if block_bytes is None:
+                continue  # without host memory nothing could be put anywhere
+            token_s = block_bytes / self._block_size_of(model) / bandwidth
+            known_s = self._fetch_token_s.get(model, 0.0)
+            if abs(token_s - known_s) > CHANGED_SHARE * known_s:
+                self._fetch_token_s[model] = token_s
+                self._loop.apply(calls.SetFetchCost(model, token_s))
+
     def measure(self, num_kept: int, kept_share: float) -> None:
         """See `MigrationService.measure`."""
         if self._service is not None:
             self._service.measure(num_kept, kept_share)
+            self._tell_fetch_costs()
 
     def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
         frame = TokenFrame(self._intake.instance_id, [entry])

@@ -144,6 +144,7 @@ class InstanceService:
             on_change=self.touch,
             report_soon=self._reporter.touch,
             backup=BackupSettings(settings.kv_backup, settings.kv_backup_tokens),
+            gives_prefixes=settings.prefix_fetch == "auto",
         )
         self._adapters = InstanceAdapters(
             self._loop,
@@ -239,8 +240,10 @@ class InstanceService:
 
     def _on_submit(self, request: GenerationRequest) -> Accepted | Coroutine[Any, Any, Accepted]:
         """Goes on in a task where a grammar may have to be compiled, or an adapter to be loaded."""
-        is_ready = not request.sampling.grammar and (
-            request.adapter is None or self._adapters.is_loaded(request.adapter)
+        is_ready = (
+            not request.sampling.grammar
+            and not request.prefix_holder
+            and (request.adapter is None or self._adapters.is_loaded(request.adapter))
         )
         if is_ready or not self._takes_now(request):
             return self._submit(request)
@@ -251,6 +254,8 @@ class InstanceService:
         return self.intake.refusal(request.model) is None and not self._loop.failure
 
     async def _submit_when_ready(self, request: GenerationRequest) -> Accepted:
+        if request.prefix_holder:
+            await self._migrations.fetch(request)
         if request.sampling.grammar:
             await self._compile(request.model, request.sampling.grammar)
         if request.adapter is not None:

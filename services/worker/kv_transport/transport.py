@@ -243,6 +243,12 @@ class KvTransport:
         measured = self._bandwidth.get(name_of(address))
         return measured.bytes_s if measured else None
 
+    @property
+    def usual_bandwidth_bytes_s(self) -> float | None:
+        """To peers, the median of what was measured; None: nothing was."""
+        known = sorted(bytes_s for measured in self._bandwidth.values() if (bytes_s := measured.bytes_s))
+        return known[len(known) // 2] if known else None
+
     def limit_rate(self, bytes_s: float | None) -> None:
         """Limits the rate of all transfers out of here together; the next measurement sets it anew unless
         `rate_fraction` is None."""

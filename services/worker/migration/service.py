@@ -26,6 +26,7 @@ from shared.messages.catalogue import (
     INSTANCE_BACK_UP,
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
+    INSTANCE_FETCH_PREFIX,
     INSTANCE_KEEP_BACKUPS,
     INSTANCE_OWNS,
     INSTANCE_PRE_ALLOCATE,
@@ -39,11 +40,13 @@ from shared.messages.migration import (
     BackupRooms,
     Commit,
     Committed,
+    FetchPrefix,
     KeepBackups,
     MigrationReason,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
+    PrefixSent,
     Rebalance,
     Reserved,
 )
@@ -58,6 +61,7 @@ from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.migration.source import Event
 from shared.policies.kv_backup import NO_BACKUP, BackupSettings
+from shared.policies.prefix_fetch import WAIT_S
 from shared.recording import file_writer
 from shared.runtime.settings import InstanceSettings
 from shared.runtime.tasks import TaskSet, set_within
@@ -175,6 +179,10 @@ class MigrationService:
         """Answers to Commit, by migration."""
         self._answers: dict[str, asyncio.Future[BackupRooms | ErrorInfo]] = {}
         """Answers to BackUp, by its id."""
+        self._prefixes: dict[str, asyncio.Future[PrefixSent | ErrorInfo]] = {}
+        """Answers to FetchPrefix, by its id."""
+        self._fetching: dict[str, asyncio.Future[None]] = {}
+        """By request that waits for its prefix."""
         self._tasks = TaskSet()
         self._winding_up = TaskSet()
         self._rested = asyncio.Event()
@@ -202,6 +210,7 @@ class MigrationService:
             await bus.subscribe(INSTANCE_ABORT.at(**ids), self._on_abort),
             await bus.subscribe(INSTANCE_REBALANCE.at(**ids), self._on_rebalance),
             await bus.serve(INSTANCE_BACK_UP.at(**ids), self._on_back_up),
+            await bus.serve(INSTANCE_FETCH_PREFIX.at(**ids), self._on_fetch_prefix),
             await bus.subscribe(INSTANCE_KEEP_BACKUPS.at(**ids), self._on_keep_backups),
         ]
 
@@ -351,6 +360,15 @@ class MigrationService:
             raise ServiceError(answer)
         return answer
 
+    async def _on_fetch_prefix(self, query: FetchPrefix) -> PrefixSent:
+        answered = self._prefixes.setdefault(query.fetch_id, asyncio.get_running_loop().create_future())
+        self._apply(calls.OnFetchPrefix(query))
+        self._act()
+        answer = await asyncio.shield(answered)
+        if isinstance(answer, ErrorInfo):
+            raise ServiceError(answer)
+        return answer
+
     def _on_keep_backups(self, query: KeepBackups) -> None:
         self._apply(calls.OnKeepBackups(query))
         self._act()
@@ -472,6 +490,15 @@ class MigrationService:
             case commands.AnswerBackup(_, rooms):
                 if (told := self._answers.pop(migration_id, None)) is not None:
                     told.set_result(rooms)
+            case commands.AskPrefix():
+                self._tasks.start(self._ask_prefix(command))
+            case commands.AnswerPrefix(_, answer):
+                if (waiting := self._prefixes.pop(migration_id, None)) is not None:
+                    waiting.set_result(answer)
+            case commands.Fetched(_, request_id, how, num_blocks):
+                self._telemetry.on_fetch(how, num_blocks)
+                if (waits := self._fetching.pop(request_id, None)) is not None and not waits.done():
+                    waits.set_result(None)
             case commands.BackedUp(_, request, holder_id):
                 self._handovers.on_backed_up(request, holder_id)
             case commands.BackupOver(_, how, num_blocks, num_sent):
@@ -716,12 +743,36 @@ class MigrationService:
         try:
             if await self._loop.filled(command.blocks):
                 await transport.send(
-                    command.address, command.ticket, command.pool, command.blocks, deadline_s=command.timeout_s
+                    command.address,
+                    command.ticket,
+                    command.pool,
+                    command.blocks,
+                    deadline_s=command.timeout_s,
+                    is_limited=not command.is_urgent,
                 )
                 is_sent = True
         except TransferError as error:
             log.info("backup %s did not go: %s", command.migration_id, error)
         self._apply(calls.OnBackupSent(command.migration_id, is_sent))
+        self._act()
+
+    async def fetch(self, request: GenerationRequest, block_size: int) -> None:
+        """Fetches what the request names of its prompt, or as much of it as comes in `WAIT_S`."""
+        done = self._fetching[request.request_id] = asyncio.get_running_loop().create_future()
+        self._apply(calls.Fetch(request, block_size))
+        self._act()
+        await asyncio.wait([done], timeout=WAIT_S)
+        if self._fetching.get(request.request_id) is done:
+            del self._fetching[request.request_id]
+
+    async def _ask_prefix(self, command: commands.AskPrefix) -> None:
+        sent, error = None, None
+        endpoint = INSTANCE_FETCH_PREFIX.at(instance_id=command.destination_id)
+        try:
+            sent = await self._bus.request(endpoint, command.message, timeout_s=command.timeout_s)
+        except BusError as failure:
+            error = failure.info
+        self._apply(calls.OnFetchAnswer(command.migration_id, sent, error))
         self._act()
 
     def _expect_backup(self, command: commands.ExpectBackup) -> None:

@@ -70,6 +70,10 @@ class MigrationTelemetry:
         self._backup_share = gauge(
             "tideway_kv_backup_host_pool_use", "Share of host memory that copies for others take, 0 to 1"
         )
+        self._fetches = counter(
+            "tideway_prefix_fetches", "Prefixes asked of other instances, by what came", ("outcome",)
+        )
+        self._fetched_blocks = counter("tideway_prefix_fetched_blocks", "KV blocks fetched from other instances")
         # What is counted later begins at 0, so that rates are known from the first migration on.
         self._migrations.labels("in", "", MOVED)
         for reason in MigrationReason:
@@ -81,6 +85,8 @@ class MigrationTelemetry:
             self._pause.labels(end)
         for outcome in ("copied", "refused", "unreachable", "failed"):
             self._backups.labels(outcome)
+        for outcome in ("fetched", "held", "refused", "late", "failed"):
+            self._fetches.labels(outcome)
         for what in ("copied", "sent"):
             self._backup_blocks.labels(what)
 
@@ -114,6 +120,11 @@ class MigrationTelemetry:
         self._backups.labels(outcome).inc()
         self._backup_blocks.labels("copied").inc(num_blocks)
         self._backup_blocks.labels("sent").inc(num_sent if outcome == "copied" else 0)
+
+    def on_fetch(self, outcome: str, num_blocks: int) -> None:
+        """A request need not wait for its prefix any more, of which so many blocks have come."""
+        self._fetches.labels(outcome).inc()
+        self._fetched_blocks.inc(num_blocks)
 
     def on_backups(self, num_requests: int, num_missing: int, num_kept: int, kept_share: float) -> None:
         """How things stand at both ends."""

@@ -134,6 +134,10 @@ class Backups:
                 self._pool.release(coming.model, part.blocks)
                 continue
             self._pool.register(coming.model, part.blocks, part.hashes)
+            if not coming.source_id:
+                # Of a prefix that was fetched for a request of here.
+                self._pool.release(coming.model, part.blocks)
+                continue
             if known is None:
                 known = _Backup(coming.model, [])
                 self._of_source.setdefault(coming.source_id, {})[part.request_id] = known

@@ -254,6 +254,10 @@ class Compaction:
             return min(end, len(sequence.blocks))
         return next(index for index, block in enumerate(sequence.blocks) if block in targets)
 
+    def are_moving(self, model: str, blocks: list[int]) -> bool:
+        """Whether what one of the blocks is to hold is still being moved into it."""
+        return not self._targets.get(model, set()).isdisjoint(blocks)
+
     def has_moves(self, model: str) -> bool:
         return any(move.model == model for move in self._moves.values())
 

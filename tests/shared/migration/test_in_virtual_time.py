@@ -147,7 +147,8 @@ class Node:
     def _backed_up(self, source: VirtualMigrations, command: SendBackup, blocks: list[int]) -> None:
         cells = self.world.nodes[source.address].executor
         for block, other in zip(command.blocks, blocks, strict=True):
-            self.executor._host["a", other] = list(cells._block("a", block))
+            is_on_host = command.pool.startswith("host/")
+            self.executor._host["a", other] = list(cells._host["a", block] if is_on_host else cells._block("a", block))
 
     def check_empty(self) -> None:
         engine, core = self.engine, self.moves.core
@@ -155,7 +156,8 @@ class Node:
         if (backups := engine.memory.host.backups) is not None:
             assert not backups.num_requests and not [*backups.references()]
         assert core.backups.state is State.IDLE and not core.backups.num_requests
-        assert not self.moves._backups and not self.moves._expected_backups
+        assert not self.moves._backups and not self.moves._expected_backups and not self.moves._prefixes
+        assert not core.fetches.num_served and not core.fetches._asked and not core.fetches._arriving
         assert not engine.all_held() and engine.pool.used_merged() == 0
         assert not engine.outgoing.pinned and not [*engine.reservations]
         assert (core.num_migrating_out, core.num_migrating_in, core.incoming.num_disowned) == (0, 0, 0)

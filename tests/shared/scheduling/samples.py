@@ -113,6 +113,7 @@ def make_report(
     token_s: float = 0.0,
     running: dict[str, int] | None = None,
     decode_s: float = 0.0,
+    fetch_token_s: float = 0.0,
     cache_held: bytes = b"",
     cache_lost: bytes = b"",
     next_moves: tuple[NextMove, ...] = (),
@@ -134,6 +135,7 @@ def make_report(
                 offline_room_tokens=tokens,
                 prompt_cost=(token_s, 0.0),
                 decode_cost=(decode_s, 0.0),
+                fetch_token_s=fetch_token_s,
             )
         )
     return LoadReport(

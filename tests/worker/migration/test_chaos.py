@@ -92,8 +92,9 @@ async def test_streams_are_whole_whatever_fails(make, monkeypatch: pytest.Monkey
     for one in sent:
         known = group.gateway.tokens[one.request_id]
         whole = expected_output(one, 600)
-        is_cancelled = group.gateway.ends[one.request_id].finish_reason == FinishReason.CANCELLED
-        assert known == (whole[: len(known)] if is_cancelled else whole)
+        end = group.gateway.ends[one.request_id]
+        is_cancelled = end.finish_reason == FinishReason.CANCELLED
+        assert known == (whole[: len(known)] if is_cancelled else whole), end
     assert sum(len(party.ended) for party in group.parties) == len(sent)
     assert faults.num_failed > 3
     assert any(outcome.is_migrated for party in group.parties for outcome in party.outcomes)
