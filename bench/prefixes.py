@@ -2,7 +2,7 @@
 the memory and all the speed, and how soon first tokens come.
 
 python -m bench.prefixes [--shapes conversations,systems,trees] [--instances 4,8] [--load 0.3] [--pool 1.0] [--restart]
-                         [--drain] [--seed N] [--num-seeds N]
+                         [--drain] [--fetch] [--seed N] [--num-seeds N]
 
 In virtual time, with the real scheduler's core and engine on the shape of LLaMA-7B on an A100. Shapes: `conversations` of
 six turns; `systems`: questions under a few system prompts of different popularity; `trees`: agents that branch off each
@@ -98,6 +98,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     num_migrations: int
     moved_bytes: int
     """KV that moves copied."""
+    fetches: dict[str, int]
+    """How fetches of prefixes ended."""
     held_bytes: int
     """KV of requests that moved which their destinations had already."""
 
@@ -143,6 +145,7 @@ def run(
         p99_ttft_s=float(np.percentile(ttfts_s, 99)),
         num_migrations=sum(record.num_migrations for record in records),
         moved_bytes=cluster.migrations.num_bytes,
+        fetches=dict(cluster.migrations.fetched),
         held_bytes=cluster.migrations.num_held_blocks * device.block_bytes,
     )
 
@@ -177,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pool", type=float, default=1.0, help="KV blocks of an instance, times those of the device")
     parser.add_argument("--restart", action="store_true", help="half of the instances die and come again, empty")
     parser.add_argument("--drain", action="store_true", help="half of the instances are emptied, one after the other")
+    parser.add_argument("--fetch", action="store_true", help="one more system, in which prefixes travel")
     parser.add_argument("--seed", type=int, default=301, help="the first one")
     parser.add_argument("--num-seeds", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -189,9 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rate = options.load * num * capacity_rps(profile, device)
                 jobs = sorted(SHAPES[name](rate, np.random.default_rng(seed)), key=lambda job: job.at_s)
                 one = run(jobs, merged_device(device, num), System(name="one"), 1, seed)
+                compared = [System(name="tideway"), System(name="freeness", dispatch="freeness")]
+                compared += [System(name="fetches", fetches=True)] if options.fetch else []
                 rows = {
                     system.name: run(jobs, device, system, num, seed, restarts=options.restart, drains=options.drain)
-                    for system in (System(name="tideway"), System(name="freeness", dispatch="freeness"))
+                    for system in compared
                 }
                 ours, blind = rows["tideway"], rows["freeness"]
                 is_shared = options.restart or ours.cached_share >= LEAST_SHARE * one.cached_share
@@ -202,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(
                         f"  {system_name:10} cached {row.cached_share:.3f}  TTFT mean {1000 * row.mean_ttft_s:.0f} ms, "
                         f"P99 {1000 * row.p99_ttft_s:.0f} ms  moves {row.num_migrations}, "
-                        f"{row.moved_bytes / 1e9:.1f} GB copied, {row.held_bytes / 1e9:.1f} GB were there",
+                        f"{row.moved_bytes / 1e9:.1f} GB copied, {row.held_bytes / 1e9:.1f} GB were there"
+                        + (f"  fetches {row.fetches}" if row.fetches else ""),
                         flush=True,
                     )
                 print(f"  {met(is_shared)} cached share   {met(is_balanced)} P99 TTFT", flush=True)

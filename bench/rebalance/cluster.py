@@ -9,6 +9,7 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -178,6 +179,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     has_priorities: bool = True
     """Else all requests are normal ones."""
     order: str = "doubling_budget"
+    fetches: bool = False
+    """Prefixes travel between instances."""
     scheduler: dict[str, float | str] = {}
     """Settings of the scheduler that differ from its defaults."""
 
@@ -216,7 +219,11 @@ class Cluster:
         background."""
         settings = msgspec.structs.replace(system.settings(), autoscale=start_s is not None)
         self.fleet = fleet.Fleet(
-            settings, noise=noise, seed=seed, migrations=FleetMigrations, has_priorities=system.has_priorities
+            settings,
+            noise=noise,
+            seed=seed,
+            migrations=partial(FleetMigrations, fetches=system.fetches),
+            has_priorities=system.has_priorities,
         )
         simulated, models = device.simulated(system.order), device.models(num_models)
         for index in range(num_instances):

@@ -190,6 +190,8 @@ class Instance:
         self._limits[name] = self.engine.apply(AddModel(model.shape), now).max_model_len
         self.engine.apply(SetCostModel(name, model.cost_model), now)
         self.step_s = self.step_s or model.cost_model.fixed_s
+        if self._fleet.migrations is not None:
+            self._fleet.migrations.tell_fetch_cost(self, name)
         self._fleet.register(self)
 
     def begin_unload(self, name: str, grace_s: float) -> None:
@@ -212,6 +214,14 @@ class Instance:
         self._fleet.register(self)
 
     # ---------------------------------------------------------------------------------------------- requests
+
+    def submit_fetched(self, request: GenerationRequest, answer: Callable[[ErrorInfo | None], None]) -> None:
+        """`submit`, after what the request is to fetch of its prompt has come."""
+        if request.prefix_holder and self.migrations is not None and request.model in self.ready_models:
+            block_size = self.models[request.model].shape.block_size
+            self.migrations.fetch(request, block_size, lambda: answer(self.submit(request)))
+        else:
+            answer(self.submit(request))
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
         if self.state == "draining":
@@ -402,8 +412,11 @@ class Scheduler:
             error = ErrorInfo(ErrorCode.DEADLINE, f"{action.instance_id} does not answer")
             self._events.after(ANSWER_S, self.apply, calls.OnDispatched.to(action, error))
         else:
-            self._events.after(
-                self._fleet.control_s, self.apply, calls.OnDispatched.to(action, instance.submit(action.request))
+            instance.submit_fetched(
+                action.request,
+                lambda refused: self._events.after(
+                    self._fleet.control_s, self.apply, calls.OnDispatched.to(action, refused)
+                ),
             )
 
     def _ask(self, ask: actions.AskHeld) -> None:

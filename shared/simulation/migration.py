@@ -3,6 +3,7 @@ bytes over the rate, which the copies out of an instance share."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
@@ -38,6 +39,7 @@ from shared.migration.outgoing import MOVED
 from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.policies.kv_backup import NO_BACKUP, BackupSettings
+from shared.policies.prefix_fetch import WAIT_S
 from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S, Fleet, Instance
 
@@ -143,7 +145,10 @@ class VirtualMigrations:
         self._expected_backups: dict[str, list[int]] = {}
         self._prefixes: dict[str, list[Callable[[PrefixSent | ErrorInfo], None]]] = {}
         """Who waits for an answer to FetchPrefix, by its id."""
-        self.on_fetched: Callable[[commands.Fetched], None] = lambda _: None
+        self.fetched = Counter[str]()
+        """How fetches of prefixes into here ended."""
+        self._fetching: dict[str, Callable[[], None]] = {}
+        """By request that waits for its prefix: what is to be done then."""
         self._timer_s = -1.0
 
     # ------------------------------------------------------------------------------------------------ as `KvEnd`
@@ -265,8 +270,9 @@ class VirtualMigrations:
             case commands.AnswerPrefix(_, sent):
                 for hear_of in self._prefixes.pop(migration_id, ()):
                     hear_of(sent)
-            case commands.Fetched():
-                self.on_fetched(command)
+            case commands.Fetched(_, request_id, outcome):
+                self.fetched[outcome] += 1
+                self._go_on(request_id)
             case commands.BeginIn() | commands.EndIn() | commands.RefusedIn() | commands.BeginTransfer():
                 pass
 
@@ -343,6 +349,16 @@ class VirtualMigrations:
 
         self._network.send(BackUp, arrive)
         self._events.after(command.timeout_s, answered, None)
+
+    def fetch(self, request: GenerationRequest, block_size: int, then: Callable[[], None]) -> None:
+        """Fetches what the request names of its prompt. `then` follows when it is there, cannot be had or is late."""
+        self._fetching[request.request_id] = then
+        self._events.after(WAIT_S, self._go_on, request.request_id)
+        self.tell(calls.Fetch(request, block_size))
+
+    def _go_on(self, request_id: str) -> None:
+        if (then := self._fetching.pop(request_id, None)) is not None and not self.is_dead:
+            then()
 
     def _ask_prefix(self, command: commands.AskPrefix) -> None:
         message = command.message
@@ -489,9 +505,11 @@ class FleetMigrations:
         max_migrations: int = 1,
         max_stages: int = 8,
         backup: BackupSettings = NO_BACKUP,
+        fetches: bool = False,
     ) -> None:
-        """Limits as in `InstanceSettings`."""
+        """Limits as in `InstanceSettings`. `fetches`: prefixes travel."""
         self._backup = backup
+        self._fetches = fetches
         self.outcomes: dict[str, int] = {}
         """How migrations ended: "moved", "moved waiting" or an `AbortReason` -> how many."""
         self._fleet = fleet
@@ -512,6 +530,18 @@ class FleetMigrations:
     def num_held_blocks(self) -> int:
         """`VirtualMigrations.num_held_blocks`, of all."""
         return self._num_held_blocks + sum(host.num_held_blocks for host in self._hosts.values())
+
+    @property
+    def fetched(self) -> Counter[str]:
+        """How fetches of prefixes ended, of all."""
+        return sum((host.fetched for host in self._hosts.values()), Counter[str]())
+
+    def tell_fetch_cost(self, instance: Instance, model: str) -> None:
+        """The instance serves the model from now on."""
+        if self._fetches and instance.engine.memory.host.pool is not None:
+            shape, device = instance.models[model].shape, instance.device
+            token_s = device.merged_bytes / shape.tokens_per_merged / device.bandwidth_bytes_s
+            instance.host.apply(engine_calls.SetFetchCost(model, token_s))
 
     def add(self, instance: Instance, /) -> VirtualMigrations:
         before = self._hosts.get(instance.instance_id)

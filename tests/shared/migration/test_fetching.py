@@ -8,8 +8,6 @@ from random import Random
 import msgspec
 import pytest
 
-from shared.migration import calls
-from shared.migration.commands import Fetched
 from shared.policies.prefix_fetch import MAX_SERVED, WAIT_S, Fetch, fetch_of, is_cheaper
 from shared.simulation.fleet import CONTROL_S
 from tests.shared.engine.fake_executor import request
@@ -22,29 +20,9 @@ PREFIX = list(range(200))
 
 def fetch(world: World, name: str, holder: str, request_id: str, prompt: list[int], max_tokens: int = 10) -> None:
     """As an instance does with a request that names who has its prefix: it is submitted when that is settled."""
-    node = world.nodes[name]
     made = request(request_id, prompt, max_tokens)
     made = msgspec.structs.replace(made, prefix_holder=holder, prefix_tokens=len(prompt) // PAGE * PAGE)
-    waiting = world.__dict__.setdefault("waiting", {})
-    waiting[request_id] = made
-
-    def on_fetched(told: Fetched) -> None:
-        world.__dict__.setdefault("fetched", {})[told.request_id] = (told.outcome, told.num_blocks, world.events.now)
-        submit(told.request_id)
-
-    def submit(waiting_id: str) -> None:
-        if (one := waiting.pop(waiting_id, None)) is not None:
-            world.send(name, one)
-
-    node.moves.on_fetched = on_fetched
-    node.moves.tell(calls.Fetch(made, PAGE))
-    world.events.after(WAIT_S, submit, request_id)
-
-
-def fetched(world: World, request_id: str) -> tuple[str, int, float]:
-    """Outcome, blocks and time."""
-    found: tuple[str, int, float] = world.__dict__["fetched"][request_id]
-    return found
+    world.nodes[name].moves.fetch(made, PAGE, lambda: (world.send(name, made), None)[1])
 
 
 def warm(world: World, *names: str, prompt: list[int] = PREFIX) -> None:
@@ -66,7 +44,7 @@ def test_what_another_has_is_fetched_and_not_computed(where: str) -> None:
     world.nodes[asker].engine.pool.clear_cache()
     fetch(world, asker, holder, "r", [*PREFIX, 7, 8, 9])
     check(world)
-    assert fetched(world, "r")[:2] == ("fetched", len(PREFIX) // PAGE)
+    assert world.nodes[asker].moves.fetched["fetched"] == 1
     assert world.nodes[asker].engine.counters.restored_blocks["a"] >= len(PREFIX) // PAGE
 
 
@@ -77,11 +55,11 @@ def test_only_what_is_missing_is_fetched_and_nothing_where_all_is_here() -> None
     sent = world.nodes["a"].moves.num_bytes
     fetch(world, "b", "a", "r", [*PREFIX, 7])
     world.run(world.events.now + 1.0)
-    assert fetched(world, "r")[:2] == ("fetched", 25)
+    assert world.nodes["b"].moves.fetched == {"fetched": 1}
     assert world.nodes["a"].moves.num_bytes - sent == 25 * 1000
     fetch(world, "b", "a", "again", [*PREFIX, 7])
     check(world)
-    assert fetched(world, "again")[:2] == ("held", 0)
+    assert world.nodes["b"].moves.fetched == {"fetched": 1, "held": 1}
 
 
 @pytest.mark.parametrize("trouble", ["dead", "cold", "draining", "no room", "busy"])
@@ -101,9 +79,8 @@ def test_what_cannot_be_had_is_computed_at_once(trouble: str) -> None:
         world.run(began_s := world.events.now + 0.1)
     fetch(world, "b", "a", "r", [*PREFIX, 7])
     check(world)
-    outcome, num_blocks, at_s = fetched(world, "r")
-    assert (outcome, num_blocks) == ("late" if trouble == "dead" else "refused", 0)
-    assert at_s - began_s < 10 * CONTROL_S
+    assert world.nodes["b"].moves.fetched == {"late" if trouble == "dead" else "refused": 1}
+    assert world.firsts_s["r"] - began_s < 10 * CONTROL_S + 8 * 0.01, "its prompt takes some steps"
 
 
 @pytest.mark.parametrize("lost", ["FetchPrefix", "BackUp", "BackupRooms", "SendBackup", "PrefixSent"])
@@ -115,7 +92,7 @@ def test_whatever_is_lost_the_request_waits_for_a_while_at_most(lost: str) -> No
     began_s = world.events.now
     fetch(world, "b", "a", "r", [*PREFIX, 7])
     check(world)
-    assert fetched(world, "r")[0] == "late"
+    assert world.nodes["b"].moves.fetched == {"late": 1}
     assert world.firsts_s["r"] - began_s < WAIT_S + 0.2
 
 
@@ -165,5 +142,5 @@ def test_texts_are_right_and_nothing_is_left_whatever_happens() -> None:
         world.check_streams(may_be_lost=True)
         for node in world.living:
             node.check_empty()
-        num_fetched += sum(outcome == "fetched" for outcome, _, _ in world.__dict__["fetched"].values())
+        num_fetched += sum(node.moves.fetched["fetched"] for node in world.nodes.values())
     assert num_fetched > 10
