@@ -23,7 +23,7 @@ def refuse(message: str, param: str, code: ErrorCode = ErrorCode.BAD_REQUEST) ->
 
 
 def check_name(name: str) -> None:
-    """For models and adapters. Raises `ServiceError`."""
+    """Checks a model's or an adapter's name. Raises `ServiceError`."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise refuse(
             f"{name!r} is no model name: 1 to 128 letters, digits and . _ : / -, the first a letter or digit", "name"
@@ -31,7 +31,7 @@ def check_name(name: str) -> None:
 
 
 def check_slo_scale(scale: float) -> None:
-    """For models and adapters. Raises `ServiceError`."""
+    """Checks a model's or an adapter's objectives. Raises `ServiceError`."""
     if scale and not 1 <= scale <= MAX_SLO_SCALE:
         raise refuse(f"slo_scale is {scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
 

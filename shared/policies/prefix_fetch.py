@@ -1,4 +1,4 @@
-"""When a prompt's beginning is fetched from the instance that has it instead of being computed.
+"""Whether a prompt's beginning is fetched from the instance that has it instead of being computed.
 
 A prompt that many share lies in few caches, and whoever is sent where it lies waits behind all the others. With it fetched,
 any instance is nearly as good. The dispatch policy sees one number for each, the predicted time of the first token; here is
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SETUP_S = 0.01
-"""For the question, the connection and the copy to the device, beside what the bytes take."""
+"""Time for the question, the connection and the copy to the device, beside what the bytes take."""
 WAIT_S = 0.5
-"""For so long a request waits for its prefix before it is computed after all."""
+"""Time that a request waits for its prefix before it is computed after all."""
 MOST_S = 0.6 * WAIT_S
 """Predicted time of a fetch, at most."""
 MOST_SHARE = 0.5
@@ -27,7 +27,7 @@ class Fetch(NamedTuple):
 
     holder_id: str
     num_tokens: int
-    """That the holder has, in whole blocks."""
+    """Tokens that the holder has, in whole blocks."""
     seconds: float
     """Predicted."""
 

@@ -223,7 +223,7 @@ class SpeculationGate:
     """Steps whose time may be lost, without being won back, before drafts end: to prompts that the draft model reads."""
     LEAST_WAIT_S = 2.0
     MOST_DOUBLINGS = 4
-    """Of the wait, by trials in a row that failed."""
+    """Doublings of the wait, by trials in a row that failed."""
     PROBE_STEPS = 64
     """While it drafts, one step of so many has none: what those take may change."""
 

@@ -19,7 +19,7 @@ PREFIX = list(range(200))
 
 
 def fetch(world: World, name: str, holder: str, request_id: str, prompt: list[int], max_tokens: int = 10) -> None:
-    """As an instance does with a request that names who has its prefix: it is submitted when that is settled."""
+    """Does what an instance does with a request that names who has its prefix: it is submitted when that is settled."""
     made = request(request_id, prompt, max_tokens)
     made = msgspec.structs.replace(made, prefix_holder=holder, prefix_tokens=len(prompt) // PAGE * PAGE)
     world.nodes[name].moves.fetch(made, PAGE, lambda: (world.send(name, made), None)[1])
