@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 ENDING_S = 5.0
-"""At a stop, for what is left after all graces to be told so."""
+"""Time at a stop for what is left after all graces to be told so."""
 OTHER_DESCRIPTORS = 256
 """Descriptors of the process that are no connections of clients."""
 

@@ -39,7 +39,7 @@ _LABELS = {"model": "model_name", "reason": "finished_reason"}
 
 
 def _renamed(name: str, family: Metric) -> Metric:
-    """With `model_name` for `model`, as vLLM calls it."""
+    """Renames labels: `model_name` for `model`, as vLLM calls it."""
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         labels = {_LABELS.get(label, label): value for label, value in sample.labels.items()}

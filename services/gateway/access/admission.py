@@ -165,7 +165,7 @@ class Key:
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
         """Calls of each class here; the limit is for each."""
         self.num_in_flight_elsewhere = dict.fromkeys(RequestClass, 0)
-        """At other gateways, as far as known."""
+        """Requests in flight at other gateways, as far as known."""
         self.window = TokenWindow()
 
     @property
@@ -615,7 +615,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILES_INTERVAL_S = 1.0
-"""At which the files of keys are looked at."""
+"""Interval at which the files of keys are looked at."""
 
 
 class KeyFiles:

@@ -73,7 +73,7 @@ class ClusterLoads:
         return self._states(self._loads)
 
     def states_lately(self) -> list[InstanceState]:
-        """With what `states` found for somebody lately; nobody is listened to."""
+        """States that `states` found for somebody lately; nobody is listened to."""
         return self._states({i: heard for i, heard in self._loads.items() if self._bus.now() - heard.heard_s < KEPT_S})
 
     def _states(self, loads: Mapping[str, HeardLoad]) -> list[InstanceState]:

@@ -1,4 +1,4 @@
-"""From a request of the Messages API to a request of the chat API. Pure."""
+"""Conversion of a request of the Messages API to one of the chat API. Pure."""
 
 from __future__ import annotations
 

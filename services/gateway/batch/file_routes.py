@@ -107,7 +107,7 @@ async def list_files(context: GatewayContext, request: Request) -> Response:
 
 
 def page_of(items: list[T], id_of: Callable[[T], str], after: str | None, limit: int) -> tuple[list[T], bool]:
-    """At most `limit` items behind the one with the id `after`, and whether more follow."""
+    """Up to `limit` items behind the one with the id `after`, and whether more follow."""
     start = 0
     if after:
         ids = [id_of(item) for item in items]

@@ -33,7 +33,7 @@ LINE_BYTES, TOKEN_BYTES = 600, 5
 STORED_BYTES = 150
 """Bytes that JetStream adds to an answer: its key, a header, the record's frame."""
 LOOK_INTERVAL_S = 1.0
-"""At which the room is looked at; in between, what is stored from here is subtracted."""
+"""Interval at which the room is looked at; in between, what is stored from here is subtracted."""
 WATCH_TIMEOUT_S = 3.0
 """Time for a record that was written to come back."""
 

@@ -48,7 +48,7 @@ class _Claim:
         self.lease: Lease
         self.run: BatchRun | None = None
         self.is_done = False
-        """To be given up."""
+        """Whether the claim is to be given up."""
 
 
 class BatchService:

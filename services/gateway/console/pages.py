@@ -41,7 +41,7 @@ def _files() -> dict[str, tuple[bytes, str, str]]:
 
 
 async def show_root(context: GatewayContext, request: Request) -> Response:
-    """To the console: what a browser is looking for."""
+    """Redirects to the console, which is what a browser is looking for."""
     return RedirectResponse(f"{request.scope.get('root_path', '')}/console", 302)
 
 

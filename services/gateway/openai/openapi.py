@@ -96,7 +96,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 class Route:
     method: str
     path: str
-    """With Starlette's parameters."""
+    """Path with Starlette's parameters."""
     handler: Callable[..., Awaitable[Response]]
     request: type[Any] | None
     reply: type[Any] | None

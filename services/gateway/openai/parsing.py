@@ -1,4 +1,4 @@
-"""From a decoded request to what will be generated: the rules that span fields, and the model's limits.
+"""Parsing of a decoded request into what will be generated: the rules that span fields, and the model's limits.
 
 Pure. Each refusal names the field and the limit. Types and ranges of single fields are checked before, by `schemas`.
 """

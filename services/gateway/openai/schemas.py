@@ -270,7 +270,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """Default 16. 0 is allowed with `echo` or `prompt_logprobs`."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """With `echo`, of the prompt's tokens too."""
+    """Number of alternatives; with `echo`, of the prompt's tokens too."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -408,7 +408,7 @@ class CustomDefinition(msgspec.Struct, frozen=True):
 
 
 CUSTOM_ARGUMENT = "input"
-"""To a model a custom tool is a function with this text as its only argument."""
+"""Name of an argument: to a model a custom tool is a function with this text as its only argument."""
 
 
 def custom_parameters(pattern: str | None = None) -> dict[str, Any]:
@@ -619,7 +619,7 @@ class ChangePlanRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     action: Literal["search", "apply", "set", "roll_back"]
     """Search for a plan; carry out the one that was found; carry out the one of `groups`; go back to the one of before."""
     groups: Annotated[list[PlanGroup], Meta(min_length=1, max_length=4096)] | None = None
-    """With `set`: all of the plan. Each model is on one of them at least."""
+    """All of the plan, with `set`. Each model is on one of them at least."""
 
 
 class OutputExpiry(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""From what a request asks of its output's form to the grammar that workers follow.
+"""Grammars that workers follow, from what requests ask of their output's form.
 
 Fields as in OpenAI's API (`response_format`) and vLLM's (`structured_outputs`, and `guided_*` of before). A grammar travels
 as llguidance takes it, in JSON; whether it can be followed is found out in a process of `text.pool`, since a grammar is a

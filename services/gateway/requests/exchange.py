@@ -111,7 +111,7 @@ class Call:
         """The one that was not loaded when the call was placed."""
         self._shown_model = ""
         self.routed = Routed("unknown")
-        """To whom, once its model's name was looked up."""
+        """Where the call is routed, once its model's name was looked up."""
 
     @property
     def _class_label(self) -> str:
@@ -370,11 +370,11 @@ class Exchange:
         return {} if self.key is None else self.key.rate_limits(self.call.request_class, self.context.bus.now())
 
     def watch_client(self) -> None:
-        """From now on a client that goes away is noticed at once. The body must have been read."""
+        """Notices from now on at once that the client goes away. The body must have been read."""
         self._watch = asyncio.create_task(self._wait_until_gone())
 
     def let_client_go(self) -> None:
-        """From now on it goes on without a client, and is not cancelled when that one goes away, or has gone."""
+        """Lets the call go on without its client: it is not cancelled when that one goes away, or has gone."""
         self.is_client_gone = False
         if self._watch is not None:
             self._watch.cancel()
@@ -434,7 +434,7 @@ class Exchange:
 
 
 def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
-    """At the end of a call, whatever its outcome."""
+    """Records metrics at the end of a call, whatever its outcome."""
     duration_s = now - generation.arrived_at
     metrics.prompt_tokens.inc(generation.num_prompt_tokens)
     if generation.is_done:

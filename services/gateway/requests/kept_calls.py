@@ -115,7 +115,7 @@ class Kept:
         """Its first record is being stored while it runs."""
 
     def hold(self, generation: Generation) -> None:
-        """From now on, since its streams are open."""
+        """Holds the generation from now on, since its streams are open."""
         self._streams = [choice.stream for choice in generation.choices]
         for stream in filter(None, self._streams):
             stream.is_kept = True

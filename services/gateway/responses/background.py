@@ -45,7 +45,8 @@ class Background:
         return self._turns.setdefault(response_id, asyncio.Lock())
 
     def make(self, exchange: Exchange, generation: Generation, plan: Plan) -> None:
-        """From a call that has begun, or that another gateway began; returns at once. Within the response's `turn`."""
+        """Makes the response of a call that has begun, or that another gateway began; returns at once. Within the
+        response's `turn`."""
         response = plan.response
         assert response is not None
         exchange.let_client_go()

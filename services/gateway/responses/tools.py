@@ -88,7 +88,7 @@ def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) ->
 
 
 def _custom_description(tool: ResponseTool) -> str | None:
-    """With the grammar of its input, which is not enforced."""
+    """Description with the grammar of its input, which is not enforced."""
     definition = (tool.format or {}).get("definition")
     if not isinstance(definition, str):
         return tool.description

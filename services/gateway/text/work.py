@@ -33,8 +33,8 @@ MEMORY_EXIT_CODE = 3
 LENGTH_BYTES = 8
 MAX_TEMPLATES, MAX_TOKENIZERS = 64, 4
 MAX_GRAMMAR_CPU_S = 0.5
-"""To try a grammar, and twice as much before the process ends. An instance takes two to three times as long to compile it,
-and its steps wait for that."""
+"""Processor time to try a grammar; the process ends after twice as much. An instance takes two to three times as long to
+compile it, and its steps wait for that."""
 MAX_REASON_CHARACTERS = 1000
 """Most characters of why a grammar cannot be followed, which may repeat it."""
 
@@ -57,7 +57,7 @@ class Render(msgspec.Struct, tag=True):
 
 class Encode(msgspec.Struct, tag=True):
     spec: ModelSpec
-    """With the folder as its source."""
+    """Model's spec, with the folder as its source."""
     texts: list[str]
     add_special_tokens: bool
 

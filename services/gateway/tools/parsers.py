@@ -17,10 +17,10 @@ class CallDelta:
 
     index: int
     name: str = ""
-    """With the first delta of a call."""
+    """Name, in the first delta of a call."""
     arguments: str = ""
     id: str = ""
-    """With the first, where the model gives it one."""
+    """Id, in the first delta, where the model gives the call one."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from services.gateway.tools.parsers import parted
 
 
 class Opening(Enum):
-    """With what the output of a chat begins."""
+    """Part with which the output of a chat begins."""
 
     FREE = auto()
     """Reasoning with its mark, or the answer."""
@@ -144,7 +144,7 @@ class ReasoningSplitter:
     _was_told = False
 
     def flush(self) -> tuple[str, str]:
-        """At the end of the output."""
+        """Ends the output; returns what was still held back."""
         rest, self._rest = self._rest, ""
         if self._has_ended:
             return "", ""
