@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LEAST_TENSOR_CORE_GROUP = 4
 """Query heads of a KV head from which on tensor cores decode faster than the kernels without (SGLang's rule for 16 bits)."""
 _WORKSPACE_BYTES = 128 << 20
-"""With which steps that are not captured begin: FlashInfer's own advice."""
+"""Workspace with which steps that are not captured begin: FlashInfer's own advice."""
 _PLAN_BYTES = 2 << 20
 """And for their plans."""
 _TOLERANCE = 2e-2

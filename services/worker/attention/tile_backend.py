@@ -27,7 +27,7 @@ TILE_ROWS = 32
 SEGMENT_KEYS = 512
 """What torch's kernel for CPUs takes at a time; a multiple of every block size."""
 SMALL_TILE_ROWS, SMALL_SEGMENT_KEYS = 8, 128
-"""With which most kernels make the same bits."""
+"""Sizes with which most kernels make the same bits."""
 
 
 @dataclass

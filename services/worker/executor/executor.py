@@ -449,7 +449,8 @@ class Executor:
         return base, describe_adapter(checkpoint.resolve(adapter.source))
 
     def drop_adapter(self, version: str) -> None:
-        """From any thread. Steps that are suspended, or on the device, keep what they need of it."""
+        """Drops an adapter; called from any thread. Steps that are suspended, or on the device, keep what they need of
+        it."""
         self._adapters.pop(version, None)
 
     @property
@@ -613,7 +614,7 @@ class Executor:
             raise GroupError(f"rank {self._group.rank} failed in the middle of computing: {told}") from error
 
     def _hand_on(self, plan: StepPlan, rows: np.ndarray, layout: BatchLayout, state: ForwardState) -> _Launched:
-        """To the next stage. The tokens come back by `enter_tokens`."""
+        """Hands the step on to the next stage. The tokens come back by `enter_tokens`."""
         self._group.send(state.residual, self._group.stage + 1)
         if self._group.is_first_stage:
             sampled_of = np.flatnonzero(np.array(plan.samples, bool))

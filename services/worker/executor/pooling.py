@@ -1,4 +1,4 @@
-"""From hidden states to vectors and scores, for requests that want one in place of output.
+"""Pooling of hidden states into vectors and scores, for requests that want one in place of output.
 
 A decoder's hidden states come chunk by chunk, in the place of logits: the last one is taken as it is, for a mean they are
 summed row by row. An encoder's texts are computed whole, with the last of their chunks.

@@ -131,5 +131,5 @@ def random_works(extent: Extent, draw: random.Random, rows: Rows, count: int) ->
 
 
 def _spread(draw: random.Random, least: int, most: int) -> int:
-    """From `least` to `most`, each order of magnitude alike."""
+    """Draws from `least` to `most`, each order of magnitude alike."""
     return int(least * max(1.0, most / least) ** draw.random() + 0.5)

@@ -74,7 +74,7 @@ class ProfiledModel(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True):
     cost_model: CostModel
     fitted: list[tuple[Work, float]]
-    """With its undisturbed time in seconds."""
+    """Steps, each with its undisturbed time in seconds."""
     held_out: list[tuple[Work, float]]
 
 

@@ -110,7 +110,7 @@ class CostModelStore:
 
 
 def _read(file: Path) -> tuple[bytes | None, float]:
-    """With the Unix time at which it was written; 0: there is none."""
+    """Content, with the Unix time at which it was written; 0: there is none."""
     return (file.read_bytes(), file.stat().st_mtime) if file.is_file() else (None, 0.0)
 
 

@@ -54,7 +54,7 @@ class StepExecutor(Protocol):
     def collect(self) -> StepResult: ...
 
     def interrupt(self, step_id: int) -> None:
-        """From any thread; does not block. The step's result says whether it came in time."""
+        """Interrupts a step; called from any thread, does not block. The step's result says whether it came in time."""
 
     def start_copy(self, copy: KvCopy) -> None:
         """A move within the device takes place at once, in the order of steps and claims; it raises where it cannot."""
@@ -162,7 +162,7 @@ class EngineLoop:
             yield self._engine
 
     def give_up(self, reason: str) -> None:
-        """From any thread: the executor is of no more use, and the loop fails at its next turn."""
+        """Gives the executor up, from any thread: the loop fails at its next turn."""
         self._lost = RuntimeError(reason)
         self._wake.set()
 

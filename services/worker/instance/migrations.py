@@ -305,7 +305,7 @@ class InstanceMigrations(KvUsers):
                 self._service.on_step(stats)
 
     def on_cancel(self, cancel: Cancel) -> None:
-        """To the engine, or to whoever has the request now."""
+        """Passes the cancel to the engine, or to whoever has the request now."""
         held_epoch = self._loop.held_epoch(cancel.request_id)
         if held_epoch is not None:
             if cancel.epoch is None or held_epoch <= cancel.epoch:

@@ -20,7 +20,7 @@ from shared.messages.requests import (
 MAX_FRAME_ENTRIES = 512
 """Keeps a frame under the bus's message limit even with log-probabilities."""
 ENTRY_BYTES = 1024
-"""At most, without log-probabilities of a prompt."""
+"""Size of an entry at most, without log-probabilities of a prompt."""
 KEPT_S = 60.0
 """How long at least the output of a request that has ended is there for a gateway that missed its last frame."""
 MAX_ENDED_PROMPT_BYTES = 64 << 20

@@ -27,7 +27,7 @@ class Receipt:
     num_bytes: int
     checksum: int
     seconds: float
-    """From the call of `send` or `complete`, or from the accepted ticket, to the end."""
+    """Time from the call of `send` or `complete`, or from the accepted ticket, to the end."""
 
 
 WITHDRAW_TIMEOUT_S = 5.0

@@ -134,7 +134,7 @@ class _Runtime:
             raise
 
     async def receive(self, tag: int, buffer: np.ndarray) -> None:
-        """From whoever sends to this tag of the worker."""
+        """Receives from whoever sends to this tag of the worker."""
         from ucxx._lib.arr import Array
         from ucxx.types import Tag, TagMaskFull
 
@@ -457,7 +457,7 @@ class UcxNetwork(Network):
             self._tasks.start(self._answer(frame))
 
     async def _answer(self, frame: np.ndarray) -> None:
-        """To the address that the hello names: whoever is not there cannot know the tags of the link."""
+        """Answers to the address that the hello names: whoever is not there cannot know the tags of the link."""
         assert self._runtime is not None
         try:
             hello = Hello.of_frame(frame)

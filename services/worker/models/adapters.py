@@ -81,7 +81,7 @@ class BatchAdapters:
         self.groups = groups
 
     def add(self, result: torch.Tensor, inputs: torch.Tensor, layer: int, linear: str) -> None:
-        """To the product of `inputs` [T, inputs] with that linear layer, in place."""
+        """Adds the changes to the product of `inputs` [T, inputs] with that linear layer, in place."""
         for weights, tokens in self.groups:
             if (change := weights.changes.get((layer, linear))) is not None:
                 change.add_to(result, inputs, tokens)

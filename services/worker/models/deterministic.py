@@ -168,7 +168,7 @@ def tile_sizes(
     expected = linear(rows)
 
     def agrees(size: int) -> bool:
-        """At several places."""
+        """Whether sums agree at several places."""
         if 2.0 * size * in_features * out_features > MAX_PROBE_OPERATIONS and size != base:
             return False
         places = torch.arange(size, device=device)

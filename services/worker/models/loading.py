@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on a device."""
+"""Loading of a checkpoint folder into a model on a device."""
 
 from __future__ import annotations
 

@@ -417,7 +417,7 @@ def _team_of(num_threads: int) -> Kernels | None:
 
 
 def kernels() -> Kernels | None:
-    """With as many threads as torch uses."""
+    """The compiled kernels, with as many threads as torch uses."""
     return _team_of(torch.get_num_threads())
 
 

@@ -1,4 +1,4 @@
-"""With which environment the node agent starts an instance. Pure."""
+"""Environment with which the node agent starts an instance. Pure."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 STOP_MARGIN_S = 7.0
 """What an instance takes to end that has given its requests away, or has none."""
 KILL_TIMEOUT_S = 5.0
-"""From SIGKILL to giving up (a process in an uninterruptible wait)."""
+"""Time from SIGKILL to giving up (a process in an uninterruptible wait)."""
 MAX_LINE_BYTES = 16 * 1024
 MAX_QUEUED_LINES = 4096
 """Lines of output that wait for a slow reader of the agent's own output; beyond it they are dropped and counted."""
@@ -65,7 +65,7 @@ class LineWriter:
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """From any thread; never waits."""
+        """Puts a line, from any thread; never waits."""
         with self._lock, contextlib.suppress(queue.Full):
             self._num_dropped += 1  # until it is queued
             if self._num_dropped > 1:
@@ -109,7 +109,7 @@ class InstanceProcess:
         return f"exited with code {exit_code}{said}"
 
     def signal(self, number: signal.Signals) -> None:
-        """To the whole process group; no effect once the process was waited for."""
+        """Sends a signal to the whole process group; no effect once the process was waited for."""
         if self._popen.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)

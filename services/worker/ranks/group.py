@@ -61,7 +61,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, stage: int) -> None:
-        """To this rank's counterpart in another stage; returns when `tensor` may be changed. Raises `GroupError`."""
+        """Sends to this rank's counterpart in another stage; returns when `tensor` may be changed. Raises `GroupError`."""
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:

@@ -139,7 +139,7 @@ class SetLayersPerSafepoint(msgspec.Struct, frozen=True, tag=True):
 
 
 class EnterTokens(msgspec.Struct, frozen=True, tag=True):
-    """To the first stage: what the last one has sampled in a step."""
+    """Message to the first stage: what the last one has sampled in a step."""
 
     step_id: int
     tokens: list[int]
@@ -176,7 +176,7 @@ class CopyEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepEnded(msgspec.Struct, frozen=True, tag=True):
-    """From the first rank of the last of several stages."""
+    """Message from the first rank of the last of several stages."""
 
     result: StepResult
 

@@ -1,4 +1,5 @@
-"""From one process to a group: starts the other ranks, tells them what they are, and waits until all have found each other.
+"""Start of a group by one process, which starts the other ranks, tells them what they are, and waits until all have found
+each other.
 
 They are in the process group of rank 0, so that a signal to the instance reaches them (they leave SIGTERM to rank 0); the
 kernel kills them when rank 0 dies, however that happens.
