@@ -47,7 +47,7 @@ class Inputs:
         return await asyncio.to_thread(self.plan_now)
 
     def awake(self, names: Collection[str]) -> Inputs:
-        """With these of the models on demand, and no others."""
+        """The same inputs with these of the models on demand, and no others."""
         models = [
             replace(model, asleep="" if not model.spec.on_demand or model.spec.name in names else WhyAsleep.IDLE)
             for model in self.models

@@ -129,7 +129,7 @@ class PlacementMonitor:
         return {name: mean_s for name, mean_s in means.items() if mean_s}
 
     def show(self) -> None:
-        """To Prometheus, if that is due."""
+        """Shows the statistics to Prometheus, if that is due."""
         if self._bus.now() < self._show_at:
             return
         self._show_at = self._bus.now() + SHOW_INTERVAL_S

@@ -126,7 +126,7 @@ DEMAND_INTERVAL_S = 0.1
 """Between two tellings that somebody waits for a model that nobody serves."""
 TELL_TIMEOUT_S = 2.0
 LAST_TELL_TIMEOUT_S = 0.3
-"""At the end of the term."""
+"""Time for the last word at the end of the term."""
 
 
 class ActiveScheduler:
