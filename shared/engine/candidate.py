@@ -11,7 +11,7 @@ from shared.engine.sequence import PriorityClass, Sequence
 
 
 class Candidate:
-    """With runnable sequences of one rank."""
+    """Model with runnable sequences of one rank."""
 
     __slots__ = ("_memory", "limit_s", "priority_class", "queue")
 

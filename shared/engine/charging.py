@@ -119,7 +119,8 @@ class Charging:
             self._serve(step, index, queue.cost_model if queue.is_cost_known else None, ran_s)
 
     def _charge_tenants(self, step: PlannedStep, cost: CostModel | None) -> None:
-        """To each tenant what its sequences add to the step, and a part of what any step takes: together its time."""
+        """Charges each tenant with what its sequences add to the step, and a part of what any step takes: together its
+        time."""
         for index in range(len(step.sequences)):
             if index not in step.charged:
                 self._serve(step, index, cost, step.ran_s)

@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     effects: list[Effect]
     copies: list[KvCopy]
     plan: StepPlan | None
-    """To be launched."""
+    """Plan to be launched."""
 
 
 class _InFlight(NamedTuple):
@@ -106,7 +106,7 @@ class Driver:
         return Turn(interrupt, engine.effects(), copies, plan)
 
     def copies(self) -> list[KvCopy]:
-        """To be started now."""
+        """Copies to be started now."""
         copies = self._engine.next_copies()
         self._num_copies += len(copies)
         return copies

@@ -25,7 +25,7 @@ COMES_BACK_S = 30.0
 WAIT_SHARE = 0.25
 """Share of the longest prompts that an expected tenant had lately: what all steps in flight may take before its next one."""
 FADING = 0.9
-"""With each prompt, of the longest one."""
+"""Factor by which the longest prompt fades with each prompt."""
 LEAST_PROGRESS = 0.5
 """Multiple of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
 LONG_STEP_S = 0.015

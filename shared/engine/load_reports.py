@@ -13,7 +13,7 @@ from shared.messages.cluster import FinishedStats, LoadReport, MigrationOutcome
 from shared.messages.requests import HeldRequest
 
 REPORT_INTERVAL_S = 0.02
-"""At least, between two reports."""
+"""Time at least between two reports."""
 LEAST_DRIFT_INTERVAL_S, MOST_DRIFT_INTERVAL_S = 0.1, 0.5
 DRIFT_SHARE = 0.05
 """Bounds of `drift_interval_s`, and the change that it allows."""

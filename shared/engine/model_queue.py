@@ -58,7 +58,7 @@ class ModelQueue:
         self.offline_turn_s = 0.0
         """Time at which the last step with offline work of the model was to begin, or the first of what it holds came."""
         self.cost_model: CostModel | None = None
-        """With the live correction."""
+        """Cost model with the live correction."""
         self.is_cost_known = False
         """Not a guess before the first steps."""
         self.cost_scale = 1.0

@@ -87,7 +87,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def shape(self) -> StepShape:
-        """With drafts, each of which costs as much as a decode."""
+        """Shape with drafts, each of which costs as much as a decode."""
         expanded = self.expanded()
         return shape_of(expanded.starts, expanded.counts)
 
@@ -122,7 +122,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """None where no sequence of the step asked for log-probabilities."""
     error: str = ""
     suspended_share: float = -1.0
-    """At least 0: the step was interrupted at a safepoint after this share of its layers and is kept to be resumed;
+    """Not below 0: the step was interrupted at a safepoint after this share of its layers and is kept to be resumed;
     nothing was sampled."""
     prompt_logprobs: list[tuple[int, bytes]] = []
     """(index of a column, packed log-probabilities of the prompt's tokens after each that it computed, or what was pooled of
@@ -204,4 +204,4 @@ class EndedCopy(NamedTuple):
     copy_id: int
     ok: bool
     seconds: float = 0.0
-    """From its turn among the copies on; 0: not timed."""
+    """Time from its turn among the copies on; 0: not timed."""

@@ -59,7 +59,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
     num_migrations: int = 0
-    """From instance to instance."""
+    """Moves from instance to instance."""
     here_since_s: float = 0.0
     """Time at which this instance was given it: its submission, or its adoption from another."""
     max_itl_s: float = 0.0
@@ -99,7 +99,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival, as the client saw it, wherever its tokens were made; None: it had none."""
+        """Time to first token from arrival, as the client saw it, wherever its tokens were made; None: it had none."""
         if self.request.ttft_s >= 0:
             # placed again: the first token of here is a later one of the client's
             return self.request.ttft_s

@@ -150,7 +150,8 @@ class Reservations:
         return memory.pool.allocate(model, count)
 
     def _needed(self, reserved: Reserved, count: int) -> int:
-        """With what is left free for those that run; nothing for a stage of blocks that all are here."""
+        """Merged blocks that a reservation needs, with what is left free for those that run; nothing for a stage of blocks
+        that all are here."""
         return (
             count + self._memory.reserve_blocks(self._memory.queues[reserved.model], reserved.priority_class)
             if count

@@ -38,7 +38,7 @@ _ENDED = State.ENDED
 
 
 class Steps:
-    """At most `max_in_flight` at once, executed in the order in which they are planned."""
+    """Steps in flight, `max_in_flight` at most, executed in the order in which they are planned."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Steps:
             self._requests.tell_chunks(step.sequences, queue.handing_over)
 
     def _end_silence(self, sequence: Sequence, now: float) -> None:
-        """With its last known token, the first of here or since it was preempted."""
+        """Ends a silence with the last known token, the first of here or since the sequence was preempted."""
         sequence.is_silent = False
         if sequence.first_token_s is None:
             sequence.first_token_s = now

@@ -480,7 +480,7 @@ class Allocator:
             self.preempt(sequence, now, "failure")
 
     def num_wanted_blocks(self, sequence: Sequence) -> int:
-        """To admit a waiting sequence of which nothing is cached."""
+        """Blocks that admit a waiting sequence of which nothing is cached."""
         queue = self.queues[sequence.model]
         return -(-sequence.total // sequence.block_size) + self.reserve_blocks(queue, sequence.priority_class)
 

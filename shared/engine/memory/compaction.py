@@ -84,7 +84,7 @@ class _Packing:
         self._sources = [(num_used, merged) for is_fixed, num_used, merged in reversed(order) if not is_fixed]
         """The next one last."""
         self._fillable = [[self._per_merged - num_used, merged] for _, num_used, merged in order]
-        """With their room, the next one last."""
+        """Merged blocks that can be filled, with their room, the next one last."""
         self._keep(self._fillable[-1][1])
 
     def _keep(self, merged: int) -> None:
