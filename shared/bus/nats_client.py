@@ -234,7 +234,8 @@ class DirectClient(Client):
         return Msg(self, subject, "", data, decoded or None)
 
     async def ping(self, timeout_s: float) -> None:
-        """To the server and back; all commands before it have then been processed. Raises as `exchange` does."""
+        """Pings the server and waits for its answer; all commands before it have then been processed. Raises as `exchange`
+        does."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._pings_waiting.add(future)
         try:

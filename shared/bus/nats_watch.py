@@ -30,10 +30,11 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 HEARTBEATS_A_TTL = 6
-"""At least: an entry's last word must be followed by another of the server before its time is over."""
+"""Heartbeats in the life of an entry, at least: its last word must be followed by another of the server before its time is
+over."""
 MISSED_HEARTBEATS = 3
 RESTART_AFTER_S = 3.0
-"""At least, without a heartbeat."""
+"""Time at least without a heartbeat."""
 RECHECK_S = 0.5
 """While it is not known whether entries are gone."""
 ELECTION_GRACE_S = 2 * CALL_TIMEOUT_S

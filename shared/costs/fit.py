@@ -74,7 +74,7 @@ def errors(cost_model: CostModel, steps: Sequence[Measured]) -> tuple[float, flo
 
 
 def _fit_knee(steps: Sequence[Measured], times: np.ndarray, knee_tokens: int) -> tuple[CostModel, float]:
-    """With the knee there (0: none), and the mean Huber loss of it."""
+    """Fit with the knee there (0: none), and its mean Huber loss."""
     matrix = np.array([_features(shape, knee_tokens) for shape, _ in steps])
     scale = np.maximum(matrix.max(axis=0), 1e-12)
     relative = matrix / scale / times[:, None]

@@ -65,7 +65,7 @@ class Held:
     here_since_s: float
     resumption: Resumption
     is_sent: bool = False
-    """To the engine."""
+    """Whether it was sent to the engine."""
     num_tries: int = 0
     first_planned_s: float | None = None
     first_token_s: float | None = None

@@ -83,9 +83,9 @@ class Slots:
         self._free = list(range(num_slots))
         self._users: dict[int, int] = {}
         self.unfilled: set[int] = set()
-        """To which the engine is still copying."""
+        """Slots to which the engine is still copying."""
         self.failed: set[int] = set()
-        """To which it could not."""
+        """Slots to which it could not copy."""
 
     @property
     def num_free(self) -> int:
