@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.bus.interface import Bus
+from shared.bus.interface import Bus, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import LEASES, TERMS
+from shared.messages.requests import ErrorCode
 from shared.runtime.lease import SAFETY_S, TTL_S, Lease
 from shared.runtime.settings import BusSettings
 from tests.conftest import NatsServer
@@ -33,6 +34,7 @@ class Candidate:
     log: list[tuple[str, str, int]]
     gain_s: float = 0.0
     fail_gains: int = 0
+    failure: Exception = field(default_factory=lambda: ValueError("scripted"))
     lease: Lease = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +44,7 @@ class Candidate:
         self.log.append((self.name, "gain", term))
         if self.fail_gains > 0:
             self.fail_gains -= 1
-            raise ValueError("scripted")
+            raise self.failure
         await asyncio.sleep(self.gain_s)
 
     async def _lose(self) -> None:
@@ -232,15 +234,20 @@ def test_a_watch_may_be_shared_by_many_leases() -> None:
     run_virtual(scenario())
 
 
-def test_failing_to_gain_gives_the_role_back() -> None:
+@pytest.mark.parametrize("failure", [ValueError("scripted"), ServiceError.of(ErrorCode.UNAVAILABLE, "no leader")])
+def test_failing_to_gain_gives_the_role_back(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """What the bus does not answer is told without a traceback."""
+
     async def main() -> None:
-        async with Cluster(1, fail_gains=2) as cluster:
+        async with Cluster(1, fail_gains=2, failure=failure) as cluster:
             await asyncio.sleep(10)
             events = [event for _, event, _ in cluster.log]
             assert events == ["gain", "lose", "gain", "lose", "gain"]
             assert cluster.holder is not None and cluster.holder.lease.term == 3
 
     run_virtual(main())
+    told = [record for record in caplog.records if "gaining it failed" in record.getMessage()]
+    assert [bool(record.exc_info) for record in told] == 2 * [not isinstance(failure, ServiceError)]
 
 
 Fault = tuple[str, str, float]
