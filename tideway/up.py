@@ -312,16 +312,22 @@ class Up:
         if spec is not None:
             default = msgspec.to_builtins(ModelSpec("", ""))
             body = {name: value for name, value in msgspec.to_builtins(spec).items() if value != default[name]}
-        try:
-            answer = await http.request(
-                method,
-                f"{self._options.address}/admin/models{path}",
-                json=body,
-                headers={"authorization": f"Bearer {key}"} if self._has_api_keys else {},
-                timeout=CHANGE_TIMEOUT_S,
-            )
-        except httpx.HTTPError as error:
-            raise OperatorError(f"The models cannot be changed: {error!r}.") from None
+        headers = {"authorization": f"Bearer {key}"} if self._has_api_keys else {}
+        until_s = time.monotonic() + CHANGE_TIMEOUT_S
+        while True:
+            try:
+                answer = await http.request(
+                    method,
+                    f"{self._options.address}/admin/models{path}",
+                    json=body,
+                    headers=headers,
+                    timeout=CHANGE_TIMEOUT_S,
+                )
+            except httpx.HTTPError as error:
+                raise OperatorError(f"The models cannot be changed: {error!r}.") from None
+            if answer.status_code != 503 or time.monotonic() > until_s:
+                break
+            await asyncio.sleep(POLL_INTERVAL_S)  # placement runs, and may not lead yet
         if answer.status_code != 200:
             raise OperatorError(answer.json()["error"]["message"])
 

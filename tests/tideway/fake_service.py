@@ -23,6 +23,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 class _Answer(BaseHTTPRequestHandler):
+    num_posted = 0
+
     def do_GET(self) -> None:
         self.send_response(200 if self.path in ("/health", "/live", "/ready") else 404)
         self.end_headers()
@@ -34,8 +36,10 @@ class _Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         print(self.path, body.decode(), flush=True)
-        is_bad = json.loads(body)["source"].startswith("bad/")
-        self.send_response(400 if is_bad else 200)
+        source = json.loads(body)["source"]
+        _Answer.num_posted += 1
+        is_early = source.startswith("late/") and _Answer.num_posted < 3
+        self.send_response(400 if source.startswith("bad/") else 503 if is_early else 200)
         self.end_headers()
         self.wfile.write(b'{"error": {"message": "its template is broken."}}')
 

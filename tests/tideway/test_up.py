@@ -283,6 +283,18 @@ async def test_a_name_that_is_asked_for_with_another_checkpoint_has_that(tmp_pat
     ]
 
 
+async def test_a_changed_checkpoint_waits_for_a_placement_that_takes_over(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.until_ready()
+    await run.stop()
+    run = Run(tmp_path, models=[ModelSpec("tide", "late/one"), MODELS[1]])
+    await run.until_ready()
+    await run.stop()
+    assert "model tide is late/one now, and was org/tide" in run.text
+    log = run.up._supervisor.children["gateway"].log_path.read_text()
+    assert log.count('"late/one"') == 3
+
+
 async def test_a_name_that_is_asked_for_on_another_engine_or_on_demand_has_that(tmp_path: Path) -> None:
     run = Run(tmp_path)
     await run.until_ready()
