@@ -11,6 +11,8 @@ from bench.schemas import told
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
 
+OF_NONE = "is not valid under any of the schemas listed in the 'anyOf' keyword"
+
 
 def instance(data: Any, valid: bool, rust_error: str = "") -> dict[str, Any]:
     return {"data": data, "valid": valid, "rust_error": rust_error}
@@ -25,6 +27,8 @@ def instance(data: Any, valid: bool, rust_error: str = "") -> dict[str, Any]:
         (OBJECT, [instance({"a": 1}, False)], "wrong"),
         ({"type": "string", "format": "regex"}, [instance("*", False, '"*" is not a "regex"')], "format"),
         ({"type": "string", "format": "regex"}, [instance("*", False, '"*" is too long')], "wrong"),
+        ({"anyOf": [{"type": "string", "format": "regex"}]}, [instance("*", False, f'"*" {OF_NONE}')], "format"),
+        ({"anyOf": [{"type": "string", "pattern": "."}]}, [instance("*", True)], "ok"),
         ({"type": "array", "uniqueItems": True}, [instance([1, 1], False)], "refused"),
     ],
 )

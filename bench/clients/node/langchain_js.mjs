@@ -13,7 +13,7 @@ await check("@langchain/openai", {
   tool: async () => {
     const own = tool(weather, { name: "weather", description: "Tells the weather.", schema: Answer });
     let whole;
-    for await (const piece of await make().bindTools([own], { tool_choice: "any" }).stream(ASKED)) {
+    for await (const piece of await make().bindTools([own], { tool_choice: "any", parallel_tool_calls: false }).stream(ASKED)) {
       whole = whole ? whole.concat(piece) : piece;
     }
     const results = [];

@@ -31,7 +31,8 @@ def stream():
 
 def tool():
     tools = [create_tool_from_function(weather)]
-    replies = generator(tools=tools, generation_kwargs={"tool_choice": "required"}).run(MESSAGES)["replies"]
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    replies = generator(tools=tools, generation_kwargs=forced).run(MESSAGES)["replies"]
     calls = replies[0].tool_calls
     results = [ChatMessage.from_tool(tools[0].invoke(**call.arguments), origin=call) for call in calls]
     was_called()

@@ -22,7 +22,7 @@ def stream():
 def tool():
     own = as_tool(weather)
     whole = None
-    for piece in llm.bind_tools([own], tool_choice="any").stream(ASKED):
+    for piece in llm.bind_tools([own], tool_choice="any", parallel_tool_calls=False).stream(ASKED):
         whole = piece if whole is None else whole + piece
     results = [own.invoke(call) for call in whole.tool_calls]
     was_called()

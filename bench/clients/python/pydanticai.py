@@ -10,6 +10,8 @@ except ImportError as error:
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=V1, api_key="none"))
 
+ONE_CALL = {"parallel_tool_calls": False}
+
 
 class Answer(BaseModel):
     city: City
@@ -22,13 +24,13 @@ def stream():
 
 
 def tool():
-    assert Agent(model, output_type=weather).run_sync(ASKED).output == "Rain"
+    assert Agent(model, output_type=weather).run_sync(ASKED, model_settings=ONE_CALL).output == "Rain"
     was_called()
 
 
 def structured():
     for kind in (Answer, NativeOutput(Answer)):
-        assert Agent(model, output_type=kind).run_sync(ASKED).output.city in CITIES
+        assert Agent(model, output_type=kind).run_sync(ASKED, model_settings=ONE_CALL).output.city in CITIES
 
 
 check("pydantic-ai-slim", stream=stream, tool=tool, structured=structured)
