@@ -178,11 +178,24 @@ def _source(text: str, what: str, file: str, hint: str) -> str:
     folder = Path(os.path.expanduser(text))
     if text and folder.is_dir():
         if not (folder / file).is_file():
-            raise OperatorError(f"{text} is no {what}: it holds no {file}.")
+            raise OperatorError(_why_no_checkpoint(folder) or f"{text} is no {what}: it holds no {file}.")
         return str(folder.resolve())
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise OperatorError(f"{hint}; {text} is a GGUF file, which is not supported.")
     if text.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(text):
         raise OperatorError(f"{hint}; {text or 'an empty source'} is neither a folder nor a Hugging Face id.")
     return text
+
+
+def _why_no_checkpoint(folder: Path) -> str:
+    """What a folder without config.json holds instead, such as GGUF files or an adapter; empty: nothing known."""
+    from shared.models.checkpoint import CheckpointError, read_config
+
+    try:
+        read_config(folder)
+    except CheckpointError as error:
+        return "" if "config.json" in str(error) else str(error)
+    return ""
 
 
 def local_host(host: str) -> str:

@@ -140,6 +140,20 @@ def test_models_that_cannot_be(arguments: list[str], sentence: str) -> None:
         parse_models(arguments)
 
 
+@pytest.mark.parametrize(
+    "file, text, source, sentence",
+    [
+        ("adapter_config.json", '{"base_model_name_or_path": "org/base"}', "", "is an adapter of org/base"),
+        ("model.gguf", "", "", r"holds GGUF files \(model\.gguf\), which are not supported"),
+        ("model.gguf", "", "model.gguf", "is a GGUF file, which is not supported"),
+    ],
+)
+def test_a_model_of_another_form_is_told(tmp_path: Path, file: str, text: str, source: str, sentence: str) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(OperatorError, match=sentence):
+        parse_models([f"m={tmp_path / source}"])
+
+
 # ------------------------------------------------------------------------------------------------------ network
 
 
