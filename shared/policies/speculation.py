@@ -141,6 +141,8 @@ def _catch_ups(
     """How many tokens of each the draft model computes first, of who lacks the fewest first."""
     computes = [0] * len(candidates)
     left = draft.max_step_tokens
+    if draft.is_known and draft.cost_model.fixed_s >= room.left_s:
+        return computes
     if draft.is_known and step_s:
         seconds = min(max(CATCH_UP_SHARE * step_s, draft.cost_model.fixed_s), room.left_s)
         left = min(left, max(len(candidates), draft.cost_model.max_prefill_tokens(seconds, StepShape(), 0)))

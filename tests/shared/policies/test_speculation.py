@@ -142,6 +142,7 @@ def test_a_long_prompt_is_computed_in_parts_within_a_steps_time_and_only_where_i
     assert 0 < choice.computes[0] < 101 and choice.lengths[0] == 0 < choice.lengths[1]
     assert choice.predicted_s < 0.05
     assert choose(costs, [ready(0.9, num_missing=101, remaining=3)]).computes == [0]
+    assert choose(costs, [ready(0.9, num_missing=101)], left_s=0.001).computes == [0]
 
 
 def test_acceptance_is_learnt_of_sequence_and_model() -> None:
