@@ -115,10 +115,11 @@ class MigrationCore:
         rate_share: float,
         backup_classes: str = "off",
         backup_min_tokens: int = 512,
+        fetches: bool = False,
         record: Recorder | None = None,
     ) -> None:
         """`address`: of the KV transport; None: there is none. `max_migrations`: out of the instance at once, and into it.
-        `backup_classes`, `backup_min_tokens`: as of `BackupSettings`.
+        `backup_classes`, `backup_min_tokens`: as of `BackupSettings`. `fetches`: prefixes are given to others.
         `record` is given each call before it is carried out, what it returns and the commands that are taken."""
         self._around = around
         self._record = record
@@ -138,7 +139,7 @@ class MigrationCore:
         self.incoming = IncomingMigrations(self._site, max_migrations)
         self.backups = BackupSource(self._site, BackupSettings(backup_classes, backup_min_tokens))
         self.holder = BackupHolder(self._site)
-        self.fetches = PrefixFetches(self._site, self.holder)
+        self.fetches = PrefixFetches(self._site, self.holder, gives=fetches)
         self.lease: _Order | None = None
         """The scheduler's."""
         self._own: dict[str, _Order] = {}
@@ -543,7 +544,7 @@ class MigrationCore:
         self.holder.on_time(now)
         if not self._is_stopping:
             is_quiet = not self._departures and not self.incoming.num_in_progress
-            self.backups.on_time(now, is_quiet and not self._around.ask(IsDraining()))
+            self.backups.on_time(now, is_quiet and self.backups.is_on and not self._around.ask(IsDraining()))
         if self._awaited:
             self._look_for_decoders(now)
         if (self.lease is not None or self._own) and now >= self._look_s:

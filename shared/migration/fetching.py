@@ -47,9 +47,10 @@ class _Served(msgspec.Struct):
 class PrefixFetches:
     """Fetches into an instance, and those that it serves."""
 
-    def __init__(self, site: Site, holder: BackupHolder) -> None:
-        """`holder`: takes what comes."""
+    def __init__(self, site: Site, holder: BackupHolder, *, gives: bool) -> None:
+        """`holder`: takes what comes. `gives`: others are given prefixes."""
         self._site = site
+        self._gives = gives
         self._holder = holder
         holder.on_settled = self._on_settled
         self._asked: dict[str, str] = {}
@@ -135,7 +136,9 @@ class PrefixFetches:
     def _refusal(self, query: FetchPrefix) -> ErrorInfo | None:
         if (refused := self._site.around.ask(Refusal(query.model, None))) is not None:
             return refused
-        if len(self._served) >= MAX_SERVED or self.is_stopping or self._site.address is None:
+        if not self._gives or self.is_stopping or self._site.address is None:
+            return ErrorInfo(ErrorCode.GONE, "no prefixes are given from here")
+        if len(self._served) >= MAX_SERVED:
             return ErrorInfo(ErrorCode.BUSY, f"{len(self._served)} prefixes are being sent already")
         if len(query.hashes) % HASH_BYTES:
             return ErrorInfo(ErrorCode.BAD_REQUEST, f"hashes are {HASH_BYTES} bytes each", "hashes")

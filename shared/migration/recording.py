@@ -59,6 +59,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="migrations", kw_only=True)
     rate_share: float
     backup_classes: str = "off"
     backup_min_tokens: int = 512
+    fetches: bool = False
 
     def build(self, around: Around, record: Recorder | None = None) -> MigrationCore:
         return MigrationCore(around, **msgspec.structs.asdict(self), record=record)

@@ -411,8 +411,10 @@ class Seen:
     @_once
     def fetch(self) -> Fetch | None:
         """What of the prompt is to be fetched from another instance; None: nothing."""
+        if not self._standing.fetch_token_s(self._by.model):
+            return None
         longest = self._by.longest_given(self._block_size)
-        if longest is None or longest[0] == self.instance_id or not self._standing.fetch_token_s(self._by.model):
+        if longest is None or longest[0] == self.instance_id:
             return None
         cached = self.cached_tokens
         fetch = fetch_of(*longest[:2], cached, longest[2])

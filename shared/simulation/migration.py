@@ -132,6 +132,7 @@ class VirtualMigrations:
         configuration = Configuration(
             instance_id=self.address, address=self.address, max_migrations=max_migrations, max_stages=max_stages,
             rate_share=rate_share, backup_classes=backup.classes, backup_min_tokens=backup.min_tokens,
+            fetches=True,
         )  # fmt: skip
         around = Surroundings(engine=engine, transport=self, intake=intake, peers=peers, new_id=new_id)
         self.core = configuration.build(around) if write is None else recorded(configuration, around, write)

@@ -157,6 +157,7 @@ class InstanceMigrations(KvUsers):
             handovers=self,
             telemetry=self._telemetry,
             backup=self._backup,
+            fetches=self._gives_prefixes,
         )
         await service.start()
         self._service = service
@@ -237,6 +238,9 @@ class InstanceMigrations(KvUsers):
 
     def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
         self._events.add(request, EventKind.BACKED_UP, "", holder_id)
+
+    def on_blocks_found(self) -> None:
+        self._report_soon()
 
     async def fetch(self, request: GenerationRequest) -> None:
         """Fetches the prefix that the request names, if that can be had soon."""

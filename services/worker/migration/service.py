@@ -104,6 +104,9 @@ class Handovers(Protocol):
     def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
         """Another instance keeps copies of its KV from now on."""
 
+    def on_blocks_found(self) -> None:
+        """Blocks of others can be found here, of which the scheduler should hear."""
+
 
 class _Out:
     """What is under way of one migration out of here."""
@@ -129,12 +132,13 @@ class _In:
         self.num_bytes = 0
 
 
-def _core(settings: InstanceSettings, around: Surroundings, backup: BackupSettings) -> MigrationCore:
+def _core(settings: InstanceSettings, around: Surroundings, backup: BackupSettings, fetches: bool) -> MigrationCore:
     """Recorded, if settings name a file. One that cannot be written keeps nothing from moving."""
     configuration = Configuration(
         instance_id=settings.instance_id, address=None if around.transport is None else around.transport.address,
         max_migrations=settings.max_migrations, max_stages=settings.migration_max_stages,
         rate_share=settings.copy_rate_share, backup_classes=backup.classes, backup_min_tokens=backup.min_tokens,
+        fetches=fetches,
     )  # fmt: skip
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}.migrations"
@@ -157,9 +161,10 @@ class MigrationService:
         handovers: Handovers,
         telemetry: Telemetry,
         backup: BackupSettings = NO_BACKUP,
+        fetches: bool = False,
     ) -> None:
         """`transport`: open, with the models' pools registered as they come and go; None: only requests without KV move.
-        `backup`: of which requests other instances keep copies.
+        `backup`: of which requests other instances keep copies. `fetches`: prefixes are given to others.
         `peers`: as of `MigrationCore`; changes are told (`on_instance`) while the core `needs_peers`."""
         self._bus = bus
         self._instance_id = settings.instance_id
@@ -169,7 +174,7 @@ class MigrationService:
         self._telemetry = MigrationTelemetry(telemetry)
         self._faults = FaultPoints(settings.fault_points)
         around = Surroundings(engine=loop, transport=transport, intake=intake, peers=peers, new_id=self._new_id)
-        self.core = _core(settings, around, backup)
+        self.core = _core(settings, around, backup, fetches)
         self._out: dict[str, _Out] = {}
         self._in: dict[str, _In] = {}
         """By migration id."""
@@ -798,3 +803,5 @@ class MigrationService:
             failure = str(error)
         self._apply(calls.OnBackupIn(backup_id, failure))
         self._act()
+        if not failure:
+            self._handovers.on_blocks_found()

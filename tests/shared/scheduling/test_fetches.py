@@ -10,7 +10,7 @@ from tests.shared.scheduling.driver import Driver
 from tests.shared.scheduling.samples import BLOCK_SIZE, make_request
 
 TOKEN_S, FETCH_S = 1e-3, 1e-5
-"""Seconds of a token: to compute it, and to fetch its KV."""
+"""Seconds to compute a token, and to fetch its KV."""
 
 
 def driver_of(*, waits_s: float, holder_gives: float = FETCH_S, other_takes: float = FETCH_S) -> Driver:

@@ -264,6 +264,9 @@ class Party:
     def on_backed_up(self, request: GenerationRequest, holder_id: str) -> None:
         self.backed_up[request.request_id] = holder_id
 
+    def on_blocks_found(self) -> None:
+        self.gateway.news.set()
+
     # engine
     def _in_thread(self, effects: list[Output | Ended | Detached], stats: StepStats | None) -> None:
         self._event_loop.call_soon_threadsafe(self._on_effects, effects, stats)
