@@ -1,8 +1,9 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
-ranks plans as the faithful simulation does (`rank`), a day of several models' traffic with plans that follow it (`day`), a
-window of it on one plan in the order of different policies (`orders`), and how well traffic can be foretold (`forecast`).
+ranks plans as the faithful simulation does (`rank`), a day of several models' traffic with plans that follow it (`day`; with
+turns of the models' popularity: `turns`), a window of it on one plan in the order of different policies (`orders`), and how
+well traffic can be foretold (`forecast`).
 
-python -m bench.placement {speed,optimum,rank,day,orders,forecast} ... [--seed N] [--output DIR] [--load X]
+python -m bench.placement {speed,optimum,rank,day,turns,orders,forecast} ... [--seed N] [--output DIR] [--load X]
                           [--window 10:00-11:30]
 """
 
@@ -20,10 +21,16 @@ from bench.reporting import judged, machine, save_figure, table_of, write
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
-    parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day", "orders", "forecast"))
+    parser.add_argument(
+        "experiments", nargs="+", choices=("speed", "optimum", "rank", "day", "turns", "orders", "forecast")
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
-    parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
+    parser.add_argument(
+        "--load",
+        type=float,
+        help=f"of the day, see bench/placement/day.py; default: {day.LOAD:g}, turns {day.TURNS_LOAD:g}",
+    )
     parser.add_argument("--day", type=int, default=0, help="of the table of rates, which has 14; 0: the first")
     parser.add_argument("--processes", type=int, default=2, help="of the day, in which its rows are made")
     parser.add_argument("--rows", type=Path, help="folder: rows of the day that are there are not made again")
@@ -43,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(["adaptive", "none", *options.intervals]))
 
     def play(seed: int) -> experiments.Table:
-        asked = day.Asked(seed, options.load, options.day)
+        asked = day.Asked(seed, options.load or day.LOAD, options.day)
         if options.window is not None:
             return window.serve_all(asked, options.window, names, options.processes)
         return day.day(asked, options.processes, names, options.rows)
@@ -53,8 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "optimum": experiments.optimum,
         "rank": experiments.rank,
         "day": play,
+        "turns": lambda seed: day.day(
+            day.Asked(seed, options.load or day.TURNS_LOAD, options.day, course=day.TURNS),
+            options.processes,
+            names,
+            options.rows,
+        ),
         "orders": lambda seed: orders.compare(
-            day.Asked(seed, options.load, options.day), options.window or orders.WINDOW, options.processes
+            day.Asked(seed, options.load or day.LOAD, options.day), options.window or orders.WINDOW, options.processes
         ),
         "forecast": lambda seed: forecasts.compare(),
     }

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,10 +74,42 @@ CHECKED_S, NUM_CHECKED = 120.0, 4
 """Length and number of the stretches that are simulated faithfully, evenly over the day."""
 
 
-def settings(name: str) -> ReplacementSettings:
-    initial_s = least_s = most_s = INTERVALS_S[name]
+class Course(NamedTuple):
+    """How a day is played."""
+
+    speed: float = 1.0
+    """Times as fast as it was recorded: its windows, hours and intervals are shorter by that; requests, searches and changes
+    take as long."""
+    num_devices: int = NUM_DEVICES
+    models: Mapping[str, tuple[str, str]] = MODELS
+    shares: tuple[float, ...] = ()
+    """Popularity of the models over the mean, in an order that is drawn anew at each turn; empty: alike throughout."""
+    num_turns: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return DAY_S / self.speed
+
+
+WHOLE = Course()
+TURNS = Course(
+    speed=6.0, num_devices=6, shares=(1.9, 0.8, 0.3), num_turns=3,
+    models={
+        "m-large": ("llama-3.1-8b", "azure_llm_2023_conv.csv"),
+        "m-mid": ("llama-2-7b", "sharegpt_8k_lengths.csv"),
+        "m-small": ("opt-6.7b", "azure_llm_2023_conv.csv"),
+    },
+)  # fmt: skip
+"""A day on which the popularity of three models of one size turns three times, at times that a seed draws."""
+TURNS_LOAD = 8.0
+FIRST_TURN, LAST_TURN = 20, 136
+"""Windows between which turns come."""
+
+
+def settings(name: str, speed: float = 1.0) -> ReplacementSettings:
+    initial_s = least_s = most_s = INTERVALS_S[name] / speed
     if name == "adaptive":
-        least_s, most_s = INTERVALS_S["10 minutes"], INTERVALS_S["6 hours"]
+        least_s, most_s = INTERVALS_S["10 minutes"] / speed, INTERVALS_S["6 hours"] / speed
     return ReplacementSettings(initial_s=initial_s, least_s=least_s, most_s=most_s)
 
 
@@ -107,10 +140,25 @@ def rates(folder: Path, number_of_day: int = 0) -> dict[str, np.ndarray]:
     return {name: values / values.mean() for name, values in chosen.items()}
 
 
-def draw_day(folder: Path, seed: int, load: float, number_of_day: int = 0) -> tuple[Traffic, list[ModelFacts]]:
-    shapes = rates(folder, number_of_day)
+def popularity(course: Course, seed: int) -> np.ndarray:
+    """[models, windows]: the factor of each model's rate."""
+    num_windows = int(DAY_S / WINDOW_S)
+    found = np.ones((len(course.models), num_windows))
+    if course.shares:
+        rng = np.random.default_rng([seed, 77])
+        turns = rng.choice(np.arange(FIRST_TURN, LAST_TURN), course.num_turns, replace=False)
+        for begin, end in pairwise([0, *sorted(turns.tolist()), num_windows]):
+            found[:, begin:end] = rng.permutation(course.shares)[:, None]
+    return found
+
+
+def draw_day(
+    folder: Path, seed: int, load: float, number_of_day: int = 0, course: Course = WHOLE
+) -> tuple[Traffic, list[ModelFacts]]:
+    shapes, factors = rates(folder, number_of_day), popularity(course, seed)
+    window_s = WINDOW_S / course.speed
     columns, models = [], []
-    for index, (name, (shape, lengths)) in enumerate(MODELS.items()):
+    for index, (name, (shape, lengths)) in enumerate(course.models.items()):
         rng = np.random.default_rng([seed, index])
         facts = model_facts(shape, SHAPES[shape], [L4])
         facts = msgspec.structs.replace(facts, name=name, weights=name)
@@ -121,16 +169,16 @@ def draw_day(folder: Path, seed: int, load: float, number_of_day: int = 0) -> tu
         num_ranks = 1 if facts.weight_bytes < 20e9 else 2
         cost = facts.costs[L4.kind, num_ranks]
         mean_s = float(alone_s(cost, prompts, outputs, step_tokens(L4.kind)).mean()) * num_ranks
-        rate = load * NUM_DEVICES / len(MODELS) / mean_s
-        num = rng.poisson(rate * shapes[name] * WINDOW_S)
-        at_s = (np.repeat(np.arange(len(num)), num) + rng.uniform(0, 1, num.sum())) * WINDOW_S
+        rate = load * course.num_devices / len(course.models) / mean_s
+        num = rng.poisson(rate * shapes[name] * factors[index] * window_s)
+        at_s = (np.repeat(np.arange(len(num)), num) + rng.uniform(0, 1, num.sum())) * window_s
         chosen = rng.integers(0, len(prompts), num.sum())
         columns.append(np.stack([np.full(num.sum(), index), at_s, prompts[chosen], outputs[chosen]]))
     model, at_s, prompt, output = np.concatenate(columns, axis=1)
     order = np.argsort(at_s, kind="stable")
     return Traffic(
-        tuple(MODELS), model[order].astype(np.int32), at_s[order], prompt[order].astype(np.int32),
-        output[order].astype(np.int32), np.ones(len(order), np.bool_), DAY_S,
+        tuple(course.models), model[order].astype(np.int32), at_s[order], prompt[order].astype(np.int32),
+        output[order].astype(np.int32), np.ones(len(order), np.bool_), course.seconds,
     ), models  # fmt: skip
 
 
@@ -178,8 +226,11 @@ def timeline(first: Plan, ways: Sequence[Way], *, is_free: bool = False) -> list
 class Day:
     """The day of one system."""
 
-    def __init__(self, problem: Problem, plan: Plan, predicted: Prediction, settings: ReplacementSettings) -> None:
-        """`problem.traffic`: of the day. `plan`: that serves first, of which that is predicted."""
+    def __init__(
+        self, problem: Problem, plan: Plan, predicted: Prediction, settings: ReplacementSettings, speed: float = 1.0
+    ) -> None:
+        """`problem.traffic`: of the day. `plan`: that serves first, of which that is predicted. `speed`: of the course."""
+        self._speed, self._seconds = speed, problem.traffic.interval_s
         self.core = Replacement(settings, 0.0)
         self.core.settled(0.0, predicted)
         self.num_searches, self.num_changes = 0, 0
@@ -196,14 +247,14 @@ class Day:
     def play(self) -> tuple[_Stretch, _Stretch]:
         """The whole day, as it was, and as if changes took no time."""
         now_s, first = 0.0, 0
-        while now_s < DAY_S:
-            end_s = min(DAY_S, self.core.next_s, self.core.look_s, now_s + MOST_S)
+        while now_s < self._seconds:
+            end_s = min(self._seconds, self.core.next_s, self.core.look_s, now_s + MOST_S / self._speed)
             self._stretches.append(self._estimated(now_s, end_s))
             now_s = end_s
             if now_s >= self.core.look_s:
                 # What was estimated since the last look, or the last search.
                 self.core.watch(now_s, self._measured(self._stretches[-1]))
-            if now_s < DAY_S and self.core.due(now_s):
+            if now_s < self._seconds and self.core.due(now_s):
                 self._search(now_s, _joined(self._stretches[first:]))
                 first = len(self._stretches)
         return self._whole()
@@ -211,7 +262,7 @@ class Day:
     def _whole(self) -> tuple[_Stretch, _Stretch]:
         """In one, so that no request is forgotten that waits, wherever searches were."""
         estimator = Estimator(
-            self._problem, num_bins=int(DAY_S / BIN_S), max_followed=self._problem.traffic.num_requests
+            self._problem, num_bins=int(self._seconds / BIN_S), max_followed=self._problem.traffic.num_requests
         )
         served = estimator.served([timeline(self._first, self._ways, is_free=is_free) for is_free in (False, True)])
         was, free = (
@@ -221,7 +272,8 @@ class Day:
         return was, free
 
     def _search(self, now_s: float, seen: _Stretch) -> None:
-        self.core.begin(now_s, self._measured(seen))
+        measured = self._measured(seen)
+        self.core.begin(now_s, measured)
         window = between(self._problem.traffic, *self._known(*self.core.window(now_s)))
         evidence = between(self._problem.traffic, *self._known(*self.core.evidence(now_s)))
         problem = msgspec.structs.replace(
@@ -234,7 +286,7 @@ class Day:
         self.causes[verdict.cause] = self.causes.get(verdict.cause, 0) + 1
         if not verdict.is_worth:
             # The interval begins when the search is over.
-            self.core.settled(now_s, proposal.incumbent)
+            self.core.kept(now_s, proposal.incumbent, measured)
             return
         rehearsal = rehearse(problem, self._plan, proposal.plan)
         self._ways.append(Way(now_s + SEARCH_S, rehearsal.seconds, rehearsal.episodes, proposal.plan))
@@ -250,7 +302,7 @@ class Day:
 
     def _estimated(self, now_s: float, until_s: float) -> _Stretch:
         """What would be measured."""
-        since_s = max(0.0, now_s - LEAD_S)
+        since_s = max(0.0, now_s - LEAD_S / self._speed)
         problem = msgspec.structs.replace(self._problem, traffic=between(self._problem.traffic, since_s, until_s))
         course = [
             Episode(one.group, one.start_s - since_s if one.start_s > since_s else -math.inf, one.end_s - since_s)
@@ -310,6 +362,7 @@ class Asked(NamedTuple):
     number_of_day: int = 0
     """Number of the day in the table of rates."""
     folder: Path = TRACES
+    course: Course = WHOLE
 
 
 class Hours(NamedTuple):
@@ -321,15 +374,21 @@ class Hours(NamedTuple):
 
 def begun(asked: Asked) -> tuple[Problem, Proposal]:
     """The day, and the plan for its first hour, with which all begin."""
-    arrivals, models = draw_day(asked.folder, asked.seed, asked.load, asked.number_of_day)
-    whole = Problem(nodes=(node_facts("node", L4, NUM_DEVICES),), models=tuple(models), traffic=arrivals)
+    course = asked.course
+    arrivals, models = draw_day(asked.folder, asked.seed, asked.load, asked.number_of_day, course)
+    whole = Problem(nodes=(node_facts("node", L4, course.num_devices),), models=tuple(models), traffic=arrivals)
     problem = msgspec.structs.replace(whole, execution_s=execution_s(whole))
-    return problem, search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0)))
+    return problem, search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0 / course.speed)))
+
+
+def _name(course: Course) -> str:
+    return "turns" if course.num_turns else "day"
 
 
 def play(name: str, asked: Asked, kept: Path | None = None) -> Played:
     """`name`: of the intervals. `kept`: folder in which the row is kept, and taken from where it is there already."""
-    path = None if kept is None else kept / f"day{asked.number_of_day}-seed{asked.seed}-{asked.load:g}-{name}.json"
+    what = f"{_name(asked.course)}{asked.number_of_day}-seed{asked.seed}-{asked.load:g}-{name}"
+    path = None if kept is None else kept / f"{what}.json"
     if path is not None and path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Played)
     found = _played(name, asked)
@@ -341,7 +400,8 @@ def play(name: str, asked: Asked, kept: Path | None = None) -> Played:
 
 def _played(name: str, asked: Asked) -> Played:
     problem, first = begun(asked)
-    one = Day(problem, first.plan, first.prediction, settings(name))
+    speed = asked.course.speed
+    one = Day(problem, first.plan, first.prediction, settings(name, speed), speed)
     found, free = one.play()
     total = float(found.weight.sum())
     attainment = 1.0 - float(found.is_late @ found.weight) / total
@@ -356,7 +416,7 @@ def _played(name: str, asked: Asked) -> Played:
         "verdicts": ", ".join(f"{cause} {num}" for cause, num in sorted(one.causes.items())) or "-",
         "last interval, minutes": round(interval_s / 60) if math.isfinite(interval_s) else "-",
     }  # fmt: skip
-    hour = (found.at_s / 3600.0).astype(np.int64)
+    hour = (found.at_s * speed / 3600.0).astype(np.int64)
     late = np.bincount(hour, found.is_late * found.weight) / np.bincount(hour, found.weight)
     return Played(row, attainment, latency, one.plans, (1.0 - late).tolist())
 
@@ -377,6 +437,7 @@ def day(
             played[waiting[one]] = one.result()
             print(played[waiting[one]].row, flush=True)
     problem, _ = begun(asked)
+    course = asked.course
     fixed = [found.attainment for name, found in played.items() if name not in ("adaptive", "none")]
     adaptive, none = played["adaptive"], played["none"]
     targets = [
@@ -386,19 +447,21 @@ def day(
         Target(name="normalised latency, adaptive over none", value=adaptive.latency / none.latency, limit=1.0),
     ]  # fmt: skip
     notes = (
-        f"{NUM_DEVICES} L4s, load {asked.load:g}, the whole of day {asked.number_of_day}, by the estimator; a restart takes "
+        f"{course.num_devices} L4s, load {asked.load:g}, the whole of day {asked.number_of_day}, {course.speed:g} times as "
+        f"fast as recorded, {course.num_turns} turns of popularity, by the estimator; a restart takes "
         f"{problem.times.restart_s:g} s beside loading, a drain {problem.times.drain_s:g} s, a search {SEARCH_S:g} s. "
         + _checked(problem, {"adaptive": adaptive.plans, "none": none.plans}, asked.seed)
     )
     shown = [name for name in INTERVALS_S if name in played]
     # Where all begin is no change.
     hours = {
-        name: Hours(played[name].hourly, [since_s / 3600.0 for since_s, _ in played[name].plans[1:]]) for name in shown
+        name: Hours(played[name].hourly, [since_s * course.speed / 3600.0 for since_s, _ in played[name].plans[1:]])
+        for name in shown
     }
     which = f"-{asked.number_of_day}-seed{asked.seed}" if asked.number_of_day or asked.seed != 1 else ""
     return Table(
-        name=f"day{which}", rows=[played[name].row for name in shown], targets=targets, notes=notes, series=hours,
-        draw=partial(draw, hours),
+        name=f"{_name(course)}{which}", rows=[played[name].row for name in shown], targets=targets, notes=notes,
+        series=hours, draw=partial(draw, hours),
     )  # fmt: skip
 
 
@@ -406,7 +469,7 @@ def draw(hours: Mapping[str, Hours]) -> Figure:
     """Raises `PlotsUnavailable`."""
     from tideway.bench.plots import new_figure
 
-    figure, (axis,) = new_figure(1, "A day of five models on eight L4s; triangles: another placement serves")
+    figure, (axis,) = new_figure(1, "A day of several models; triangles: another placement serves")
     for name, one in hours.items():
         (line,) = axis.step(range(len(one.attainment)), one.attainment, where="post", label=name)
         axis.plot(one.changes, [min(one.attainment)] * len(one.changes), "^", color=line.get_color())
@@ -419,14 +482,14 @@ def _checked(problem: Problem, days: dict[str, list[tuple[float, Plan]]], seed: 
     """Stretches of the day on the plans that served then, faithfully and by the estimate."""
     told = []
     for number in range(NUM_CHECKED):
-        at_s = (number + 0.5) * DAY_S / NUM_CHECKED
+        at_s = (number + 0.5) * problem.traffic.interval_s / NUM_CHECKED
         stretch = msgspec.structs.replace(problem, traffic=between(problem.traffic, at_s, at_s + CHECKED_S))
         for name, plans in days.items():
             plan = [plan for since_s, plan in plans if since_s <= at_s][-1]
             faithful = metrics.prediction(simulate(stretch, plan, seed=seed).metrics)
             estimated = Estimator(stretch).predict(plan)
             told.append(
-                f"{at_s / 3600:.0f} h {name} {faithful.attainment:.3f}, {faithful.normalised_latency:.2f} "
+                f"{at_s / 3600:.1f} h {name} {faithful.attainment:.3f}, {faithful.normalised_latency:.2f} "
                 f"(estimated {estimated.attainment:.3f}, {estimated.normalised_latency:.2f})"
             )
     head = f"Attainment and normalised latency of stretches of {CHECKED_S:g} s simulated faithfully: "

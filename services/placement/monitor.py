@@ -101,13 +101,15 @@ class PlacementMonitor:
         bases = {name: spec.base for name, spec in self._adapters.items()}
         return self._log.traffic(self.now() - interval_s, self.now(), self._models, bases)
 
-    def window_s(self, wanted_s: float) -> float:
-        """The time before now that a search may be over: less where what a plan of it is tried on would be too much."""
-        now, all_s = self.now(), evidence_s(wanted_s)
+    def searched_s(self, window_s: float, all_s: float) -> tuple[float, float]:
+        """Lengths of the times before now that a search is over, and that a plan of it is tried on: less than these where
+        that would be too much."""
+        now = self.now()
         since_s = self._log.since_s(now - all_s, now, MAX_SEARCHED)
         if since_s <= max(now - all_s, self._log.began_s):
-            return wanted_s
-        return max(SLOT_S, (now - since_s) * wanted_s / all_s)
+            return window_s, all_s
+        window_s = max(SLOT_S, min(window_s, (now - since_s) * window_s / evidence_s(window_s)))
+        return window_s, max(window_s, now - since_s)
 
     def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
         """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""

@@ -57,7 +57,6 @@ from shared.placement.rollout import (
     stays_right,
     target_of,
 )
-from shared.placement.stretches import evidence_s
 from shared.runtime.settings import PlacementSettings, SettingsError
 from shared.runtime.tasks import TaskSet
 from shared.runtime.telemetry import context_of, current_traceparent
@@ -260,12 +259,13 @@ class Replacing:
         self._search_task = self._tasks.start(self._search(why, is_applied))
 
     async def _search(self, why: str, is_applied: bool) -> None:
-        began_s, outcome, cause, predicted = self._monitor.now(), "failed", "", None
+        began_s, outcome, cause = self._monitor.now(), "failed", ""
+        predicted = measured = None
         logger.info("searching for a placement: %s", why)
         try:
             with self._tracer.start_as_current_span("placement.search", attributes={"tideway.reason": why}):
                 proposal, verdict = await self._found(why)
-            self._proposal, predicted = proposal, proposal.incumbent
+            self._proposal, predicted, measured = proposal, proposal.incumbent, proposal.measured
             outcome, cause = "better" if verdict.is_worth else "kept", verdict.cause
             logger.info("a search over %d requests took %.1f s: %s", proposal.num_requests, proposal.search_s,
                         verdict.reason)  # fmt: skip
@@ -289,7 +289,7 @@ class Replacing:
         finally:
             self._searching = ""
             if self.change is None:
-                self._core.settled(self._monitor.now(), predicted)
+                self._core.kept(self._monitor.now(), predicted, measured)
             self._metrics.searches.labels(outcome).inc()
             if cause:
                 self._metrics.verdicts.labels(cause).inc()
@@ -297,10 +297,14 @@ class Replacing:
 
     async def _found(self, why: str) -> tuple[PlanProposal, Verdict]:
         inputs, plan, settings = self._inputs(), self._plans.current, self._settings
-        window_s = self._monitor.window_s(min(MAX_AGE_S, self._core.window_s))
-        self._core.begin(self._monitor.now(), self._measured())
+        now = self._monitor.now()
+        lengths_s = (
+            min(MAX_AGE_S, until_s - since_s) for since_s, until_s in (self._core.window(now), self._core.evidence(now))
+        )
+        window_s, evidence_s = self._monitor.searched_s(*lengths_s)
+        self._core.begin(now, self._measured())
         traffic, execution_s = self._monitor.traffic(window_s), self._monitor.execution_s()
-        evidence = self._monitor.traffic(min(MAX_AGE_S, evidence_s(window_s)))
+        evidence = self._monitor.traffic(evidence_s)
         seen = self._monitor.prediction(max(SLOT_S, window_s))
         stored = [entry.value for entry in (await self._costs.entries()).values()]
         problem = await asyncio.to_thread(

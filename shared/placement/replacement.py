@@ -11,9 +11,12 @@ time (seconds of any clock) is an argument. The placement service and virtual ti
 
 An interval begins when a plan serves, with what is predicted of it, and ends `interval_s` later. What was measured since
 then makes the next interval shorter or longer (equation 8). A tenth less would be of no use to those who wait while a plan
-fails: so each `least_s` attainment is looked at, and where far less is attained than was predicted the interval is over and
-the next one as short as may be. A model that is added, and a node that is gone, ask for a search at once; that ends no
-interval, so nothing is compared.
+fails: so each `least_s` attainment is looked at, and where less is attained than was predicted, by as much as a change has
+to gain and by more than chance, the interval is over and the next one as short as may be. From then on the plan that runs is
+not protected by the error of what is gained, until it serves again as was predicted of it, or another does. A model that is
+added, and a node that is gone, ask for a search at once; that ends no interval, so nothing is compared.
+
+How often is looked does not shorten what a change is judged by: the evidence reaches as far back as for the first interval.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ class ReplacementSettings(msgspec.Struct, frozen=True, kw_only=True):
     least_s: float = 60.0
     most_s: float = 6 * 3600.0
     beta: float = 0.1
-    """Relative difference above which the interval shrinks by this share, and below which it grows by it; and by which
-    attainment falls below what was predicted where an interval ends early."""
+    """Relative difference above which the interval shrinks by this share, and below which it grows by it."""
     least_requests: int = 20
     """Online requests of an interval, predicted or measured, below which nothing is concluded from it."""
     least_attainment_gain: float = 0.01
+    """A loss of more attainment than that ends an interval."""
     least_latency_gain: float = 0.05
     """Share by which normalised latency falls at least where attainment stays; both with the cost of the change."""
     errors: float = 2.0
@@ -150,17 +153,31 @@ def next_interval_s(
 
 
 def loss(predicted: Prediction, measured: Prediction, settings: ReplacementSettings) -> str:
-    """What to tell of an attainment that is far below what was predicted: by more than `beta` of that, and than `errors`
+    """What to tell of an attainment that is below what was predicted: by more than a change has to gain, and than `errors`
     standard errors. Empty where it is not, and where there are too few requests to tell."""
     both = [name for name in sorted(predicted.models) if _num(predicted, name) and _num(measured, name)]
     num = sum(_num(measured, name) for name in both)
     if not both or num < settings.least_requests:
         return ""
     expected, real = _totals(predicted, both).attainment, _totals(measured, both).attainment
-    error = math.sqrt(expected * (1.0 - expected) / num)
-    if expected - real <= max(settings.beta * expected, settings.errors * error):
+    # Where all were expected in time, what was measured tells how much chance there is.
+    error = math.sqrt(max(expected * (1.0 - expected), real * (1.0 - real)) / num)
+    if expected - real <= max(settings.least_attainment_gain, settings.errors * error):
         return ""
     return f"attainment fell to {real:.1%}, {expected:.1%} was predicted"
+
+
+def _at_most(predicted: Prediction, measured: Prediction, settings: ReplacementSettings) -> Prediction:
+    """With no more attainment of a model than was measured, where that was of enough requests."""
+    models = {
+        name: one
+        if _num(measured, name) < settings.least_requests
+        else msgspec.structs.replace(one, attainment=min(one.attainment, measured.models[name].attainment))
+        for name, one in predicted.models.items()
+    }
+    total = max(1, predicted.num_requests)
+    attainment = sum(one.attainment * one.num_requests for one in models.values()) / total
+    return msgspec.structs.replace(predicted, models=models, attainment=attainment)
 
 
 def losers(before: Plan, after: Plan, known: Collection[str]) -> list[str]:
@@ -174,11 +191,15 @@ def judge(
     interval_s: float,
     settings: ReplacementSettings,
     measured: Prediction | None = None,
+    *,
+    has_failed: bool = False,
 ) -> Verdict:
     """Whether the proposal is worth a change. It is if on the mean of its trial's horizons more is gained than the change
-    costs, by more than `errors` standard errors. One that was not tried is to pay until the next search. `measured`: of the
-    plan that runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the
-    gain taken to be an error of the prediction."""
+    costs, by more than `errors` standard errors, unless the plan that runs `has_failed` what was predicted of it. One that
+    was not tried is to pay until the next search. `measured`: of the plan that runs, under the problem's traffic. By how
+    much that is better than what is predicted of it, by so much is the gain taken to be an error of the prediction."""
+    if has_failed:
+        settings = msgspec.structs.replace(settings, errors=0.0)
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
         if full := starved(problem, _late(measured, settings)):
             reason = f"requests would fill the KV pools of {', '.join(full)}, which may be larger"
@@ -199,6 +220,9 @@ def judge(
         return Verdict(is_worth=False, cause="takes_too_long", reason=told, change_s=trial.change_s)
     better = _better(proposal.incumbent, measured, settings)
     verdict = _verdict(trial, _mean(trial.horizons), better, settings)
+    if verdict.is_worth and has_failed:
+        reason = f"the plan that runs serves worse than was predicted of it: {verdict.reason}"
+        verdict = msgspec.structs.replace(verdict, reason=reason)
     if verdict.is_worth and proposal.trial is not None and len(trial.horizons) == 1:
         reason = f"nothing is known but the traffic that it was searched with: {verdict.reason}"
         return msgspec.structs.replace(verdict, is_worth=False, cause="chance", reason=reason)
@@ -325,6 +349,8 @@ class Replacement:
         self._asked = ""
         """Why a search is due at once."""
         self._looked_s = now_s
+        self._broken: Prediction | None = None
+        """What was predicted of the plan that runs, and did not come."""
         self._seen: tuple[frozenset[str], frozenset[str]] | None = None
 
     @property
@@ -351,7 +377,9 @@ class Replacement:
         """`measured`: in the last `least_s`, in which the plan may have begun to fail. What it fails under is not older, so
         the next search goes by no more than that."""
         self._looked_s = now_s
-        if self.state.predicted is not None and (told := loss(self.state.predicted, measured, self.settings)):
+        predicted = self.state.predicted
+        if predicted is not None and (told := loss(predicted, measured, self.settings)):
+            self._broken = self._broken or predicted
             self.state = msgspec.structs.replace(self.state, interval_s=self.settings.least_s)
             self.ask(told)
 
@@ -393,14 +421,16 @@ class Replacement:
         return (now_s - self.window_s, now_s)
 
     def evidence(self, now_s: float) -> tuple[float, float]:
-        """The traffic that a change is tried on."""
-        return (now_s - evidence_s(self.window_s), now_s)
+        """The traffic that a change is tried on: no less than for the first interval, however short this one is."""
+        return (now_s - evidence_s(max(self.window_s, self.settings.initial_s)), now_s)
 
     def begin(self, now_s: float, measured: Prediction | None) -> None:
         """A search begins. `measured`: since `since_s`; None: that is not known. If the interval is over, the next one's
         length follows from it."""
         state, is_over = self.state, now_s >= self.next_s
         self._asked = ""
+        if measured is not None and self.settings.least_s < self.settings.most_s:
+            self._compare(state.predicted, measured)
         if is_over and measured is not None and state.predicted is not None:
             interval_s = next_interval_s(self.interval_s, state.predicted, measured, self.settings)
             found = deviation(state.predicted, measured)
@@ -408,10 +438,24 @@ class Replacement:
         # Another search is not due before this one ends, and an interval later at the latest if it never does.
         self.state = msgspec.structs.replace(state, since_s=now_s, predicted=None)
 
+    def _compare(self, predicted: Prediction | None, measured: Prediction) -> None:
+        if self._broken is not None:
+            if measured.num_requests >= self.settings.least_requests and not loss(
+                self._broken, measured, self.settings
+            ):
+                self._broken = None
+        elif predicted is not None and loss(predicted, measured, self.settings):
+            self._broken = predicted
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the plan that runs serves worse than was predicted of it."""
+        return self._broken is not None
+
     def judge(self, proposal: Proposal, problem: Problem, measured: Prediction | None = None) -> Verdict:
         """`measured`: of the plan that runs, in the window that was searched with."""
         self.tried(proposal)
-        return judge(proposal, problem, self.interval_s, self.settings, measured)
+        return judge(proposal, problem, self.interval_s, self.settings, measured, has_failed=self.has_failed)
 
     def tried(self, proposal: Proposal) -> None:
         """Remembers how long a change takes, by which the next window is chosen."""
@@ -420,4 +464,13 @@ class Replacement:
 
     def settled(self, now_s: float, predicted: Prediction | None) -> None:
         """A plan serves, of which that is predicted: an interval begins."""
+        self._broken = None
+        self.state = msgspec.structs.replace(self.state, since_s=now_s, predicted=predicted)
+
+    def kept(self, now_s: float, predicted: Prediction | None, measured: Prediction | None = None) -> None:
+        """The plan that runs stays, of which that is predicted under the traffic of the search: an interval begins.
+        `measured`: under that traffic; what it served worse than is predicted it is expected to serve worse again, so that
+        one failure does not end one interval after the other."""
+        if predicted is not None and measured is not None:
+            predicted = _at_most(predicted, measured, self.settings)
         self.state = msgspec.structs.replace(self.state, since_s=now_s, predicted=predicted)

@@ -30,13 +30,13 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from shared.placement.enumeration import all_plans
-from shared.placement.estimator import NUM_BINS, Estimator, Outcome
+from shared.placement.estimator import MAX_FOLLOWED, NUM_BINS, NUM_TAIL_BINS, Estimator, Outcome
 from shared.placement.memory import Memory
 from shared.placement.plan import ATTAINMENT_GRAIN, FLOOR_SHARE, MOST_FLOOR_COST, Trial, plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
@@ -204,9 +204,16 @@ def _evaluated(evaluate: Evaluate, plan: Plan) -> Prediction:
     return evaluate(_searchers[0].problem, plan)
 
 
-def _estimator(problem: Problem, most_bin_s: float, least_bins: int = NUM_BINS, **options: Any) -> Estimator:
+def _estimator(
+    problem: Problem,
+    most_bin_s: float,
+    least_bins: int = NUM_BINS,
+    *,
+    num_tail_bins: int = NUM_TAIL_BINS,
+    max_followed: int = MAX_FOLLOWED,
+) -> Estimator:
     num_bins = max(least_bins, math.ceil(problem.traffic.interval_s / most_bin_s))
-    return Estimator(problem, num_bins=num_bins, **options)
+    return Estimator(problem, num_bins=num_bins, num_tail_bins=num_tail_bins, max_followed=max_followed)
 
 
 class Searcher:

@@ -4,9 +4,11 @@ An estimate moves on in bins, which must not be longer than about the time that 
 too many of them to try hundreds of plans on. So what is estimated of a long time are stretches of it, evenly spread.
 
 How long traffic stays as it was of late nobody knows. Every *horizon*, the last interval, or twice, four, eight, 16 times as
-long, is taken to be as likely to be like what comes. So an interval counts the less the longer ago it was, and none is
-without weight. Whether there will be more of it than ever yet nobody knows either, and where almost all requests meet their
-SLOs, the record does not show how near to its end a plan is: it is estimated with more of them as well.
+long and so on as far as there is evidence, is taken to be as likely to be like what comes. So an interval counts less the
+longer ago it was, and none is without weight. Forecasts by a trend, or by the day before, know no more of the next hours
+(`python -m bench.placement forecast`). Whether there will be more of it than ever yet nobody knows either, and where almost
+all requests meet their SLOs, the record does not show how near to its end a plan is: it is estimated with more of them as
+well.
 """
 
 from __future__ import annotations
@@ -97,8 +99,10 @@ def horizons(interval_s: float, evidence: Traffic) -> list[float]:
     if not evidence.num_requests:
         return []
     known_s = evidence.interval_s - float(evidence.arrival_s[0])
-    found = [interval_s * 2**power for power in range(NUM_HORIZONS)]
-    return [seconds for seconds in found[:-1] if seconds < known_s] + [min(known_s, found[-1])]
+    found: list[float] = []
+    while (seconds := interval_s * 2 ** len(found)) < known_s * (1.0 - 1e-9):
+        found.append(seconds)
+    return [*found, known_s]
 
 
 def lasting(problem: Problem, most_s: float) -> Problem:

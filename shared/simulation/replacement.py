@@ -148,7 +148,7 @@ class FleetReplacement:
                 self._is_searching = True
                 self._fleet.events.after(self._search_s, self._end_search, now, why, window, evidence, measured, seen)
             else:
-                self.core.settled(now, None)
+                self.core.kept(now, None)
         self._fleet.events.after(CHECK_S, self._check)
 
     def _end_search(
@@ -168,7 +168,7 @@ class FleetReplacement:
             verdict, target, _ = assess(self._cluster(), problem, proposal, self.core, seen)
         except DoesNotFit as error:
             self.problems.append(str(error))
-            self.core.settled(now, None)
+            self.core.kept(now, None)
             return
         self.searches.append(
             Search(
@@ -177,7 +177,7 @@ class FleetReplacement:
             )
         )  # fmt: skip
         if not verdict.is_worth:
-            self.core.settled(now, proposal.incumbent)
+            self.core.kept(now, proposal.incumbent, seen)
             return
         self._predicted = {True: proposal.prediction, False: proposal.incumbent}
         ready = {

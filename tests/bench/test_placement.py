@@ -8,7 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.placement.day import INTERVALS_S, MODELS, Asked, Played, Way, play, rates, settings, timeline
+from bench.placement.day import (
+    INTERVALS_S,
+    MODELS,
+    TURNS,
+    WHOLE,
+    Asked,
+    Played,
+    Way,
+    play,
+    popularity,
+    rates,
+    settings,
+    timeline,
+)
 from bench.placement.experiments import every_plan
 from bench.placement.forecasts import DAY, FORECASTS, errors
 from bench.placement.orders import compare
@@ -49,6 +62,17 @@ def test_every_day_of_the_table_has_its_rates(tmp_path):
     assert np.allclose(first["m"], 1.0) and np.allclose(second["m"], 1.0)
     # Of one that was recorded on the first day only, that is taken.
     assert np.array_equal(first["once"], second["once"])
+
+
+def test_turns_keep_each_models_share_until_the_next():
+    factors = popularity(TURNS, 21)
+    assert factors.shape == (3, 144) and np.allclose(factors.mean(0), 1.0)
+    assert all(sorted(column, reverse=True) == list(TURNS.shares) for column in factors.T.tolist())
+    turns = np.flatnonzero((np.diff(factors, axis=1) != 0).any(0))
+    assert 1 <= len(turns) <= TURNS.num_turns
+    assert np.array_equal(popularity(TURNS, 21), factors) and (popularity(WHOLE, 21) == 1.0).all()
+    hourly = settings("1 hour", TURNS.speed)
+    assert hourly.least_s == hourly.most_s == 600.0 and settings("adaptive", TURNS.speed).most_s == 3600.0
 
 
 def test_forecasts_know_the_traffic_that_they_assume():

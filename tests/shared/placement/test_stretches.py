@@ -40,7 +40,8 @@ def test_what_is_joined_keeps_its_rates() -> None:
 
 
 def test_horizons_reach_as_far_as_traffic_is_known() -> None:
-    assert horizons(100.0, steady(1.0, 5000.0)) == [100.0, 200.0, 400.0, 800.0, 1600.0]
+    assert horizons(100.0, steady(1.0, 1600.0)) == [100.0, 200.0, 400.0, 800.0, 1600.0]
+    assert horizons(100.0, steady(1.0, 5000.0)) == [100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0, 5000.0]
     assert horizons(100.0, steady(1.0, 250.0)) == [100.0, 200.0, 250.0]
     assert horizons(100.0, steady(1.0, 50.0)) == [50.0]
     assert horizons(100.0, traffic([], 50.0)) == []
