@@ -386,8 +386,11 @@ async def test_what_cannot_be_asked_for(kept: Stack) -> None:
     for text in ("x", "3.4", "-1", "e", "99999999"):
         bad = await kept.client.get(url, headers={"last-event-id": text})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "last-event-id"
-    beyond = events_of((await kept.client.get(url, headers={"last-event-id": "500"})).text)
-    assert text_of(beyond) == "" and beyond[-1].data == "[DONE]"
+    # Ids that no event had: a position behind the end, and ends elsewhere than the end.
+    for text in ("500", "0e", "1e", "500e"):
+        async with asyncio.timeout(10):
+            nothing = events_of((await kept.client.get(url, headers={"last-event-id": text})).text)
+        assert text_of(nothing) == "" and nothing[-1].data == "[DONE]"
     for unknown in ("chatcmpl-kept-0", "a.b", "*"):
         assert (await kept.client.get(f"/v1/streams/{unknown}")).status_code == 404
 
