@@ -111,7 +111,7 @@ class Call:
         """The one that was not loaded when the call was placed."""
         self._shown_model = ""
         self.routed = Routed("unknown")
-        """Where the call is routed, once its model's name was looked up."""
+        """Route of the call, once its model's name was looked up."""
 
     @property
     def _class_label(self) -> str:
