@@ -162,18 +162,18 @@ class ShownPlan(PlacementPlan, frozen=True):
 
 
 class ScaleModel(msgspec.Struct, frozen=True):
-    """To placement: on how many instances the model is to be; None: on all."""
+    """Call to placement: on how many instances the model is to be; None: on all."""
 
     name: str
     replicas: int | None
 
 
 class ScaleInstances(msgspec.Struct, frozen=True):
-    """To placement: how many instances there should be, over all nodes; carried out by its back end."""
+    """Call to placement: how many instances there should be, over all nodes; carried out by its back end."""
 
     num_instances: int
     is_for_scaling: bool = False
-    """From the scheduler: more are wanted, never fewer. It counts those that it sees, and others may be starting."""
+    """Whether the scheduler asks: more are wanted, never fewer. It counts those that it sees, and others may be starting."""
 
 
 class ScaleNode(msgspec.Struct, frozen=True):
@@ -207,7 +207,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     """On all its instances; likewise `num_waiting`."""
     num_waiting: int
     num_queued: int | None
-    """At the scheduler; None: it does not say."""
+    """Requests queued at the scheduler; None: it does not say."""
     slo_scale: float = 0.0
     """Mean execution times that a request may take; 0: the default, 5."""
     traffic: ModelTraffic | None = None
@@ -274,7 +274,7 @@ class InstanceModel(msgspec.Struct, kw_only=True):
 
 
 class InstanceLoad(msgspec.Struct, kw_only=True):
-    """From an instance's own report. Freeness is None where it is unbounded (idle)."""
+    """Load by an instance's own report. Freeness is None where it is unbounded (idle)."""
 
     age_s: float
     pool_use: float | None

@@ -253,7 +253,8 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     device_s: Seconds = 0.0
     """Execution time charged to the request: what its part of each step takes alone on the instance."""
     latency_s: Seconds = 0.0
-    """From its arrival at the gateway to its end, wherever it was; likewise to its first token (below 0: it had none)."""
+    """Time from its arrival at the gateway to its end, wherever it was; the next one to its first token (below 0: it had
+    none)."""
     ttft_s: Seconds = -1.0
     is_whole: bool = True
     """False: it was placed again with output, and what that took elsewhere is not in `device_s`."""

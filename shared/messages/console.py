@@ -46,7 +46,7 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """At the scheduler."""
+    """Length of a queue at the scheduler."""
 
     model: str
     online: int
@@ -90,7 +90,7 @@ class HistorySample(msgspec.Struct, frozen=True, kw_only=True):
     """On all instances; likewise `num_waiting`."""
     num_waiting: Count
     num_queued: Count | None
-    """At the scheduler; None: no scheduler said it."""
+    """Requests queued at the scheduler; None: no scheduler said it."""
     output_tokens_s: dict[str, float]
     """By model, of requests of both classes; a model without any is left out."""
     finished_s: dict[str, float]

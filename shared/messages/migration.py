@@ -76,7 +76,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     request_class: RequestClass
     priority: Priority
     stage: Count
-    """From 0; each stage's blocks follow those of the one before."""
+    """Number of the stage, from 0; each stage's blocks follow those of the one before."""
     first_block: Count
     num_blocks: Count
     """Blocks `first_block .. first_block + num_blocks` of the sequence."""

@@ -208,7 +208,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     tpot_objective_s: Seconds = 0.0
     """Time per output token after the first; 0: the model's."""
     ttft_s: Seconds = -1.0
-    """From its arrival to the first token of `prior`; below 0: it is not known, or there is none."""
+    """Time from its arrival to the first token of `prior`; below 0: it is not known, or there is none."""
     prompt_lookup: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """Tokens guessed at most for it in a step; -1: as many as the instance guesses, which is the most in any case."""
     adapter: Adapter | None = None
@@ -255,7 +255,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     rank: Count = 0
     """1 is the most likely."""
     prompt: bytes = b""
-    """With a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`), or
+    """Part of a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`), or
     what was pooled of it, float32 in the machine's order (`unpack_vector`)."""
 
 

@@ -22,9 +22,9 @@ class EventKind(StrEnum):
     SUBMITTED = "submitted"
     """Its prompt is tokens, and on its way to a scheduler. (prompt tokens)"""
     QUEUED = "queued"
-    """At the scheduler, which does not dispatch it yet; `cause`: why. (requests ahead)"""
+    """Queued at the scheduler, which does not dispatch it yet; `cause`: why. (requests ahead)"""
     DISPATCHED = "dispatched"
-    """To instance `place`; `cause`: why there. (freeness there, instances that serve the model)"""
+    """Dispatched to instance `place`; `cause`: why there. (freeness there, instances that serve the model)"""
     REFUSED = "refused"
     """By instance `place`; `cause`: an error's code."""
     ARRIVED = "arrived"
@@ -113,7 +113,7 @@ class Phase(StrEnum):
     MOVE = "move"
     """It stands still between two instances."""
     RESCUE = "rescue"
-    """From the loss of its instance to the next token from another."""
+    """Phase from the loss of its instance to the next token from another."""
 
 
 class TimelineEvent(msgspec.Struct, kw_only=True):
@@ -245,7 +245,7 @@ class AskGateways(msgspec.Struct, frozen=True):
 
 
 class ToldByGateway(msgspec.Struct, frozen=True):
-    """To the asker; empty where it knows of nothing."""
+    """Answer to the asker; empty where the gateway knows of nothing."""
 
     gateway_id: PeerId
     number: int

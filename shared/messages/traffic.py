@@ -103,7 +103,7 @@ class StoredTraffic(msgspec.Struct, frozen=True, array_like=True):
     at_s: Seconds
     """Unix time that the rows' ages are from."""
     began_s: Seconds
-    """From when on the log has heard of requests."""
+    """Time from which on the log has heard of requests."""
     slot: Amount
     level: Count
     """Each arrival stands for 2 ** level."""

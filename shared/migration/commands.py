@@ -149,7 +149,7 @@ class BeginIn(Command, frozen=True):
     """Something may be reserved for a migration into here, until `EndIn`."""
 
     query: PreAllocate | None
-    """With which it came; None: a Commit alone."""
+    """Question with which it came; None: a Commit alone."""
 
 
 class EndIn(Command, frozen=True):
@@ -184,14 +184,14 @@ class ExpectBlocks(Command, frozen=True):
 
 
 class AnswerRoom(Command, frozen=True):
-    """To all who asked for room for this stage."""
+    """Answer to all who asked for room for this stage."""
 
     stage: int
     answer: Reserved | ErrorInfo
 
 
 class AnswerCommit(Command, frozen=True):
-    """To all who sent it."""
+    """Answer to all who sent a Commit."""
 
     answer: Committed | ErrorInfo
 

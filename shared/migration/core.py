@@ -79,7 +79,7 @@ _DESTINATION_FAULTS = (
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """To give requests away."""
+    """Order to give requests away."""
 
     destinations: list[str]
     """Instance ids, in the order in which they are tried."""
@@ -211,7 +211,7 @@ class MigrationCore:
         return self._site.step_s(model)
 
     def moved(self, request_id: str, now: float) -> MigratedRequest | None:
-        """To whom a request was handed over lately."""
+        """Record of whom a request was handed over to lately."""
         until_s, moved = self._moved.get(request_id, (0.0, None))
         return moved if until_s > now else None
 

@@ -60,7 +60,7 @@ MOVED = "moved"
 ACKNOWLEDGE_S = 0.5
 """Time for the transport's acknowledgement of blocks that the destination has confirmed by taking the request over."""
 MAX_TRIES = 5
-"""To get room at a destination that says that it will have some soon."""
+"""Tries to get room at a destination that says that it will have some soon."""
 MAX_RETRY_S = 0.1
 """What counts as soon."""
 
@@ -374,12 +374,12 @@ class OutgoingMigration:
         return self._candidate.request.num_tokens >= (num_filled + 2) * self._block_size
 
     def _is_worth(self, num_blocks: int) -> bool:
-        """To copy so many."""
+        """Whether it is worth copying so many blocks."""
         candidate, step_s = self._candidate, self._site.step_s(self._model)
         return is_worth(self._copy_s(num_blocks), candidate.tokens_left, step_s, candidate.num_moves)
 
     def _is_still_worth(self) -> bool:
-        """To copy all, now that the answer to the first stage says what of it the destination has."""
+        """Whether it is worth copying all, now that the answer to the first stage says what of it the destination has."""
         if len(self._stages) != 1 or self._stages[0].reserved is None:
             return True
         return self._is_worth(self._num_left - self._stages[0].num_held)
@@ -600,7 +600,7 @@ class OutgoingMigration:
         return copy_s(num_bytes, bandwidth, 1.0 if is_urgent else self._site.rate_share)
 
     def _copy_s(self, num_blocks: int, is_urgent: bool = False) -> float:
-        """To copy so many; beside the decode where it is not urgent."""
+        """Time to copy so many blocks; beside the decode where it is not urgent."""
         is_urgent = is_urgent or self._is_leaving or self._is_handoff
         return self._bytes_s(num_blocks * (self._block_bytes(False) or 0), is_urgent)
 

@@ -45,7 +45,7 @@ class KvEnd(Protocol):
         """Bytes of a pool's KV block; None: there is no such pool."""
 
     def bandwidth_bytes_s(self, address: str, /) -> float | None:
-        """To a peer, as measured; None: not yet."""
+        """Bandwidth to a peer, as measured; None: not yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Around(Protocol):
     """Answers questions: `Surroundings`, or who records or replays its answers."""
 
     def apply(self, call: Call[T], /) -> T:
-        """To the engine."""
+        """Applies a call to the engine."""
 
     def ask(self, question: Question[T], /) -> T: ...
 

@@ -80,7 +80,7 @@ class Event(StrEnum):
     DETACHED_SHORT = "detached_short"
     COMMITTED = "committed"
     COMMIT_REFUSED = "commit_refused"
-    """With a typed error: the destination never owned it."""
+    """Commit was refused with a typed error: the destination never owned it."""
     NO_ANSWER = "no_answer"
     OWNS_YES = "owns_yes"
     OWNS_NO = "owns_no"

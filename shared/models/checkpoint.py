@@ -132,8 +132,8 @@ def resolve(source: str) -> Path:
 
 
 def quantized(shape: CheckpointShape, quantization: str) -> CheckpointShape:
-    """With the weights of one that is run with `--quantization`, a key of QUANTIZATIONS (empty: as it is), counted in its
-    own dtype as if it ran in one of 16 bits. Raises `CheckpointError`."""
+    """The shape with the weights of one that is run with `--quantization`, a key of QUANTIZATIONS (empty: as it is),
+    counted in its own dtype as if it ran in one of 16 bits. Raises `CheckpointError`."""
     if not quantization:
         return shape
     if quantization not in QUANTIZATIONS:
@@ -381,7 +381,7 @@ def read_stored_quantization(path: Path, config: Mapping[str, Any]) -> StoredQua
 
 
 def _family(path: Path, config: Mapping[str, Any], pooling: Pooling | None) -> tuple[ModelFamily, str]:
-    """With the first supported entry of `architectures`."""
+    """Family, with the first supported entry of `architectures`."""
     named = [str(name) for name in config.get("architectures") or []]
     try:
         if pooling is not None and named:

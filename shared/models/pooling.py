@@ -48,7 +48,7 @@ class Dense(msgspec.Struct, frozen=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """From hidden states to what a client gets."""
+    """How hidden states become what a client gets."""
 
     task: Task
     mode: Mode
@@ -57,7 +57,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     """Dimensions of the vector; 1 for a score."""
     dense: tuple[Dense, ...] = ()
     is_normalized: bool = False
-    """To length 1, at the end."""
+    """Whether vectors are scaled to length 1 at the end."""
     is_matryoshka: bool = False
     """Its first dimensions alone are a good vector too (Kusupati et al. 2022)."""
     matryoshka_dimensions: tuple[int, ...] = ()

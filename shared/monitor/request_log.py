@@ -100,7 +100,7 @@ class RequestLog:
 
     def __init__(self, began_s: float, *, max_requests: int = MAX_REQUESTS, max_age_s: float = MAX_AGE_S) -> None:
         self.began_s = began_s
-        """From when on it has heard of requests."""
+        """Time from which on it has heard of requests."""
         self.num_thinned = 0
         """Requests left out so far, as there were too many; they count in sums and weights."""
         self.num_expired = 0
@@ -289,8 +289,8 @@ class RequestLog:
         return merged(slot.sums[model, is_online] for slot in touched if (model, is_online) in slot.sums)
 
     def since_s(self, since_s: float, until_s: float, num: int) -> float:
-        """From when on hardly more than `num` requests arrived, those too that were left out: `since_s`, or the beginning of
-        a later slot."""
+        """Time from which on hardly more than `num` requests arrived, those too that were left out: `since_s`, or the
+        beginning of a later slot."""
         for slot in reversed(list(self.slots(since_s, until_s))):
             num -= sum(sums.arrived for sums in slot.sums.values())
             if num <= 0:

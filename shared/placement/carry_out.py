@@ -299,7 +299,7 @@ def _without(place: InstancePlan, names: Collection[str]) -> InstancePlan:
 
 
 class _Step:
-    """From what is to run now to what is to run next. Each method changes something, or answers False."""
+    """Step from what is to run now to what is to run next. Each method changes something, or answers False."""
 
     def __init__(
         self,

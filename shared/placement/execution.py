@@ -18,7 +18,7 @@ def step_tokens(kind: str) -> int:
 
 
 def alone_s(cost: CostModel, prompt_tokens: np.ndarray, output_tokens: np.ndarray, max_step_tokens: int) -> np.ndarray:
-    """From arrival to the last token on an idle instance. `prompt_tokens`, `output_tokens`: [n], at least 1; -> [n]."""
+    """Time from arrival to the last token on an idle instance. `prompt_tokens`, `output_tokens`: [n], at least 1; -> [n]."""
     prompt, decodes = prompt_tokens.astype(float), output_tokens - 1.0
     chunks = np.ceil(prompt / max_step_tokens)
     last = prompt - (chunks - 1) * max_step_tokens

@@ -68,13 +68,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reduce_s: NotNegative
     """Seconds of an all-reduce among devices of a node, whatever its size."""
     reduce_bytes_s: Positive
-    """At which each device sends and receives in an all-reduce."""
+    """Rate at which each device sends and receives in an all-reduce."""
     host_bytes_s: Positive
     """Between device and host memory: checkpoints of KV."""
     link_bytes_s: Positive
-    """From an instance to one of another node."""
+    """Rate from an instance to one of another node."""
     load_bytes_s: Positive
-    """At which weights are read onto a device."""
+    """Rate at which weights are read onto a device."""
     block_size: Annotated[int, Meta(ge=1)] = 128
     """Tokens of a KV block."""
     step_tokens: Annotated[int, Meta(ge=1)] = 8192

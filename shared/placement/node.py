@@ -50,13 +50,13 @@ STOP_MARGIN_S = 10.0
 """Beyond a drain's grace before SIGTERM; and from SIGTERM to SIGKILL."""
 
 START_TIMEOUT_S = 120.0
-"""From start to the first registration: importing torch on a busy machine takes tens of seconds, never minutes."""
+"""Time from start to the first registration: importing torch on a busy machine takes tens of seconds, never minutes."""
 
 UNHEARD_S = 30.0
 """A registered instance that is missing from the registry for so long hangs (a lost bus connection is back sooner)."""
 
 PLANNED_AFTER_S = 5.0
-"""From the first step: placement has heard of a node by then, and planned what it gets."""
+"""Time from the first step: placement has heard of a node by then, and planned what it gets."""
 
 
 Query = LoadModel | UnloadModel | Drain

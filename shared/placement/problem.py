@@ -42,9 +42,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Memory of each device, for weights, activations and KV pool."""
     link_bytes_s: float = 8e9
-    """To other nodes, for requests that move."""
+    """Rate to other nodes, for requests that move."""
     load_bytes_s: float = 2e9
-    """At which weights are read onto a device."""
+    """Rate at which weights are read onto a device."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,8 +148,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 def traffic(
     rows: Sequence[tuple[float, str, int, int, bool]], interval_s: float, models: Sequence[str] | None = None
 ) -> Traffic:
-    """From (arrival, model, prompt tokens, output tokens, whether online); sorted here. `models`: those that may have no
-    request."""
+    """Traffic of rows (arrival, model, prompt tokens, output tokens, whether online); sorted here. `models`: those that may
+    have no request."""
     rows = sorted(rows)
     names = tuple(sorted({row[1] for row in rows} | set(models or ())))
     index: Mapping[str, int] = {name: number for number, name in enumerate(names)}

@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause
     reason: str
     attainment_gain: float = 0.0
-    """With the change's cost, less by what was measured better than it was predicted; likewise the next."""
+    """Gain after the change's cost, less by what was measured better than it was predicted; likewise the next."""
     latency_gain: float = 0.0
     """Share by which the mean normalised latency falls."""
     cost: float = 0.0

@@ -92,7 +92,7 @@ EVEN_PRESSURES, EVEN_PATIENCE, EVEN_PAIRS = (3.0, 20.0), 4, 24_000
 """Moves that help models left behind: factors by which these count more, rounds without a better plan after which the
 moves end, and pairs of a group with a model from each start."""
 MAX_ENUMERATED = 512
-"""With at most this many plans, all are estimated, which takes less time than a search."""
+"""Number of plans up to which all are estimated, which takes less time than a search."""
 NUM_EVALUATED = 4
 NUM_REJECTED = 8
 
@@ -640,7 +640,8 @@ class Searcher:
     def _with(
         self, slots: Slots, counts: Counter[str], changes: dict[int, list[tuple[int, int, tuple[str, ...]]]]
     ) -> Iterable[Slots]:
-        """With slots replaced by groups of (first device from the slot's first, devices, models); none if it is no plan."""
+        """Variants with slots replaced by groups of (first device from the slot's first, devices, models); none if it is no
+        plan."""
         made: list[Group] = []
         delta: Counter[str] = Counter()
         for index, parts in changes.items():

@@ -86,7 +86,7 @@ def joined(traffic: Traffic, stretches: Sequence[Stretch]) -> Traffic:
 
 
 def thinned(problem: Problem, most_s: float) -> Problem:
-    """With at most so long of its traffic."""
+    """The problem with at most so long of its traffic."""
     traffic = problem.traffic
     if traffic.interval_s <= most_s:
         return problem
@@ -106,7 +106,8 @@ def horizons(interval_s: float, evidence: Traffic) -> list[float]:
 
 
 def lasting(problem: Problem, most_s: float) -> Problem:
-    """With stretches of the evidence instead of the traffic, at most so long together: of each time by its weight."""
+    """The problem with stretches of the evidence instead of the traffic, at most so long together: of each time by its
+    weight."""
     evidence = problem.evidence
     ends = [0.0, *horizons(problem.traffic.interval_s, evidence)] if evidence is not None else []
     if evidence is None or len(ends) <= 2:

@@ -37,7 +37,7 @@ NUM_BLOCKS = 16
 
 
 def try_change(problem: Problem, plan: Plan) -> Trial:
-    """From `problem.incumbent` to the plan, both of which fit the nodes."""
+    """Tries the change from `problem.incumbent` to the plan, both of which fit the nodes."""
     assert problem.incumbent is not None
     rehearsal = rehearse(problem, problem.incumbent, plan)
     stay = [Episode(group) for group in problem.incumbent.groups]
@@ -45,7 +45,7 @@ def try_change(problem: Problem, plan: Plan) -> Trial:
     record = _Record(problem)
     found: list[Horizon] = []
     seen: list[list[Served]] = []
-    """From each horizon to the next longer one."""
+    """Requests served from each horizon to the next longer one."""
     nearer_s = 0.0
     held_bytes = np.zeros(len(problem.models))
     for seconds in horizons(problem.traffic.interval_s, record.evidence):

@@ -43,7 +43,7 @@ DISPATCH_POLICIES: Registry[Callable[[DispatchParameters], DispatchPolicy]] = Re
 REBALANCE_POLICIES: Registry[Callable[[float, float, float], Rebalancer]] = Registry(
     "rebalance policy", "tideway.rebalance_policies", {"freeness": Rebalancer}
 )
-"""From the bounds of freeness, low and high, and the most pairings a second."""
+"""Makers of a rebalancer from the bounds of freeness, low and high, and the most pairings a second."""
 
 SCALING_POLICIES: Registry[Callable[[ScalingBounds], Autoscaling]] = Registry(
     "scaling policy", "tideway.scaling_policies", {"freeness": Autoscaling}

@@ -40,7 +40,8 @@ class CheckpointPolicy(ABC):
 
 
 class AdaptiveCheckpoint(CheckpointPolicy):
-    """With u = used share of the pool, and s = `start_share` for offline sequences, `online_start_share` for online ones:
+    """Checkpoints as the pool fills. With u = used share of the pool, and s = `start_share` for offline sequences,
+    `online_start_share` for online ones:
 
         u < s      nothing
         level      (u - s) / (1 - s) of their blocks are to be saved: few at first, all when the pool is full

@@ -331,7 +331,7 @@ class Rebalancer:
         """By source."""
         self._max_in = max_in
         self._sources: dict[str, float] = {}
-        """With their freeness."""
+        """Sources with their freeness."""
         self._late: dict[str, float] = {}
         """Instances with late prompts that could move, and when the first of them begins."""
         self._draining: set[str] = set()

@@ -22,7 +22,7 @@ PLANNED_SHARE = 0.95
 SERVING_STEPS = 2.0
 """Time to serve streams, in steps of them alone: prompts of their model may take as much again."""
 URGENT_S = 0.15
-"""With less room (seconds), streams precede everything else."""
+"""Room in seconds below which streams precede everything else."""
 
 
 def allowed_silence_s(tpot_objective_s: float) -> float:

@@ -30,7 +30,7 @@ class StepView(NamedTuple):
     tpot_objective_s: float = math.inf
     """Tightest over the decoding online sequences of all models; inf: none decodes."""
     slack_s: float = math.inf
-    """From the step's start to the earliest time at which one of them is due its next token; may be negative."""
+    """Time from the step's start to the earliest time at which one of them is due its next token; may be negative."""
     ttft_left_s: float = math.inf
     """Tightest time left to the first token over the online sequences of all models in or before prefill; inf: there is
     none; may be negative."""

@@ -143,7 +143,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     count."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
     max_client_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """From one client address; 0: three quarters of `max_connections`."""
+    """Connections from one client address; 0: three quarters of `max_connections`."""
     max_head_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024
     """Most bytes of a request's headers."""
     max_headers: Annotated[int, msgspec.Meta(ge=1)] = 128

@@ -112,7 +112,7 @@ class Telemetry:
         return int(self._server.server_address[1])
 
     def ask(self, problems: Callable[[], list[str]], unready: Callable[[], list[str]] = list) -> None:
-        """From now on in place of what `serve_metrics` was given."""
+        """Asks these from now on in place of what `serve_metrics` was given."""
         assert self._server is not None, "serve_metrics is called first"
         self._server.problems, self._server.unready = problems, unready
 

@@ -52,7 +52,7 @@ class ServedModel(NamedTuple):
 
     @property
     def max_tokens(self) -> float:
-        """To which a sequence can grow in an empty pool; infinite where nothing is known."""
+        """Length to which a sequence can grow in an empty pool; infinite where nothing is known."""
         pool_tokens = self.num_merged * self.tokens_per_merged
         return min(self.max_model_len or math.inf, pool_tokens or math.inf)
 

@@ -18,7 +18,7 @@ class InFlight(NamedTuple):
     prompt_s: float = 0.0
     """Predicted time of its prompt there."""
     num_tokens: int = 0
-    """At most."""
+    """Tokens at most."""
 
 
 class InFlightLedger:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shared.scheduling.core import SchedulerCore
 
 CONFIRM_S = 2.0
-"""From the word of the source to that of the destination, whose reports are at most a second apart."""
+"""Time from the word of the source to that of the destination, whose reports are at most a second apart."""
 
 
 class MigrationBook:

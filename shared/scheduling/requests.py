@@ -60,7 +60,7 @@ class TrackedRequest:
     is_counted: bool = False
     """Among those of its tenant (tenants.py)."""
     promised_s: float | None = None
-    """To its tenant, with its dispatch; None: it is on no instance, or not counted there."""
+    """Service that was promised to its tenant with its dispatch; None: it is on no instance, or not counted there."""
     key: tuple[float, ...] = ()
     """Place in its lane of the queue."""
     is_unfit: bool = False

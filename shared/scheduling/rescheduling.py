@@ -71,7 +71,7 @@ class Rescheduler:
         """In this look. Their sources are told at its end: most have another pair by then."""
 
     def _between_s(self, least_s: float) -> float:
-        """From one look to the next, in a cluster of this size."""
+        """Time from one look to the next, in a cluster of this size."""
         return max(least_s, LOOK_S * len(self._cluster))
 
     @property

@@ -54,7 +54,7 @@ class Batches:
             events.after(self.fleet.control_s, self._on_query, query)
 
     def _on_query(self, query: GrantQuery) -> None:
-        """At the scheduler."""
+        """Answers a question as the scheduler does."""
         scheduler, control_s = self.fleet.scheduler, self.fleet.control_s
         reply = scheduler.apply(Grant(query)) if scheduler.is_serving else None
         self.fleet.events.after(control_s if reply else GRANT_TIMEOUT_S - control_s, self._on_reply, reply)

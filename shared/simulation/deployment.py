@@ -113,7 +113,7 @@ class BatchLines(NamedTuple):
     lines: Sequence[tuple[str, int, int]]
     """Model, prompt tokens, output tokens."""
     window_s: float = 86400.0
-    """From `at_s`, in which it should be over."""
+    """Window from `at_s` on, in which it should be over."""
 
 
 class Outcome(NamedTuple):

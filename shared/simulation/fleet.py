@@ -96,11 +96,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     cost_model: CostModel
     """What its steps take, but for noise, and what the engine knows of that."""
     load_s: float = 0.0
-    """From the decision until an instance that runs serves it."""
+    """Time from the decision until an instance that runs serves it."""
 
 
 class Instance:
-    """With the models, states and load reports of the instance service."""
+    """Instance with the models, states and load reports of the instance service."""
 
     def __init__(
         self, fleet: Fleet, instance_id: str, incarnation: str, device: Device, engine: Engine, seed: int
@@ -151,7 +151,7 @@ class Instance:
         return {name for name, state in self.model_states.items() if state == "ready" and self.state != "starting"}
 
     def stop(self) -> None:
-        """At once, whatever it does."""
+        """Stops the instance at once, whatever it does."""
         self.host.is_stopped = True
         if self.migrations is not None:
             self.migrations.is_dead = True

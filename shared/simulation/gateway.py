@@ -88,7 +88,7 @@ class Record(msgspec.Struct, kw_only=True):
     preempted_s: float = -1.0
     """Since when it lacks what a preemption took; -1: it does not."""
     loss_s: float = 0.0
-    """From each preemption to the next token."""
+    """Time from each preemption to the next token."""
     recomputed_tokens: int = 0
     num_migrations: int = 0
     num_placements: int = 0
@@ -101,7 +101,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def start_s(self) -> float:
-        """From arrival to the first step with a part of it."""
+        """Time from arrival to the first step with a part of it."""
         return self.planned_s - self.arrival_s
 
     @property
@@ -188,7 +188,7 @@ class Gateway:
     # ------------------------------------------------------------------------------------------------ placing
 
     def send(self, number: int) -> None:
-        """To the scheduler, in whatever state the request's stream is."""
+        """Sends a request to the scheduler, in whatever state the request's stream is."""
         now, job, stream, record = self._now(), self.jobs[number], self._streams[number], self.records[number]
         if not record.num_placements:
             record.num_placements = 1

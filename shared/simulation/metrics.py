@@ -32,7 +32,8 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: np.ndarray
     """Mean time between its tokens; nan with fewer than two."""
     latency_s: np.ndarray
-    """To the end; of one that had not ended when the run was over, until then; nan: it found no group, or was refused."""
+    """Time to the end; of one that had not ended when the run was over, until then; nan: it found no group, or was
+    refused."""
     is_done: np.ndarray
     """[n] bool: has all its tokens."""
 
