@@ -26,7 +26,7 @@ LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": N
 WAIT_LINE_INTERVAL_S = 10.0
 UNBOUNDED_CELLS = 10_000
 LEAST_NOTE_CELLS = 16
-"""To which the last column of a table may shrink, in more lines, before another column is left out for it."""
+"""Width to which the last column of a table may shrink, in more lines, before another column is left out for it."""
 LEAST_NAME_CELLS = 8
 
 

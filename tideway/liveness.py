@@ -70,7 +70,7 @@ async def probe_for_ever(child: Child, check: Check, timeout_s: float) -> None:
 
 CHECK_INTERVAL_S = 2.0
 MIN_FREE_BYTES = 64 * 1024**2
-"""With less the server would be full again in a moment."""
+"""Space below which the server would be full again in a moment."""
 
 
 async def write_error(http: httpx.AsyncClient, monitor_port: int) -> str:

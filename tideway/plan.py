@@ -215,7 +215,7 @@ def _places(plan: ShownPlan, proposal: PlanProposal | None) -> Table:
 
 
 def _named(spec: ModelSpec) -> str:
-    """With the engine that computes it, if it is not Tideway's own."""
+    """Model's name, with the engine that computes it if that is not Tideway's own."""
     return spec.name if spec.is_native else f"{spec.name} ({spec.engine})"
 
 

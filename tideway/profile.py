@@ -126,7 +126,8 @@ def profiled(spec: ModelSpec, model: ProfiledModel, cost_model: CostModel) -> Pr
 
 
 def this_device(base: str, num_instances: int, name: str) -> Hardware:
-    """With what is not fitted: memory from this machine, the rest from the kind `base`, default: with the device's name."""
+    """Hardware of this device with what is not fitted: memory from this machine, the rest from the kind `base`, by default
+    that with the device's name."""
     from services.worker.node.machine import survey
 
     machine = survey(msgspec.structs.replace(load(WorkerSettings), num_instances=num_instances))

@@ -135,7 +135,7 @@ class ReplacementSpec(_Spec, frozen=True, kw_only=True):
     """Another placement is looked for from time to time, by what came lately (SeaLLM, section 4.3)."""
 
     interval_s: Positive = 600.0
-    """At first."""
+    """Interval at first."""
     is_fixed: bool = False
     """Else the interval shrinks and grows."""
     least_s: Positive = 60.0

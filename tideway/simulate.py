@@ -54,7 +54,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     plan: Plan
-    """At the end."""
+    """Plan at the end."""
     metrics: RunMetrics
     unplaced: dict[str, str]
     """Models without a group, and why."""

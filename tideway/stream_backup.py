@@ -31,7 +31,7 @@ USER = "backup"
 API = "$JS.API.STREAM"
 CALL_TIMEOUT_S = 30.0
 CONNECT_ATTEMPTS = 3
-"""To each server."""
+"""Attempts to reach each server."""
 CHUNK_BYTES = 128 << 10
 TIME_FORMAT = "%Y-%m-%dT%H-%M-%SZ"
 PARTIAL = ".part"

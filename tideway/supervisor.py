@@ -41,7 +41,7 @@ class ProcessSpec:
     stop_phase: int = 0
     """Processes of a lower phase are stopped, and waited for, before those of a higher one get the signal."""
     stop_grace_s: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Time from SIGTERM to SIGKILL."""
 
 
 @dataclass(frozen=True)

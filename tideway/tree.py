@@ -47,7 +47,8 @@ class UpOptions:
     has_tls: bool = False
     num_instances: int = 2
     max_instances: int = 0
-    """To which it may grow, by hand or by itself (TIDEWAY_AUTOSCALE); memory is divided over so many. 0: not at all."""
+    """Number of instances to which it may grow, by hand or by itself (TIDEWAY_AUTOSCALE); memory is divided over so many.
+    0: not at all."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     """Stages of each instance, each of `tensor_parallel` devices."""

@@ -204,7 +204,7 @@ class Up:
         return tree.operator_environment(self._nats_url, credentials), credentials.nats_passwords
 
     def _admin_key(self) -> dict[str, str]:
-        """With API keys configured /admin wants one of its own, else it is closed."""
+        """Key for /admin. Where API keys are configured, /admin wants one of its own and is closed without it."""
         if not self._has_api_keys or self._gateway.admin_api_key:
             return {}
         self._reporter.done("key for /admin", f"in {self._data.path / 'credentials.json'}")

@@ -1,4 +1,4 @@
-"""From what is typed to a `Workload`: short specifications, or a file in TOML or JSON."""
+"""Options that become a `Workload`: short specifications, or a file in TOML or JSON."""
 
 from __future__ import annotations
 

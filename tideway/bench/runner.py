@@ -38,7 +38,7 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     send_p50_s: float = 0.0
     send_p99_s: float = 0.0
     send_max_s: float = 0.0
-    """From the planned time to the sending."""
+    """Time from the planned time to the sending."""
     loop_p99_s: float = 0.0
     loop_max_s: float = 0.0
     """By how much a timer of the event loop fires late."""

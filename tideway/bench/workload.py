@@ -32,7 +32,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arrivals: Arrivals
     start_s: Annotated[float, Meta(ge=0)] = 0.0
     num_requests: Annotated[int, Meta(ge=1)] | None = None
-    """At most so many. A closed loop without it has as many as the trace of its lengths."""
+    """Number of requests at most. A closed loop without it has as many as the trace of its lengths."""
     is_rate_exact: bool = True
     """Scales drawn arrivals so that their number is the rate's, see `renewal_times`."""
     lengths_from: TraceSource | None = None
