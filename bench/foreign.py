@@ -155,6 +155,7 @@ _WEAK = (
 """Tests of vLLM's that want a model's knowledge, calls or reasoning, which a demonstration model has not."""
 
 REASONS = {
+    "it wants the words of vLLM's errors": r"Regex pattern did not match|test_long_seed|assert 'bad2' in",
     "it names an object that only the suite's mock server has": (
         r"There is no (batch|file|response|stream) "
         r"'(batch_id|file_id|input_file_id|response_id|previous_response_id|resp_\w+)'"
@@ -192,19 +193,18 @@ REASONS = {
     "a template of llama.cpp's own is asked for, or one that the model has not": r"chat_template",
     "the model is too weak: it does not answer, call or reason as is wanted": _WEAK,
     "it is refused by name": (
-        r"'(truncate_prompt_tokens|allowed_token_ids|return_token_ids|use_beam_search)' is not supported"
+        r"'(echo|truncate_prompt_tokens|allowed_token_ids|return_token_ids|use_beam_search)' is not supported"
         r"|_logprobs': Expected `int` >= 0"
     ),
     "it wants vLLM's own fields": (
         r"no attribute '(prompt_logprobs|input_messages|output_messages)'|'prompt_token_ids' in|cache_creation_input_tokens"
     ),
-    "it wants the words of vLLM's errors": r"Regex pattern did not match|test_long_seed|assert 'bad2' in",
     "it is an endpoint of vLLM's own": r"/(invocations|tokenizer_info)\b|test_server_load",
     "it wants a server that was started with a flag of vLLM's": (
         r"test_root_path::|force_include_usage|return_tokens_as_token_ids_completion\[True\]|test_show_version"
     ),
     "it wants the counts, the context, the template or the special tokens of its own model": (
-        r"test_single_chat_session|== 8192|test_tokenize_chat_with_tools|test_echo_logprob_completion"
+        r"test_single_chat_session|== 8192|test_request_cancellation|test_tokenize_chat_with_tools|test_echo_logprob_completion"
     ),
     "a model that is a route has its model's root": r"served_model\.root",
     "it wants the chosen token before more likely ones": r"return_tokens_as_token_ids_completion\[False\]",

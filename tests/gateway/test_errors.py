@@ -116,6 +116,7 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": None}, "messages", "Missing"),
+    ({"messages": HI, "echo": True}, "echo", "not supported"),
     ({"messages": [{"role": None, "content": "x"}]}, "messages[0].role", "null"),
     ({"messages": HI, "reasoning_effort": "A lot"}, "reasoning_effort", "regex"),
     (

@@ -492,6 +492,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
+    echo: OnlyFalse = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
