@@ -163,7 +163,7 @@ def test_codex(stack: Stack, workspace: Path) -> None:
         counted = client.post("/v1/responses/input_tokens", json=asked).json()
         assert counted["input_tokens"] == last["usage"]["input_tokens"]
         compacted = client.post("/v1/responses/compact", json={"model": "brief", "input": history}).json()
-    assert [item["role"] for item in compacted["output"] if item["type"] == "message"] == ["user", "user"]
+    assert [item["role"] for item in compacted["output"] if item["type"] == "message"] == ["user"] * 3
     assert [item["type"] for item in compacted["output"]].count("compaction") == 1
     shorter = codex(stack, [*compacted["output"], said("user", "Go on.")], max_output_tokens=8)
     assert shorter["output"][0]["type"] == "message"
