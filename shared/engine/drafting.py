@@ -70,6 +70,9 @@ class Drafting:
         """Adds drafts to a step that is full otherwise, within what is left of its limits."""
         if batch.budget.tokens_left < 1:
             return
+        state = self._turn(queue, batch)
+        if state is GateState.WAITS and not self._settings.num_tokens:
+            return
         known = [
             (index, sequence)
             for index, (sequence, count) in enumerate(zip(batch.sequences, batch.counts, strict=True))
@@ -77,9 +80,10 @@ class Drafting:
         ]
         if self._settings.num_tokens:
             batch.drafts = self._looked_up(queue, batch, known)
-        if queue.name in self.speculators:
+        if state is not GateState.WAITS:
             guessed = {index for index, _ in batch.drafts}
-            self._add_model_drafts(queue, batch, [entry for entry in known if entry[0] not in guessed])
+            others = [entry for entry in known if entry[0] not in guessed]
+            self._add_model_drafts(queue, batch, others, is_trial=state is GateState.TRIES)
 
     def _looked_up(
         self, queue: ModelQueue, batch: Batch, known: list[tuple[int, Sequence]]
@@ -163,15 +167,20 @@ class Drafting:
 
     # ------------------------------------------------------------------------------------------- draft model
 
-    def _add_model_drafts(self, queue: ModelQueue, batch: Batch, known: list[tuple[int, Sequence]]) -> None:
+    def _turn(self, queue: ModelQueue, batch: Batch) -> GateState:
+        """Whether the draft model drafts for the step."""
+        if (speculator := self.speculators.get(queue.name)) is None:
+            return GateState.WAITS
+        num_sampled = sum(batch.samples)
+        state = speculator.gate(num_sampled).take_turn()
+        # A trial says something where all that is computed are decodes.
+        return GateState.WAITS if state is GateState.TRIES and num_sampled < len(batch.samples) else state
+
+    def _add_model_drafts(
+        self, queue: ModelQueue, batch: Batch, known: list[tuple[int, Sequence]], *, is_trial: bool
+    ) -> None:
         speculator, budget = self.speculators[queue.name], batch.budget
         num_sampled = sum(batch.samples)
-        gate = speculator.gate(num_sampled)
-        state = gate.take_turn()
-        # A trial says something where all that is computed are decodes.
-        if state is GateState.WAITS or (state is GateState.TRIES and num_sampled < len(batch.samples)):
-            return
-        is_trial = state is GateState.TRIES
         entries = [entry for entry in known if self._most_drafts(queue, entry[1]) > 0]
         if not entries:
             return
@@ -190,6 +199,8 @@ class Drafting:
         choice = choose_drafts(
             queue.cost_model, speculator.costs, room, candidates, saving, is_trial=is_trial
         )  # fmt: skip
+        if not any(choice.computes):
+            speculator.gate(num_sampled).on_nothing()
         num_added = 0
         for (index, sequence), one, count, length in zip(
             entries, candidates, choice.computes, choice.lengths, strict=True

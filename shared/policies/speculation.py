@@ -211,6 +211,7 @@ class SpeculationGate:
     | TRIES | DRAFTS | the trial is over and its tokens took less time, by a twentieth |
     | TRIES | WAITS | it is over, or going badly |
     | DRAFTS | WAITS | tokens of the last steps took hardly less time, or the prompts that it reads cost more than is won |
+    | TRIES, DRAFTS | WAITS | for a step of a trial, or many in a row, none are predicted to pay |
     """
 
     PLAIN_STEPS = 8
@@ -224,6 +225,8 @@ class SpeculationGate:
     MOST_LOST_STEPS = 100
     """Steps whose time may be lost, without being won back, before drafts end: to prompts that the draft model reads."""
     LEAST_WAIT_S = 2.0
+    MOST_EMPTY_STEPS = 16
+    """In a row, for which no drafts are predicted to pay, before they end."""
     MOST_DOUBLINGS = 4
     """Doublings of the wait, by trials in a row that failed."""
     PROBE_STEPS = 64
@@ -235,7 +238,7 @@ class SpeculationGate:
         self._lost_s = 0.0
         """Seconds that drafts have cost beyond what their tokens would have taken, since they began or last paid."""
         self._waited_s = self._wait_s = 0.0
-        self._since_probe = self._num_failed = 0
+        self._since_probe = self._num_failed = self._num_empty = 0
 
     @property
     def gain(self) -> float:
@@ -270,6 +273,7 @@ class SpeculationGate:
             self._stop()
             return
         self._since_probe += 1
+        self._num_empty = 0
         if not is_usual:
             return
         self._drafted.add(seconds, predicted_s * tokens_per_sequence, 2 * usual_s)
@@ -283,6 +287,13 @@ class SpeculationGate:
             elif num_steps >= self.HOPELESS_STEPS and gain < self.HOPELESS_GAIN:
                 self._stop()
         elif self.state is GateState.DRAFTS and gain < self.OFF_GAIN:
+            self._stop()
+
+    def on_nothing(self) -> None:
+        """No drafts were predicted to pay for a step that could have had some: looking for them takes time too."""
+        self._num_empty += 1
+        if self.state is GateState.TRIES or self._num_empty >= self.MOST_EMPTY_STEPS:
+            self._num_empty = 0
             self._stop()
 
     def _usual_s(self, predicted_s: float) -> float:

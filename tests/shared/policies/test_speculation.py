@@ -110,6 +110,19 @@ def test_a_gain_between_the_two_bounds_changes_nothing() -> None:
     assert machine.gate.state is GateState.DRAFTS
 
 
+def test_where_none_are_predicted_to_pay_they_end() -> None:
+    machine = Machine(0.03, 2.0).run(100)
+    for _ in range(SpeculationGate.MOST_EMPTY_STEPS - 1):
+        machine.gate.on_nothing()
+    assert machine.gate.state is GateState.DRAFTS
+    machine.gate.on_nothing()
+    assert machine.gate.state is GateState.WAITS
+    machine = Machine(0.03, 2.0).run(SpeculationGate.PLAIN_STEPS + 1)
+    assert machine.gate.state is GateState.TRIES
+    machine.gate.on_nothing()
+    assert machine.gate.state is GateState.WAITS
+
+
 def test_one_step_that_stands_still_ends_nothing() -> None:
     machine = Machine(0.03, 2.0).run(100)
     machine.gate.on_drafted(3.0, 0.02, 2.0, is_usual=True)
