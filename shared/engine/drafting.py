@@ -237,7 +237,11 @@ class Drafting:
         speculator = self.speculators.get(queue.name)
         if speculator is None:
             return
-        plan = step.plan
+        plan, num = step.plan, len(step.plan.rows)
+        if not plan.model_drafts:
+            if not plan.drafts and sum(plan.num_decodes) == num and not step.suspended_s:
+                speculator.gate(num).on_plain(step.ran_s, step.predicted_s or step.ran_s)
+            return
         kept_of = {index: num for (index, _), num in zip(plan.drafts, kept, strict=True)}
         for one in plan.model_drafts:
             sequence = step.sequences[one.column]
@@ -253,14 +257,9 @@ class Drafting:
         shape = shape_of(plan.starts, plan.counts)
         if shape.prefill_tokens or step.suspended_s or len(plan.samples) != sum(plan.samples):
             return
-        num = len(plan.samples)
-        gate = speculator.gate(num)
         predicted_s = step.ran_s if queue.cost_model is None else queue.cost_model.predict(shape)
-        if plan.model_drafts:
-            is_usual = all(one.count <= MAX_CATCH_UP_TOKENS for one in plan.model_drafts)
-            gate.on_drafted(step.ran_s, predicted_s, 1 + sum(kept) / num, is_usual=is_usual)
-        elif not plan.drafts:
-            gate.on_plain(step.ran_s, predicted_s)
+        is_usual = all(one.count <= MAX_CATCH_UP_TOKENS for one in plan.model_drafts)
+        speculator.gate(num).on_drafted(step.ran_s, predicted_s, 1 + sum(kept) / num, is_usual=is_usual)
 
     @staticmethod
     def _observe_passes(speculator: Speculator, step: PlannedStep, result: StepResult) -> None:
