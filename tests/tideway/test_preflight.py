@@ -124,14 +124,6 @@ def test_draft_models_are_of_all_models_or_of_one(tmp_path: Path) -> None:
         with_drafts(models, ["b=missing"])
 
 
-def test_draft_models_are_of_all_models_or_of_one(folder: Path) -> None:
-    models = parse_models(["a=org/a", "b=org/b"])
-    specs = with_drafts(models, [f"b={folder}", "org/small"])
-    assert [spec.draft for spec in specs] == ["org/small", str(folder)]
-    with pytest.raises(OperatorError, match="neither a folder nor a Hugging Face id"):
-        with_drafts(models, ["b=missing"])
-
-
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

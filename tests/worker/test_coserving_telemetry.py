@@ -192,21 +192,6 @@ def test_whether_a_draft_model_drafts_is_shown_by_size_of_batch() -> None:
     assert state("1", "on") is None
 
 
-def test_whether_a_draft_model_drafts_is_shown_by_size_of_batch() -> None:
-    shown = Shown()
-    shown.telemetry.on_speculation("m", {1: (GateState.DRAFTS, 1.5), 3: (GateState.WAITS, 0.9)})
-
-    def state(batch: str, name: str) -> float | None:
-        labels = {"engine": "i", "model_name": "m", "batch": batch, "state": name}
-        return shown.registry.get_sample_value("tideway_instance_speculation", labels)
-
-    assert [state("1", name) for name in ("off", "trial", "on")] == [0, 0, 1] and state("3", "off") == 1
-    labels = {"engine": "i", "model_name": "m", "batch": "1"}
-    assert shown.registry.get_sample_value("tideway_instance_speculation_gain", labels) == 1.5
-    shown.telemetry.remove_model("m")
-    assert state("1", "on") is None
-
-
 def test_a_lookup_of_more_tokens_than_are_compared_is_refused() -> None:
     with pytest.raises(SettingsError, match="TIDEWAY_PROMPT_LOOKUP_MIN=5 is more than"):
         build_engine(InstanceSettings(prompt_lookup=4, prompt_lookup_min=5), 4, "cpu")
