@@ -53,7 +53,7 @@ SHAPE_30M = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers":
              "num_key_value_heads": 4}  # fmt: skip
 REQUESTS_A_STREAM = 3
 MATRICES_RATE, OTHERS_RATE = 1.5e-3, 1e-3
-"""Steps of learning."""
+"""Peak learning rates of the distillation."""
 QUESTIONS = (
     "What is a compiler?", "Tell me about operating systems.", "In short, what is a bit?", "What is a database?",
     "Tell me about Unix.", "What is a network?", "What is a stack?", "Tell me about programming languages.",
