@@ -37,7 +37,7 @@ NODE_DEVICES = 8
 ERRORS = 3.0
 """Standard errors that a sample may be off."""
 WITHIN = 0.02
-"""Share of attainment, and of normalised latency, that a sample's standard error may be."""
+"""Largest standard error of a sample: of attainment, and as a share of normalised latency."""
 
 
 def drawn(options: argparse.Namespace, load: float) -> tuple[Problem, Plan]:

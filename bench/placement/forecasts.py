@@ -31,7 +31,7 @@ AHEAD_MIN = (10, 30, 60, 180)
 HORIZONS = "horizons"
 
 Forecast = Callable[[np.ndarray, int], float]
-"""Rate, from those until now and the number of windows to look ahead."""
+"""Mean rate of so many windows from now on, given the rates until now."""
 
 
 def _trend(past: np.ndarray, num: int) -> float:

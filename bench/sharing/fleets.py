@@ -37,7 +37,7 @@ FIRST_RPS_PER_DEVICE = 1.0
 STEP = 1.5
 """Factor from one rate to the next."""
 NUM_HALVINGS = 2
-"""Halvings of the interval between the rates around a level."""
+"""How often the range between the two rates around a level is halved."""
 MOST_STEPS = 8
 """Steps up, and down, from the first rate."""
 
