@@ -115,6 +115,7 @@ async def test_what_a_batch_of_responses_cannot_have(stack: Stack) -> None:
     bodies: list[tuple[dict[str, Any], str]] = [
         ({"input": "x", "background": True}, "body.background"),
         ({"input": "x", "previous_response_id": "resp_1"}, "body.previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1_0"}]}, "body.input"),
         ({"input": "x", "stream": True}, "body.stream"),
         ({"input": "x", "max_output_tokens": 0}, "body.max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "body.text.format.schema"),

@@ -27,6 +27,11 @@ def takes(schema: Any, value: Any, *, is_lenient: bool = False) -> bool:
 
 
 NESTED = {"type": "object", "properties": {"b": {"type": "integer"}}}
+TWO_SAY = {
+    "$defs": {"n": NESTED},
+    "properties": {"a": {"$ref": "#/$defs/n", "properties": {"c": {"type": "integer"}}, "required": ["c"]}},
+}
+"""A reference, and beside it what its object must have besides."""
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,12 @@ NESTED = {"type": "object", "properties": {"b": {"type": "integer"}}}
         ({**NESTED, "anyOf": [{"required": ["c"]}, {"required": ["b"]}]}, [{"b": 1}, {"c": 1}], [{}]),
         ({"allOf": [NESTED, {"properties": {"c": {"type": "integer"}}}]}, [{"b": 1, "c": 1}], [{"c": None}]),
         ({**NESTED, "required": True}, [], []),
+        (TWO_SAY, [{"a": {"b": 1, "c": 1}}], [{"a": {"b": 1}}]),
+        ({"anyOf": [NESTED], "required": ["c"]}, [{"b": 1, "c": 1}], [{"b": 1}]),
+        ({"anyOf": [NESTED], "$ref": "#/$defs/n", "$defs": {"n": {"required": ["c"], "properties": {"c": {}}}}},
+         [{"b": 1, "c": 1}], [{"b": 1}]),
+        ({**NESTED, "const": {"b": 1, "c": 1}}, [{"b": 1, "c": 1}], [{"b": 1}]),
+        ({**NESTED, "required": ["b"], "dependentRequired": {"b": ["c"]}}, [{"b": 1, "c": 1}], [{"b": 1}]),
     ],
 )
 def test_objects_of_named_properties_are_closed(schema: Any, taken: list[Any], refused: list[Any]) -> None:

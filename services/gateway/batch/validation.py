@@ -72,7 +72,11 @@ def _body_of_response(asked: ResponseRequest) -> ChatRequest:
     for name in ("previous_response_id", "background"):
         if getattr(asked, name):
             raise invalid(name, f"'{name}' is not possible in a batch.", "unsupported_value")
-    return responses.chat_request(asked, responses.items_of(asked))
+    items = responses.items_of(asked)
+    if any(item.type == responses.REFERENCE for item in items):
+        message = f"'{responses.REFERENCE}' is not possible in a batch: a line has its whole input."
+        raise invalid("input", message, "unsupported_value")
+    return responses.chat_request(asked, items)
 
 
 ENDPOINTS = {

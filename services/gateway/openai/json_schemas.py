@@ -72,9 +72,10 @@ def prepared(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, A
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with objects of named properties closed where nothing is said of others: a model that is free to write
-    further arguments invents some, at which functions fail. What the result allows the schema allows, too. A schema that
-    is put together of others (`allOf`, `oneOf`, `not`, ...) is left as it is."""
-    return schema if _names_any(schema, _COMPOSING) else _closed(schema)
+    further arguments invents some, at which functions fail. What the result allows the schema allows, too. A schema in
+    which several say of one object what it is (`allOf`, `not`, `$ref` beside `properties`, ...) is left as it is: each of
+    them would forbid what another one asks for."""
+    return schema if _is_composed(schema) else _closed(schema)
 
 
 _COMPOSING = frozenset(
@@ -90,17 +91,30 @@ _COMPOSING = frozenset(
         "$dynamicRef",
     )
 )
-_OPEN = frozenset(("additionalProperties", "patternProperties", "propertyNames", "minProperties", "anyOf", "$ref"))
+_REFERRING = frozenset(("anyOf", "$ref"))
+"""Keywords that say elsewhere what an object is."""
+_OPEN = _REFERRING | {
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "dependentRequired",
+    "const",
+    "enum",
+}
 """Keywords beside which an object is not closed."""
+_OF_OBJECTS = _OPEN | {"properties", "required"}
 
 
-def _names_any(value: Any, names: Set[str]) -> bool:
-    """Whether an object in it has one of the keys."""
+def _is_composed(value: Any) -> bool:
+    """Whether several schemas in it are of one object."""
     if isinstance(value, list):
-        return any(_names_any(one, names) for one in value)
-    return isinstance(value, dict) and (
-        bool(value.keys() & names) or any(_names_any(one, names) for one in value.values())
-    )
+        return any(_is_composed(one) for one in value)
+    if not isinstance(value, dict):
+        return False
+    keys = value.keys()
+    is_told_twice = keys & _REFERRING and len(keys & _OF_OBJECTS) > 1
+    return bool(keys & _COMPOSING or is_told_twice) or any(_is_composed(one) for one in value.values())
 
 
 def _closed(schema: Any) -> Any:
@@ -114,7 +128,7 @@ def _closed(schema: Any) -> Any:
     for name in ("items", "additionalProperties"):
         done |= {name: _closed(done[name])} if name in done else {}
     for name in ("prefixItems", "anyOf"):
-        if isinstance(done.get(name), list) and properties is None:
+        if isinstance(done.get(name), list):
             done[name] = [_closed(one) for one in done[name]]
     if isinstance(properties, dict) and isinstance(required, list) and not done.keys() & _OPEN:
         may_be = all(isinstance(name, str) and name in properties for name in required)
