@@ -236,9 +236,10 @@ class BackupSource:
         left = max(1, TRANSFER_BYTES // block_bytes)
         transfer = _Transfer(site.around.ask(NewId()), holder_id, model, {})
         for one in candidates:
-            copied = self._copied.setdefault(one.request_id, _Copied(holder_id, one.epoch, model))
+            copied = self._copied.get(one.request_id, _Copied(holder_id, one.epoch, model))
             pinned = site.around.apply(PinFilled(one.request_id, copied.num_blocks, left))
             if pinned is not None and pinned.blocks:
+                self._copied[one.request_id] = copied
                 transfer.pinned[one.request_id] = pinned
                 left -= len(pinned.blocks)
             if not left:
@@ -283,7 +284,9 @@ class BackupSource:
         blocks: list[int] = []
         is_full = False
         for (request_id, pinned), room in zip(transfer.pinned.items(), reply.rooms, strict=True):
-            if room.is_unknown:
+            copied = self._copied.get(request_id)
+            if room.is_unknown or (copied is not None and not copied.num_blocks and not room.num_taken):
+                # It has nothing of it: the next one that is asked may be another.
                 self._copied.pop(request_id, None)
             else:
                 transfer.taken[request_id] = room.num_taken

@@ -298,10 +298,11 @@ class Dispatcher:
         if self._prefixes is None or tracked.request is None or not tracked.is_rescued:
             return False
         ways, _ = self._cluster.ways(tracked.model)
-        for block_size in {way.block_size for way in ways}:
-            for _, num_tokens in self._prefixes.held_tokens(tracked.request, block_size, now).longest():
-                return num_tokens >= KEPT_SHARE * tracked.num_tokens
-        return False
+        held = (
+            next(self._prefixes.held_tokens(tracked.request, block_size, now).longest(), None)
+            for block_size in {way.block_size for way in ways}
+        )
+        return any(most is not None and most[1] >= KEPT_SHARE * tracked.num_tokens for most in held)
 
     def _may_decode(self, instance_id: str, there: Seen) -> bool:
         """Whether a request can be handed over to it that is computed there."""

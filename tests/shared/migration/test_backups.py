@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from shared.messages.requests import GenerationRequest, RequestClass
-from shared.migration.backup import KEEP_S, LOOK_S, TABLE, Event, State
+from shared.migration.backup import FULL_S, KEEP_S, LOOK_S, TABLE, Event, State
 from shared.migration.holding import ORPHAN_S
 from shared.policies.kv_backup import BackupSettings, backup_key, choose_holders, holder_of
 from shared.simulation.fleet import CONTROL_S
@@ -161,6 +161,29 @@ def test_another_holder_is_found_when_one_is_gone() -> None:
     world.kill(first)
     world.run(1.7)
     assert core.backups.holder("r") == ({"b", "c"} - {first}).pop()
+    check(world)
+
+
+def test_what_a_full_holder_takes_nothing_of_goes_to_another_at_once() -> None:
+    world = make_world("abc")
+    names = [name for name in (f"r{number}" for number in range(20)) if holder_of(name, ["b", "c"]) == "b"][:2]
+    room = world.nodes["b"].engine.memory.host.backups
+    assert room is not None
+    room.max_share = 0.2
+    for number, name in enumerate(names):
+        world.send("a", request(name, [number] * 150, 200))
+    world.run(FULL_S / 20)
+    assert (kept_for(world.nodes["b"], "a"), kept_for(world.nodes["c"], "a")) == ({names[0]}, {names[1]})
+    check(world)
+
+
+def test_nothing_is_left_of_what_could_not_be_pinned() -> None:
+    """What runs when candidates are looked for may have ended when they are pinned."""
+    world = make_world()
+    world.nodes["a"].engine.outgoing.pin_filled = lambda *_: None  # type: ignore[method-assign]
+    world.send("a", request("r", [1] * 150, 100))
+    world.run(ENDED_S)
+    assert world.nodes["a"].moves.core.backups.next_wakeup() is None
     check(world)
 
 

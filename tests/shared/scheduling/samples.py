@@ -67,13 +67,14 @@ def make_info(
     max_model_len: int = 1024,
     kv_address: str = "here",
     lacks: tuple[str, ...] = (),
+    block_size: int = BLOCK_SIZE,
 ) -> InstanceInfo:
     loaded = [
         LoadedModel(
             name=name,
             state=model_state,
             max_model_len=max_model_len,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             blocks_per_merged=BLOCKS_PER_MERGED,
         )
         for name in models or ("m",)

@@ -6,7 +6,7 @@ import pytest
 
 from shared.messages.requests import GenerationRequest, pack_tokens
 from shared.scheduling.dispatching import KEEPS_KV
-from shared.scheduling.prefixes import prompt_keys
+from shared.scheduling.prefixes import KEY_BYTES, prompt_keys
 from tests.shared.scheduling.driver import Driver
 from tests.shared.scheduling.samples import BLOCK_SIZE, make_request
 
@@ -18,8 +18,8 @@ def lost_request(request_id: str = "r", *, online: bool = True) -> GenerationReq
     return make_request(request_id, num_prompt=320, num_prior=160, max_tokens=400, epoch=64, online=online)
 
 
-def copies(request: GenerationRequest) -> bytes:
-    return b"".join(prompt_keys(request, BLOCK_SIZE))
+def copies(request: GenerationRequest, block_size: int = BLOCK_SIZE) -> bytes:
+    return b"".join(prompt_keys(request, block_size))
 
 
 def test_the_keys_of_a_request_that_goes_on_cover_what_it_has_made() -> None:
@@ -58,6 +58,19 @@ def test_all_that_were_lost_together_go_there_at_once() -> None:
     for request in requests:
         driver.submit(request)
     assert set(driver.dispatches().values()) == {"holder"}
+
+
+@pytest.mark.parametrize(("others", "holders"), [(16, 32), (32, 16), (8, 64), (64, 8)])
+def test_one_with_other_blocks_that_has_little_of_it_hides_nobody(others: int, holders: int) -> None:
+    driver, request = Driver(), lost_request()
+    for name, block_size, num_keys in (("free", others, 1), ("holder", holders, 100)):
+        driver.up(name, num_merged=1000, block_size=block_size)
+        driver.report(
+            name, freeness=900.0, free_merged=1000.0, token_s=TOKEN_S, waiting={"m": 8 if name == "holder" else 0},
+            cache_held=copies(request, block_size)[: KEY_BYTES * num_keys],
+        )  # fmt: skip
+    driver.submit(request)
+    assert driver.dispatches() == {"r": "holder"}
 
 
 def test_one_that_nobody_keeps_goes_where_any_other_would() -> None:
