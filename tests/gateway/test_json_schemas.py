@@ -51,8 +51,11 @@ TWO_SAY = {
         ({**NESTED, "required": True}, [], []),
         (TWO_SAY, [{"a": {"b": 1, "c": 1}}], [{"a": {"b": 1}}]),
         ({"anyOf": [NESTED], "required": ["c"]}, [{"b": 1, "c": 1}], [{"b": 1}]),
-        ({"anyOf": [NESTED], "$ref": "#/$defs/n", "$defs": {"n": {"required": ["c"], "properties": {"c": {}}}}},
-         [{"b": 1, "c": 1}], [{"b": 1}]),
+        (
+            {"anyOf": [NESTED], "$ref": "#/$defs/n", "$defs": {"n": {"required": ["c"], "properties": {"c": {}}}}},
+            [{"b": 1, "c": 1}],
+            [{"b": 1}],
+        ),
         ({**NESTED, "const": {"b": 1, "c": 1}}, [{"b": 1, "c": 1}], [{"b": 1}]),
         ({**NESTED, "required": ["b"], "dependentRequired": {"b": ["c"]}}, [{"b": 1, "c": 1}], [{"b": 1}]),
     ],
