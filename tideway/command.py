@@ -349,6 +349,8 @@ def drain(
 ) -> None:
     """Empty an instance: its requests move away or finish, then it exits. Requests left after the worker's
     TIDEWAY_DRAIN_GRACE_S (15 s) are placed again elsewhere."""
+    if undo and force:
+        raise OperatorError("--undo and --force exclude each other.")
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
         wait_s = timeout if wait else None

@@ -29,6 +29,7 @@ from shared.messages.admin import (
 )
 from shared.messages.cluster import InstancePlan, PlacementPlan
 from shared.messages.timeline import RequestTimelines, SloExplanation
+from shared.models.spec import is_name
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.plan_file import GroupSpec
 
@@ -162,6 +163,8 @@ class AdminClient:
 
     def request_timelines(self, request_id: str) -> RequestTimelines:
         """Timelines of one request, by any of its ids."""
+        if "/" in request_id or not request_id.strip("."):  # in a path, these are other places
+            raise OperatorError(f"Nothing is known of the request {request_id!r}.")
         return self._call("GET", f"/admin/requests/{quote(request_id, safe='')}", RequestTimelines)
 
     def latest_requests(
@@ -194,7 +197,7 @@ class AdminClient:
         return self._call("POST", "/admin/models", PlacementPlan, body)
 
     def remove_model(self, name: str) -> PlacementPlan:
-        return self._call("DELETE", f"/admin/models/{quote(name)}", PlacementPlan)
+        return self._call("DELETE", _path_of("model", name), PlacementPlan)
 
     def load_adapter(self, name: str, source: str, base: str, ttft_ms: float, tpot_ms: float) -> PlacementPlan:
         body: dict[str, Any] = {"name": name, "source": source, "base": base}
@@ -207,7 +210,7 @@ class AdminClient:
         return self.remove_model(name)
 
     def scale_model(self, name: str, replicas: int | None) -> PlacementPlan:
-        return self._call("POST", f"/admin/models/{quote(name)}/scale", PlacementPlan, {"replicas": replicas})
+        return self._call("POST", f"{_path_of('model', name)}/scale", PlacementPlan, {"replicas": replicas})
 
     def scale_instances(self, num_instances: int) -> PlacementPlan:
         return self._call("POST", "/admin/scale", PlacementPlan, {"instances": num_instances})
@@ -222,7 +225,7 @@ class AdminClient:
         return self._call("POST", "/admin/routes", RouteState, body)
 
     def delete_route(self, name: str) -> None:
-        self._call("DELETE", f"/admin/routes/{quote(name)}", dict)
+        self._call("DELETE", _path_of("route", name), dict)
 
     def _call(self, method: str, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
         try:
@@ -261,6 +264,13 @@ def _instance_path(instance_id: str) -> str:
     if not re.fullmatch(INSTANCE_ID, instance_id):
         raise OperatorError(f"There is no instance {instance_id!r}.")
     return f"/admin/instances/{quote(instance_id, safe='')}"
+
+
+def _path_of(kind: str, name: str) -> str:
+    """Of a model or route. Raises `OperatorError` for what is the name of none: in a path, `a/../b` would be b."""
+    if not is_name(name):
+        raise OperatorError(f"There is no {kind} {name!r}.")
+    return f"/admin/{kind}s/{quote(name)}"
 
 
 def _error(answer: httpx.Response) -> dict[str, Any]:
@@ -382,7 +392,9 @@ def scale_model(
     places = [planned.instance_id for planned in _places(plan, name)]
     wanted = "all instances where it fits" if replicas is None else f"{replicas} instance{'s' * (replicas != 1)}"
     say(f"{name} is to be on {wanted}; planned: {', '.join(places) or 'none'}.")
-    if replicas is not None and len(places) < replicas:
+    if name in plan.asleep:
+        say("  It is put away, and loaded there when a request for it comes.")
+    elif replicas is not None and len(places) < replicas:
         say(f"  No more than {len(places)} can hold it now.")
     _say_unplaced(plan, say)
 

@@ -15,18 +15,27 @@ from shared.models.quantization import QUANTIZATIONS
 
 MAX_SLO_SCALE = 1000.0
 MAX_IDLE_S = 30 * 86_400.0
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+MAX_NAME_LENGTH = 128
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9_:-][A-Za-z0-9._:-]*)*"
+"""No part between slashes is empty or begins with a dot: names stand in paths of URLs, whose `..` clients resolve."""
 
 
 def refuse(message: str, param: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ServiceError:
     return ServiceError.of(code, message, param)
 
 
+def is_name(text: str) -> bool:
+    """Whether a model, an adapter or a route may have this name."""
+    return len(text) <= MAX_NAME_LENGTH and re.fullmatch(NAME_PATTERN, text) is not None
+
+
 def check_name(name: str) -> None:
     """Checks a model's or an adapter's name. Raises `ServiceError`."""
-    if not re.fullmatch(NAME_PATTERN, name):
+    if not is_name(name):
         raise refuse(
-            f"{name!r} is no model name: 1 to 128 letters, digits and . _ : / -, the first a letter or digit", "name"
+            f"{name!r} is no model name: 1 to {MAX_NAME_LENGTH} letters, digits and . _ : / -, the first a letter or digit, "
+            "no / at the end or before another or a dot",
+            "name",
         )
 
 

@@ -223,6 +223,7 @@ async def test_what_is_refused(tools: Stack) -> None:
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "tools"),
         ({"tools": [strict], "tool_choice": "required"}, "tools", "not"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
+        ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "tools[0].function.name", "regex"),
     ]
     for body, param, words in refused:
         answer = await tools.post("/v1/chat/completions", messages=HI, **body)

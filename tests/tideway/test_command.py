@@ -104,6 +104,7 @@ def test_nothing_to_stop_and_nothing_to_show(tmp_path: Path, in_this_process: In
         (("top", "--api-key", "a\nb"), "The admin key (--api-key, TIDEWAY_ADMIN_API_KEY) has other characters"),
         (("top", "--url", "http://xn--.example"), "The gateway at http://xn--.example does not answer"),
         (("scale", "a", 5000 * "9"), "is not a valid instance count"),
+        (("drain", "a", "--undo", "--force"), "--undo and --force exclude each other."),
     ],
 )
 def test_arguments_that_cannot_be_sent_are_one_sentence(

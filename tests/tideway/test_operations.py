@@ -286,6 +286,29 @@ async def test_what_an_operator_must_change_is_one_sentence(stack: Stack, tmp_pa
             AdminClient(url).models()
 
 
+async def test_a_name_with_dots_is_not_another_name(stack: Stack) -> None:
+    with AdminClient(stack.url, "root") as client:
+        asked = (
+            client.remove_model,
+            client.delete_route,
+            lambda name: client.scale_model(name, 1),
+            client.request_timelines,
+        )
+        for ask in asked:
+            for name in (f"x/../{MODEL}", "..", ""):
+                with pytest.raises(
+                    OperatorError, match=r"^There is no (model|route) '|Nothing is known of the request '"
+                ):
+                    await asyncio.to_thread(ask, name)
+        assert [model.name for model in (await asyncio.to_thread(client.models)).models] == [MODEL]
+
+
+async def test_a_model_that_is_put_away_is_loaded_when_it_is_asked_for(stack: Stack) -> None:
+    stack.peer.plan = msgspec.structs.replace(stack.peer.plan, asleep={MODEL: "idle"}, instances=[])
+    said = await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=None)
+    assert said[1:] == ["  It is put away, and loaded there when a request for it comes."]
+
+
 async def test_the_gateway_of_the_data_folder(stack: Stack, tmp_path: Path) -> None:
     data = DataFolder(tmp_path / "data")
     data.prepare()

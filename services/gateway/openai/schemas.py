@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from shared.models.spec import MAX_NAME_LENGTH, NAME_PATTERN
+
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -36,7 +38,9 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
-PublicName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+END = r"$(?!\n)"
+"""End of a pattern: `$` alone lets a line feed follow."""
+PublicName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH, pattern=f"^{NAME_PATTERN}{END}")]
 
 # Fields that would change the answer in ways that this server cannot: they are accepted where they are without effect
 # and refused otherwise (parsing.refuse_unsupported), because ignoring them would be a wrong answer.
@@ -368,7 +372,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
             check_nesting(tool_calls=self.tool_calls)
 
 
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}" + END)]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True):
@@ -468,7 +472,7 @@ class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="all
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-ReasoningEffort = Annotated[str, Meta(pattern="^[a-z]{1,16}$")]
+ReasoningEffort = Annotated[str, Meta(pattern="^[a-z]{1,16}" + END)]
 """none, minimal, low, medium, high, or what else a template knows."""
 
 

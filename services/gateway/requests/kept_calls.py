@@ -275,7 +275,9 @@ class KeptCalls:
         if key is None:
             return Wish(window_s, asked_by=f"the header {WINDOW_HEADER}")
         if not _KEY.fullmatch(key):
-            raise invalid(KEY_HEADER, f"The header {KEY_HEADER} must have 1 to 255 printable ASCII characters.")
+            raise invalid(
+                KEY_HEADER, f"The header {KEY_HEADER} must have 1 to 255 printable ASCII characters, no blanks."
+            )
         claim = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
         try:
             encoded = msgspec.msgpack.encode(message)

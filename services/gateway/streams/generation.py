@@ -141,7 +141,7 @@ class Choice:
             seen = self._seen
             if seen.num_tokens or seen.is_over:
                 is_short = self.stream is not None and len(self.stream.state.tokens) < seen.num_tokens
-                # Who has the end has all, whatever its number says. Nothing else would end a choice that was said to be over.
+                # Who has the end has all, whatever its number says: nothing else would end what was said to be over.
                 self._next(None if seen.is_over else seen.num_tokens, may_end=seen.is_over or is_short)
             if self.finish_reason is not None:
                 end = Delta(self.index, "", False, self.finish_reason, num_tokens=self.num_tokens)
