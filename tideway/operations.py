@@ -267,7 +267,7 @@ def _instance_path(instance_id: str) -> str:
 
 
 def _path_of(kind: str, name: str) -> str:
-    """Of a model or route. Raises `OperatorError` for what is the name of none: in a path, `a/../b` would be b."""
+    """Path of a model or route. Raises `OperatorError` for what is the name of none: in a path, `a/../b` would be b."""
     if not is_name(name):
         raise OperatorError(f"There is no {kind} {name!r}.")
     return f"/admin/{kind}s/{quote(name)}"
