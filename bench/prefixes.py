@@ -2,11 +2,11 @@
 the memory and all the speed, and how soon first tokens come.
 
 python -m bench.prefixes [--shapes conversations,systems,trees] [--instances 4,8] [--load 0.3] [--pool 1.0] [--restart]
-                         [--drain] [--fetch] [--seed N] [--num-seeds N]
+                         [--drain] [--fetch] [--device a100] [--seed N] [--num-seeds N]
 
-In virtual time, with the real scheduler's core and engine on the shape of LLaMA-7B on an A100. Shapes: `conversations` of
-six turns; `systems`: questions under a few system prompts of different popularity; `trees`: agents that branch off each
-other's histories.
+In virtual time, with the real scheduler's core and engine on the shape of LLaMA-7B on an A100, or on another of
+`bench/rebalance/cluster.py`. Shapes: `conversations` of six turns; `systems`: questions under a few system prompts of
+different popularity; `trees`: agents that branch off each other's histories.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from bench.rebalance.cluster import A100, Cluster, Device, System
+from bench.rebalance.cluster import A100, DEVICES, Cluster, Device, System
 from bench.reporting import met
 from shared.costs.model import CostModel
 from shared.simulation.gateway import Job
@@ -178,13 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--instances", default="4,8", help="comma-separated")
     parser.add_argument("--load", type=float, default=0.3, help="of what the instances could do without a cache")
     parser.add_argument("--pool", type=float, default=1.0, help="KV blocks of an instance, times those of the device")
+    parser.add_argument("--device", default="a100", choices=DEVICES)
     parser.add_argument("--restart", action="store_true", help="half of the instances die and come again, empty")
     parser.add_argument("--drain", action="store_true", help="half of the instances are emptied, one after the other")
     parser.add_argument("--fetch", action="store_true", help="one more system, in which prefixes travel")
     parser.add_argument("--seed", type=int, default=301, help="the first one")
     parser.add_argument("--num-seeds", type=int, default=1)
     options = parser.parse_args(arguments)
-    device = msgspec.structs.replace(A100, num_blocks=int(options.pool * A100.num_blocks))
+    device = DEVICES[options.device]
+    device = msgspec.structs.replace(device, num_blocks=int(options.pool * device.num_blocks))
     missed = 0
     for name in options.shapes.split(","):
         for num in map(int, options.instances.split(",")):
