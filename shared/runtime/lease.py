@@ -201,8 +201,10 @@ class Lease:
                 if not await self._keep():
                     release = False
                     break
-                if gaining.done() and gaining.exception() is not None:
-                    logger.error("lease %s: gaining it failed", self._key, exc_info=gaining.exception())
+                if gaining.done() and (error := gaining.exception()) is not None:
+                    # What the bus does not answer now is asked again in the next term.
+                    unknown = None if isinstance(error, BusError) else error
+                    logger.error("lease %s: gaining it failed: %s", self._key, error, exc_info=unknown)
                     break
         finally:
             await self._lose(gaining, release=release)
