@@ -11,6 +11,8 @@ from tests.e2e.stack import Stack
 from tests.e2e.test_chaos import rescued_timelines
 from tests.stalls import whatever_the_machine_does
 
+pytestmark = pytest.mark.long
+
 NUM_STREAMS, NUM_PROMPT, MAX_TOKENS = 9, 600, 200
 
 
