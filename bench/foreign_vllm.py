@@ -50,7 +50,7 @@ def _tokenizer(*arguments: Any, **more: Any) -> Any:
 
 
 class _Hub:
-    """Whose files nobody reads: adapters are routes, too."""
+    """A hub that fetches nothing: adapters are routes, too, and nobody reads their files."""
 
     def snapshot_download(self, repo_id: str) -> str:
         return repo_id

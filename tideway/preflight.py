@@ -209,6 +209,8 @@ def local_host(host: str) -> str:
 
 def check_port(host: str, port: int, option: str = "--port") -> None:
     """Raises `OperatorError` if nothing can listen there."""
+    if port >= MAX_PORT:
+        raise OperatorError(f"{option} and the ports after it would reach {port}: {MAX_PORT - 1} is the last.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -291,8 +293,12 @@ def check_roles(roles: str) -> None:
 
 def check_otlp(url: str) -> None:
     """Whether somebody listens there, nobody waits to find out: what cannot be sent is dropped."""
-    parts = urlsplit(url)
-    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # brackets that are none of an IPv6 address
+        is_url = False
+    if url and not is_url:
         raise OperatorError(f"--otlp {url}: a URL with its scheme is expected, say http://127.0.0.1:4318.")
 
 

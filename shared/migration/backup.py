@@ -222,7 +222,8 @@ class BackupSource:
         ]
         holders = choose_holders(self._site.instance_id, "" if here is None else here.node_id, able)
         if holders:
-            self._forget_holders(lambda name: any(info.instance_id == name for info in peers))
+            there = {info.instance_id for info in peers}
+            self._forget_holders(there.__contains__)
         self._holders[model] = now + (HOLDERS_S if holders else UNKNOWN_S), holders
         return holders
 

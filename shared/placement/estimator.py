@@ -66,7 +66,7 @@ CHANCE_S = 1.0
 """Over which a mean load is taken, that arrivals by chance differ from: fitted; 1 to 3 s rank plans alike."""
 NEVER_S = 1e9
 Order = Literal["turns", "fcfs"]
-"""Whose step is next on a group: turns by the weights of doubling budgets, or the model of the request that came first.
+"""Order of steps on a group: turns by the weights of doubling budgets, or the model of the request that came first.
 That one runs until all requests older than the next model's first are done, so all models' requests grow equally old: each
 has time in proportion to what a request of it takes."""
 

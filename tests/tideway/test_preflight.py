@@ -165,6 +165,8 @@ def test_a_taken_port_is_named_with_a_way_out() -> None:
         with pytest.raises(OperatorError, match=rf"Port {port} on 127.0.0.1 is taken.*--port {port + 1}"):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
+    with pytest.raises(OperatorError, match="65535 is the last"):
+        check_port("127.0.0.1", 65536)
 
 
 def test_a_host_that_is_none() -> None:
@@ -300,7 +302,7 @@ def test_roles_of_instances_are_known_ones(roles: str) -> None:
 def test_where_traces_go_is_a_url() -> None:
     for url in ("", "http://127.0.0.1:4318", "https://collector/otlp"):
         check_otlp(url)
-    for url in ("127.0.0.1:4318", "localhost:4318", "nonsense", "http://", "grpc://collector:4317"):
+    for url in ("127.0.0.1:4318", "localhost:4318", "nonsense", "http://", "grpc://collector:4317", "http://["):
         with pytest.raises(OperatorError, match=r"--otlp .*http://127\.0\.0\.1:4318"):
             check_otlp(url)
 

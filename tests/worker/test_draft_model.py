@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from services.worker.executor.draft_model import DraftModel
 from services.worker.executor.executor import Executor
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
@@ -69,6 +70,7 @@ def run(
     deterministic: bool = False,
     gate: GateState = GateState.TRIES,
     budget: int = 64,
+    may_fail: bool = False,
     **options: Any,
 ) -> tuple[Outputs, Engine, int]:
     executor = Executor("cpu", num_merged, 1 << 18, 8, deterministic=deterministic)
@@ -90,7 +92,7 @@ def run(
         while (plan := engine.plan(num_steps * 0.01)) is not None:
             executor.launch(plan)
         result = executor.collect()
-        assert not result.error, result.error
+        assert may_fail or not result.error, result.error
         num_steps += 1
         engine.apply(OnStep(result), num_steps * 0.01)
         engine.check()
@@ -182,6 +184,26 @@ def test_grammars_are_followed_by_drafts_and_outputs_stay_the_same(tmp_path: Pat
         assert re.fullmatch(PATTERN, texts[2]) and json.loads(texts[0])
         assert engine.counters.accepted_tokens["m"] > 40
     assert num_steps < num_plain_steps
+
+
+def test_a_pass_that_fails_changes_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_llama(tmp_path / "llama")
+    draft = similar(path, tmp_path / "draft", 0.05)
+    wishes: list[dict[str, Any]] = [{"grammar": JSON, "temperature": 1.0, "seed": 1, "max_tokens": 150, **STOPS}]
+    expected, _, _ = run(path, None, wishes)
+    run_pass, num_passes = DraftModel._run_pass, 0
+
+    def failing_pass(self: DraftModel, *arguments: Any) -> None:
+        nonlocal num_passes
+        num_passes += 1
+        run_pass(self, *arguments)
+        if num_passes == 9:
+            raise RuntimeError("a device that fails once")
+
+    monkeypatch.setattr(DraftModel, "_run_pass", failing_pass)
+    got, _, _ = run(path, draft, wishes, may_fail=True)
+    assert num_passes > 9
+    check_same(got, expected)
 
 
 def test_what_is_sampled_with_drafts_is_distributed_as_the_model_says(tmp_path: Path) -> None:

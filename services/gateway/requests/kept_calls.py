@@ -359,7 +359,11 @@ class KeptCalls:
                 await self._claim(wish, record.call_id)
         else:
             kept.writing = self.tasks.start(self._write_later(record))
-            await asyncio.wait({kept.writing}, timeout=UNASKED_WAIT_S)
+            try:
+                await asyncio.wait({kept.writing}, timeout=UNASKED_WAIT_S)
+            except asyncio.CancelledError:
+                kept.writing.cancel()
+                raise
             if kept.writing.done() and not kept.writing.result():
                 return None
         self._here[record.call_id] = kept

@@ -594,10 +594,9 @@ class Executor:
     def _draft(self, plan: StepPlan, loaded: _Loaded, guides: Guides | None) -> DraftPasses:
         if loaded.draft is None:
             raise ValueError(f"model {plan.model!r} has no draft model here")
-        blocks = np.array([block for one in plan.model_drafts for block in one.blocks], np.int64)
-        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < loaded.views.num_blocks:
-            raise IndexError(f"blocks {blocks.min()}..{blocks.max()} of {loaded.views.num_blocks}")
-        self._claim(loaded.views, blocks)
+        self._claim_checked(
+            loaded.views, np.array([block for one in plan.model_drafts for block in one.blocks], np.int64)
+        )
         return loaded.draft.run(plan, self._rows, guides)
 
     @contextmanager
@@ -795,10 +794,14 @@ class Executor:
 
     def _append_blocks(self, row: int, blocks: list[int], loaded: _Loaded) -> None:
         array = np.array(blocks, np.int32)
-        if len(array) and not 0 <= array.min() <= array.max() < loaded.views.num_blocks:
-            raise IndexError(f"blocks {array.min()}..{array.max()} of {loaded.views.num_blocks}")
-        self._claim(loaded.views, array)
+        self._claim_checked(loaded.views, array)
         self._rows.append_blocks(row, array)
+
+    def _claim_checked(self, views: KvViews, blocks: np.ndarray) -> None:
+        """Claims blocks that a plan names. Raises `IndexError` for one that there is not."""
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < views.num_blocks:
+            raise IndexError(f"blocks {blocks.min()}..{blocks.max()} of {views.num_blocks}")
+        self._claim(views, blocks)
 
     def _claim(self, views: KvViews, blocks: np.ndarray) -> None:
         if self._store.claim(views, blocks):
