@@ -148,7 +148,7 @@ class Cluster:
         self._nodes.pop(node_id).cancel()
         await self._node_bucket.delete(node_id)
 
-    async def add(self, spec: ModelSpec, timeout_s: float = 10.0) -> PlacementPlan:
+    async def add(self, spec: ModelSpec, timeout_s: float = 60.0) -> PlacementPlan:
         return await self.bus.request(PLACEMENT_ADD_MODEL, AddModel(spec), timeout_s=timeout_s)
 
     async def remove(self, name: str) -> PlacementPlan:

@@ -1,6 +1,6 @@
 """An adapter without an engine: a process behind HostedEngine's socket whose tokens are hashes of their prefix, one of
-each sequence a step. `SCRIPT`: `fail` says that it cannot serve; `die` exits after some steps; `diverge` makes other
-tokens the second time.
+each sequence a step. `SCRIPT`: `fail` says that it cannot serve; `die` exits after some steps of five sequences; `diverge`
+makes other tokens the second time.
 
 Its KV is the tokens themselves: a block of the staging memory holds those of its positions, and whoever comes with KV goes
 on from that. `CAME_FILE` gets a line for each of these: key, tokens that came, tokens in all."""
@@ -141,7 +141,7 @@ async def main() -> None:
         await asyncio.sleep(STEP_S)
         if not held:
             continue
-        num_steps += 1
+        num_steps += len(held) >= 5
         if script == "die" and num_steps > 20:
             os.kill(os.getpid(), signal.SIGKILL)
         progress = []
