@@ -29,7 +29,7 @@ def dispatched(recorded: bytes) -> list[tuple[str, str]]:
 
 
 def test_scheduler_and_instances_decide_the_same_again(stack: Stack, recordings: Path) -> None:
-    async def run() -> None:
+    async def run() -> set[str]:
         async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
             bodies = [
                 {"model": ("llama", "opt")[number % 2], "prompt": [3 + number] * 40, "max_tokens": 20}
@@ -37,8 +37,9 @@ def test_scheduler_and_instances_decide_the_same_again(stack: Stack, recordings:
             ]
             answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
             assert {answer.status_code for answer in answers} == {200}
+            return {f"{answer.json()['id']}-0" for answer in answers}
 
-    asyncio.run(run())
+    own = asyncio.run(run())
     # A term each: one that did not renew its lease in time, on a busy machine, was followed by another.
     terms = sorted(recordings.glob("of.scheduler-0.*"), key=lambda path: int(path.suffix[1:]))
     recorded = [path.read_bytes() for path in terms]
@@ -48,9 +49,8 @@ def test_scheduler_and_instances_decide_the_same_again(stack: Stack, recordings:
     wanted = {request_id for term in recorded for request_id in submitted(term)}
     assert all(number > 0 for _, number in replayed) and len(replayed[-1][0].cluster) == 2
     assert {name for _, name in placed} == names
-    # Requests of fuzzing may be refused, or end while they wait.
-    missing = wanted - {request_id for request_id, _ in placed}
-    assert all(request_id.startswith("fuzz-") for request_id in missing) and len(placed) >= 24
+    # Requests of other tests may be refused, or end while they wait.
+    assert len(own) == 24 and own <= wanted and own <= {request_id for request_id, _ in placed}
     for name in names:
         engine, num_plans = recording.replay((recordings / f"of.{name}").read_bytes())
         assert num_plans > 20

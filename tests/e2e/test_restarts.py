@@ -85,7 +85,11 @@ class Upload:
 @pytest.mark.parametrize(
     "how", [pytest.param(signal.SIGKILL, id="dies"), pytest.param(signal.SIGTERM, id="stops", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("service", ["gateway", "scheduler-0", "placement", "worker-0"])
+@pytest.mark.parametrize(
+    "service",
+    # Schedulers and placement die one at a time in test_chaos.py too.
+    ["gateway", *(pytest.param(name, marks=pytest.mark.long) for name in ("scheduler-0", "placement")), "worker-0"],
+)
 def test_a_restart_in_the_middle_of_everything_loses_nothing(
     system: Stack, checkpoints: dict[str, str], texts: set[str], service: str, how: signal.Signals
 ) -> None:
