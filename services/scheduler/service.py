@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from services.scheduler.active import ActiveScheduler
+from services.scheduler.garbage import collect_few
 from services.scheduler.observer import Observer
 from shared.bus.interface import Bus, Subscription, Watch
 from shared.messages.catalogue import EXECUTION_STATISTICS, INSTANCES, MODELS
@@ -63,6 +65,7 @@ class SchedulerService:
         """Statistics as last published by whoever leads: a standby must not begin with nothing."""
         self._active: ActiveScheduler | None = None
         self._former: ActiveScheduler | None = None
+        self._collecting: asyncio.Task[None] | None = None
 
     @property
     def is_active(self) -> bool:
@@ -74,10 +77,13 @@ class SchedulerService:
         self._models = await (await self._bus.key_value(MODELS)).watch(self._on_model)
         self._statistics_heard = await self._bus.subscribe(EXECUTION_STATISTICS, self._on_statistics)
         self._bus.on_reconnect(self._on_reconnect)
+        self._collecting = asyncio.create_task(collect_few())
         await self._lease.start()
 
     async def stop(self) -> None:
         """Hands over to a standby at once, if there is one. May be called twice."""
+        if self._collecting is not None:
+            self._collecting.cancel()
         await self._lease.stop()
         for subscription in (self._registry, self._models, self._statistics_heard):
             if subscription is not None:
