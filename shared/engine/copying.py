@@ -144,10 +144,14 @@ class Copying:
         if blocks <= 0:
             return
         running.sort(key=lambda sequence: victim_key(sequence, sequence.block_size))
+        tokens_refused: dict[str, int] = {}
+        """Tokens of the longest sequence of each model for which host memory, full of such that are worth as much, has no
+        room."""
         for sequence in running:
+            if not sequence.num_uncheckpointed or sequence.num_tokens <= tokens_refused.get(sequence.model, 0):
+                continue
+            blocks -= host.checkpoint(sequence, blocks)
+            if blocks <= 0:
+                return
             if sequence.num_uncheckpointed:
-                begun = host.checkpoint(sequence, blocks)
-                blocks -= begun
-                if blocks <= 0 or not begun:
-                    # Enough, or host memory holds nothing that is worth less.
-                    return
+                tokens_refused[sequence.model] = sequence.num_tokens

@@ -16,6 +16,7 @@ from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatis
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import CopyKind, KvCopy, ModelShape
 from shared.engine.requests import Ended, Output
+from shared.engine.sequence import PriorityClass
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import GenerationRequest, Priority, RequestClass, SamplingParams, pack_tokens
 from shared.policies.catalogue import ordering_policy
@@ -345,6 +346,17 @@ def test_copies_beside_steps_are_bounded_in_time(is_known):
     for kind, blocks in copies.items():
         assert len(blocks) > 50, kind
         assert max(blocks) * COST.restore_block_s <= 0.5 * longest_s + COST.restore_block_s
+
+
+def test_a_sequence_without_room_in_host_memory_does_not_keep_longer_ones_from_it():
+    """Host memory is full of what is worth more than the likeliest victim, and less than the last one."""
+    world = World("A", depth=1, num_merged=250, num_host_merged=40)
+    for name, num_prompt in (("short", 300), ("long", 2000), ("longest", 3000)):
+        world.submit(name, "A", num_prompt, 3000, request_class=OFFLINE)
+    world.run(8.0)
+    running = world.engine.planner._queues["A"].running[PriorityClass.OFFLINE].values()
+    saved = {sequence.request.request_id: sequence.num_checkpointed_blocks for sequence in running}
+    assert saved["longest"] > saved["short"] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
