@@ -14,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +33,9 @@ RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
 """OpenAI's names. Requests are those in flight, so there is no time at which they reset."""
+
+WORKING_FOR: ContextVar[str] = ContextVar("working_for", default="")
+"""Id of the tenant for whom the current task works."""
 
 
 class TokenWindow:
@@ -441,8 +445,14 @@ class Admission:
         return not self._keys
 
     def authenticate(self, headers: Mapping[str, str]) -> Key:
-        """The key in an Authorization header; of a trusted proxy's, the tenant that it names, each of which has the key's
-        limits for itself. Raises `ApiError` 401, 403 where somebody else names a tenant, 400 where it is no name."""
+        """The key in an Authorization header, for which this task works from then on (`WORKING_FOR`); of a trusted proxy's,
+        the tenant that it names, each of which has the key's limits for itself. Raises `ApiError` 401, 403 where somebody
+        else names a tenant, 400 where it is no name."""
+        key = self._key_of(headers)
+        WORKING_FOR.set(key.tenant)
+        return key
+
+    def _key_of(self, headers: Mapping[str, str]) -> Key:
         key = self._anybody
         if self._keys:
             found = self._keys.get(_digest(_bearer(headers.get("authorization"))))

@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext
 
-from services.gateway.access.admission import Key, PromptCharge
+from services.gateway.access.admission import WORKING_FOR, Key, PromptCharge
 from services.gateway.anthropic.messages import ID_PREFIX as MESSAGE_PREFIX
 from services.gateway.anthropic.messages import MessageRequest
 from services.gateway.anthropic.writing import MessageBuilder
@@ -148,6 +148,7 @@ async def answer_line(
 
     `on_submitted` is called when somebody has taken its request, `on_output` for new tokens (their number, the time).
     Raises `ApiError` or `BusError` where it cannot be answered now or at all."""
+    WORKING_FOR.set(key.tenant)
     message, form = line.body, ENDPOINTS[endpoint]
     asked = options_of(message, {}, timeout_s)
     options = dataclasses.replace(

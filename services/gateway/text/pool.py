@@ -21,10 +21,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from services.gateway.access.admission import WORKING_FOR
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.structured import Grammar
 from services.gateway.text import work as text_work
+from services.gateway.text.turns import FairTurns, Turn
 from services.gateway.text.work import (
     LENGTH_BYTES,
     MAX_GRAMMAR_CPU_S,
@@ -119,9 +121,9 @@ class TextPool:
     def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._turns = asyncio.Semaphore(settings.text_processes)
-        # One fewer, so that no chat waits for its template behind long texts of others.
-        self._long_turns = asyncio.Semaphore(settings.text_processes - 1)
+        self._turns = FairTurns(settings.text_processes)
+        # One fewer, so that no short chat waits for its template behind long ones of others.
+        self._long_turns = FairTurns(settings.text_processes - 1)
         self._idle: list[_TextProcess] = []
         self._exchanges: set[asyncio.Task[Result]] = set()
         self._num_characters = 0
@@ -174,11 +176,7 @@ class TextPool:
     async def encode(self, task: Encode, num_characters: int, param: str) -> list[list[int]]:
         """In the room that the caller has taken. Raises `ApiError`."""
         try:
-            await self._take(self._long_turns)
-            try:
-                result = await self._run(text_work.encode(task), num_characters, tokenizer=task.spec)
-            finally:
-                self._long_turns.release()
+            result = await self._run(text_work.encode(task), num_characters, tokenizer=task.spec)
         except _KilledError as error:
             message = f"Tokenising the {num_characters} characters of '{param}' {self._why(error)}."
             raise ApiError(400, message, param=param, code="text_too_large") from None
@@ -221,11 +219,11 @@ class TextPool:
         if (left_s := until - time.monotonic()) > 0:
             raise _broken(reason, left_s)
 
-    async def _take(self, turns: asyncio.Semaphore) -> None:
+    async def _take(self, turns: FairTurns) -> Turn:
         """Raises `ApiError`."""
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                await turns.acquire()
+                return await turns.take(WORKING_FOR.get())
         except TimeoutError:
             message = f"Other texts were worked on for {self._settings.request_timeout_s:g} s."
             raise ApiError(408, message, type="timeout_error", code="deadline_exceeded") from None
@@ -234,14 +232,25 @@ class TextPool:
         self, task: bytes, num_characters: int, *, folder: str | None = None, tokenizer: ModelSpec | None = None
     ) -> Result:
         """`tokenizer`: the one that the task needs."""
-        await self._take(self._turns)
+        if len(task) <= SMALL_BYTES:
+            return await self._run_next(task, num_characters, folder, tokenizer)
+        turn = await self._take(self._long_turns)
+        try:
+            return await self._run_next(task, num_characters, folder, tokenizer)
+        finally:
+            turn.end()
+
+    async def _run_next(
+        self, task: bytes, num_characters: int, folder: str | None, tokenizer: ModelSpec | None
+    ) -> Result:
+        turn = await self._take(self._turns)
         try:
             if folder is not None:
                 self._check_pause(folder)  # it may have been killed while this one waited
         except ApiError:
-            self._turns.release()
+            turn.end()
             raise
-        exchange = asyncio.get_running_loop().create_task(self._exchange(task, tokenizer))
+        exchange = asyncio.get_running_loop().create_task(self._exchange(task, tokenizer, turn))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._on_done)
         try:
@@ -260,7 +269,7 @@ class TextPool:
         if not exchange.cancelled():
             exchange.exception()  # whoever waited has it
 
-    async def _exchange(self, task: bytes, tokenizer: ModelSpec | None) -> Result:
+    async def _exchange(self, task: bytes, tokenizer: ModelSpec | None, turn: Turn) -> Result:
         """In the turn that the caller has taken."""
         try:
             try:
@@ -268,7 +277,7 @@ class TextPool:
             except _SharedMemoryError:
                 return await self._exchange_once(task, tokenizer, is_new=True)
         finally:
-            self._turns.release()
+            turn.end()
 
     async def _exchange_once(self, task: bytes, tokenizer: ModelSpec | None, is_new: bool = False) -> Result:
         process = None
