@@ -140,6 +140,12 @@ class GatewayMetrics:
             "is (not_found, expired)",
             "outcome",
         )
+        self.copied_records = counter(
+            "copied_records",
+            "Calls whose records went to the other gateways, as JetStream did not take them, by what came of it (copied, "
+            "joined: another one has their idempotency key, stored: JetStream took it after all, refused)",
+            "outcome",
+        )
         self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
         self.replacements = counter("replacements", "Requests placed again after their owner was lost", "reason")
         self.moved_streams = counter("moved_streams", "Times that a sequence was handed from instance to instance")

@@ -123,7 +123,7 @@ class GatewayService:
             mirrors=Mirrors(),
             loads=loads,
             table=table,
-            kept=KeptCalls(bus, gateway_id, table, metrics, settings),
+            kept=KeptCalls(bus, gateway_id, table, metrics, settings, lambda: self._key_uses.gateways),
             timelines=timelines,
             files=Files(bus),
             batches=batches,

@@ -42,7 +42,7 @@ from shared.messages.cluster import (
     StoredCostModel,
 )
 from shared.messages.console import HistorySample, PoolView, ShowPool
-from shared.messages.kept import CancelCall, IdempotencyClaim, KeptCall, TakenOver
+from shared.messages.kept import CallCopy, CancelCall, CopyTaken, DropCopy, IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.migration import (
     AbortMigration,
     BackUp,
@@ -168,6 +168,8 @@ GATEWAY_TOLD = Topic(f"{_GATEWAY}.told", ToldByGateway, sent_by=GATEWAY, heard_b
 # gateway -> gateways, of a call that may be another's so far
 TAKEN_OVER = Topic(f"{PREFIX}.gateways.taken_over", TakenOver, sent_by=GATEWAY, heard_by=GATEWAY)
 CANCEL_CALL = Topic(f"{PREFIX}.gateways.cancel_call", CancelCall, sent_by=GATEWAY, heard_by=GATEWAY)
+GATEWAY_COPY = Endpoint(f"{_GATEWAY}.copy", CallCopy, CopyTaken, sent_by=GATEWAY, served_by=GATEWAY)
+DROP_COPY = Topic(f"{PREFIX}.gateways.drop_copy", DropCopy, sent_by=GATEWAY, heard_by=GATEWAY)
 
 # instance -> scheduler; node agent -> everyone
 LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY)

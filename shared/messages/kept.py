@@ -58,3 +58,26 @@ class TakenOver(msgspec.Struct, frozen=True, array_like=True):
 
     call_id: str
     gateway_id: str
+
+
+class CallCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Gateway to gateway: keep this record in memory, as JetStream does not take it now."""
+
+    record: KeptCall
+    digest: bytes
+    """As an `IdempotencyClaim` has it; empty: the client gave no key."""
+    is_waiting: bool = False
+    """The sender has taken the record of the receiver's call under the same key, and waits for what becomes of that."""
+
+
+class CopyTaken(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to a `CallCopy`."""
+
+    first: CallCopy | None = None
+    """The call that the idempotency key stands for already: the other one is not to begin. None: the copy is kept."""
+
+
+class DropCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Gateway to gateways: nobody can have this call any more."""
+
+    call_id: str

@@ -18,10 +18,11 @@ from tokenizers import Tokenizer
 from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
 from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
-from shared.bus.interface import BusError, ServiceError
+from shared.bus.interface import BusError, KvEntry, ServiceError
 from shared.bus.nats_bus import NatsBus
-from shared.messages.catalogue import KEPT_CALLS
+from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS
 from shared.messages.cluster import ModelSpec
+from shared.messages.kept import IdempotencyClaim
 from shared.messages.requests import (
     ErrorCode,
     FinishReason,
@@ -512,6 +513,44 @@ async def test_streams_are_resumed_and_begun_while_their_records_have_no_leader(
                     with suppress(BusError):
                         record = await records.get(begun.headers[STREAM_HEADER])
                     await asyncio.sleep(0.1)
+    finally:
+        await asyncio.to_thread(cluster.close)
+
+
+async def test_a_key_stands_for_one_answer_while_jetstream_has_no_leader(checkpoint: Path) -> None:
+    """In a cluster of three NATS servers, of which two are away: at two gateways, which ask each other."""
+    cluster = await asyncio.to_thread(NatsCluster)
+    path, body, headers = "/v1/chat/completions", chat(max_tokens=100), {KEY_HEADER: "k"}
+    try:
+        settings = BusSettings(nats_url=cluster.nodes[0].url, nats_replicas=3)
+        async with (
+            logging_stack(settings, checkpoint, nats_replicas=3) as stack,
+            running_gateway(settings, gateway_id="other", nats_replicas=3) as other,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=60) as client,
+        ):
+            stack.peer.interval_s = 0.1
+            for node in cluster.nodes[1:]:
+                node.kill()
+            seen = await read_some(stack, path, body, headers, 2)
+            await stack.until_metrics('tideway_gateway_copied_records_total{outcome="copied"} 1.0')
+            resumed = {**headers, "last-event-id": seen[-1].id}
+            again, rest = await asyncio.gather(
+                client.post(path, json=body, headers=headers),
+                client.get(f"/v1/streams/{seen[0].data['id']}", headers=resumed),
+            )
+            assert again.status_code == rest.status_code == 200, again.text + rest.text
+            assert text_of(events_of(again.text)) == text_of(seen) + text_of(events_of(rest.text)) == TEXT
+            assert len(stack.peer.submitted) == 1
+            for node in cluster.nodes[1:]:
+                await asyncio.to_thread(node.start)
+            claims = await stack.peer.bus.key_value(IDEMPOTENCY_KEYS)
+            found: dict[str, KvEntry[IdempotencyClaim]] = {}
+            async with asyncio.timeout(60):
+                while not found:
+                    with suppress(BusError):
+                        found = await claims.entries()
+                    await asyncio.sleep(0.1)
+            assert [entry.value.call_id for entry in found.values()] == [seen[0].data["id"]]
     finally:
         await asyncio.to_thread(cluster.close)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
@@ -128,6 +129,11 @@ class SharedKeyUses:
                     await self._gateways.delete(self._gateway_id)
             except (BusError, TimeoutError) as error:
                 logger.info("that this gateway ends is not told: %s", error)
+
+    @property
+    def gateways(self) -> Collection[str]:
+        """Ids of the gateways that live, so far as is known."""
+        return () if self._alive is None else self._alive.entries.keys()
 
     async def claim(self, key: Key, claim: Claim, now: float) -> None:
         """Implements `Uses.claim`, within twice `MAX_WAIT_S`."""

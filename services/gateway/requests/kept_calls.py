@@ -2,7 +2,8 @@
 given up.
 
 A call is kept where its client asks for it (`X-Resume-Window`, `Idempotency-Key`), and where it may be had by its id anyway
-(a stored response's stream). Its record is written before it is placed and again, with all output, when it has ended; until
+(a stored response's stream). Its record is written before it is placed (while JetStream elects a leader, the other gateways
+get it: `copies`) and again, with all output, when it has ended; until
 then its tokens are with the instance that makes them (services/worker/instance/output_log.py). Whoever resumes it makes the
 answer again from its first token, since text, stop strings and calls of tools depend on all before, and shows what comes
 after the client's position.
@@ -16,7 +17,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ import msgspec
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.parsing import Options
+from services.gateway.requests.copies import RecordCopies
 from services.gateway.responses.messages import InputItem, ResponseObject
 from services.gateway.streams.generation import Generation, Prompt
 from services.gateway.streams.stream import Stream
@@ -32,7 +35,7 @@ from services.gateway.streams.stream_table import KEPT_MARK, StreamTable
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Subscription
 from shared.messages.catalogue import CANCEL_CALL, IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.kept import CancelCall, IdempotencyClaim, KeptCall, TakenOver
+from shared.messages.kept import CallCopy, CancelCall, IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.requests import ErrorCode, FinishReason, TokenEntry
 from shared.runtime.settings import GatewaySettings
 from shared.runtime.tasks import TaskSet
@@ -45,10 +48,10 @@ STREAM_HEADER = "x-stream-id"
 """Header of an answer that may be resumed."""
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
-UNASKED_WAIT_S = 1.0
-"""Time that a call waits for its record where nobody asked to keep it."""
-WRITE_TRIES, WRITE_RETRY_S = 5, 1.0
-"""Tries to write a record that nobody waits for: each try takes seconds, and an election up to 9 s."""
+SILENCE_S = 1.0
+"""Time that a call waits for JetStream: a leader that is there answers sooner, and an election takes seconds."""
+WRITE_WITHIN_S, WRITE_RETRY_S = 60.0, 1.0
+"""Time to store a record that nobody waits for, and between two tries: an election takes up to 9 s."""
 
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _CALL_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -101,18 +104,21 @@ class AlreadyKept(Exception):
 class Kept:
     """A call of which this gateway has the streams. It listens to them as its readers do, and so keeps them open."""
 
-    def __init__(self, calls: KeptCalls, record: KeptCall) -> None:
-        """It has one reader."""
+    def __init__(self, calls: KeptCalls, record: KeptCall, digest: bytes = b"") -> None:
+        """It has one reader. `digest`: of its request, if that is known."""
         self.record = record
+        self.digest = digest
         self.num_readers = 1
         self.is_elsewhere = False
         """Another gateway has it too: it is left to that one in the end."""
+        self.is_copied = False
+        """Other gateways have its record too, as JetStream did not take it."""
         self._calls = calls
         self._streams: list[Stream | None] = []
         self._is_over = False
         self._timer: asyncio.Task[None] | None = None
-        self.writing: asyncio.Task[bool] | None = None
-        """Its first record is being stored while it runs."""
+        self.writing: asyncio.Task[Exception | None] | None = None
+        """Its first record is being stored, perhaps while it runs: its outcome."""
 
     def hold(self, generation: Generation) -> None:
         """Holds the generation from now on, since its streams are open."""
@@ -219,8 +225,15 @@ def _whole(stream: Stream) -> TokenEntry:
 
 class KeptCalls:
     def __init__(
-        self, bus: Bus, gateway_id: str, table: StreamTable, metrics: GatewayMetrics, settings: GatewaySettings
+        self,
+        bus: Bus,
+        gateway_id: str,
+        table: StreamTable,
+        metrics: GatewayMetrics,
+        settings: GatewaySettings,
+        gateways: Callable[[], Collection[str]],
     ) -> None:
+        """`gateways`: those that live."""
         self.table = table
         self.tasks = TaskSet()
         self._bus = bus
@@ -228,6 +241,7 @@ class KeptCalls:
         self._metrics = metrics
         self._settings = settings
         self._here: dict[str, Kept] = {}
+        self._copies = RecordCopies(bus, gateway_id, gateways, self._running)
         self._records: KeyValue[KeptCall]
         self._claims: KeyValue[IdempotencyClaim]
         self._subscriptions: list[Subscription] = []
@@ -236,6 +250,7 @@ class KeptCalls:
     async def start(self) -> None:
         self._records = await self._bus.key_value(KEPT_CALLS, max_bytes=self._settings.max_resume_bytes)
         self._claims = await self._bus.key_value(IDEMPOTENCY_KEYS)
+        await self._copies.start()
         self._subscriptions = [
             await self._bus.subscribe(TAKEN_OVER, self._on_taken_over),
             await self._bus.subscribe(CANCEL_CALL, lambda message: self._cancel_here(message.call_id)),
@@ -243,6 +258,7 @@ class KeptCalls:
 
     async def stop(self) -> None:
         """The calls go on without this gateway. To be called while their streams are open."""
+        await self._copies.stop()
         for subscription in self._subscriptions:
             await subscription.stop()
         for kept in self._here.values():
@@ -291,14 +307,30 @@ class KeptCalls:
         `BusError`."""
         if wish is None or not wish.claim:
             return None
-        entry = await self._claims.get_from_any_copy(wish.claim)
-        return None if entry is None else await self._of_claim(entry.value, wish)
+        entry = None
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                entry = await self._claims.get_from_any_copy(wish.claim)
+        except TimeoutError:
+            pass  # `keep` finds out
+        except BusError as error:
+            if error.code is not ErrorCode.UNAVAILABLE:
+                raise
+        if entry is not None and (record := await self._of_claim(entry.value, wish)) is not None:
+            return record
+        copy = self._running(wish.claim) or self._copies.of_claim(wish.claim)
+        return None if copy is None else self._same(copy.record, copy.digest, wish)
 
     async def _of_claim(self, claim: IdempotencyClaim, wish: Wish) -> KeptCall | None:
         record = await self._get(claim.call_id)
-        if record is None or record.expires_s < time.time():
+        return None if record is None else self._same(record, claim.digest, wish)
+
+    def _same(self, record: KeptCall, digest: bytes, wish: Wish) -> KeptCall | None:
+        """The record of the wish's idempotency key, unless it has expired. Raises `ApiError` 422 where it is of another
+        request."""
+        if record.expires_s < time.time():
             return None
-        if claim.digest != wish.digest:
+        if digest != wish.digest:
             raise ApiError(
                 422,
                 f"The {KEY_HEADER} of this request belongs to another one, until {self._settings.resume_s:g} s after the "
@@ -307,6 +339,11 @@ class KeptCalls:
                 code="idempotency_key_reused",
             )
         return record
+
+    def _running(self, claim: str) -> CallCopy | None:
+        """The call of an idempotency key that runs here."""
+        found = (kept for kept in self._here.values() if kept.record.claim == claim and kept.digest)
+        return next((CallCopy(kept.record, kept.digest) for kept in found), None)
 
     async def find(self, call_id: str, tenant: str) -> KeptCall:
         """Raises `ApiError` 404 (also where it is another tenant's), 410; `BusError`."""
@@ -324,8 +361,17 @@ class KeptCalls:
     async def _get(self, call_id: str) -> KeptCall | None:
         if (kept := self._here.get(call_id)) is not None:
             return kept.record
-        entry = await self._records.get_from_any_copy(call_id)
-        return None if entry is None else entry.value
+        copy = self._copies.find(call_id)
+        try:
+            async with asyncio.timeout(None if copy is None else SILENCE_S):
+                entry = await self._records.get_from_any_copy(call_id)
+        except (BusError, TimeoutError):
+            if copy is None:
+                raise
+            entry = None
+        if entry is not None:
+            return entry.value
+        return None if copy is None else copy.record
 
     # --------------------------------------------------------------------------------------- from begin to end
 
@@ -352,52 +398,101 @@ class KeptCalls:
                 f"among them; this one takes {num_bytes}."
             )
             raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
-        kept = Kept(self, record)
-        if wish.asked_by:
-            await self._records.put(record.call_id, record)
-            if wish.claim:
-                await self._claim(wish, record.call_id)
-        else:
-            kept.writing = self.tasks.start(self._write_later(record))
-            try:
-                await asyncio.wait({kept.writing}, timeout=UNASKED_WAIT_S)
-            except asyncio.CancelledError:
-                kept.writing.cancel()
-                raise
-            if kept.writing.done() and not kept.writing.result():
+        kept = Kept(self, record, wish.digest)
+        kept.writing = self.tasks.start(self._begin_record(record, wish.digest))
+        try:
+            await asyncio.wait({kept.writing}, timeout=SILENCE_S)
+            if not kept.writing.done() and wish.asked_by:
+                await self._spread(kept, wish)
+        except BaseException:
+            kept.writing.cancel()
+            self.tasks.start(self._purge(record))
+            raise
+        if kept.writing.done() and (failure := kept.writing.result()) is not None:
+            if not wish.asked_by:
                 return None
+            raise failure
         self._here[record.call_id] = kept
         return kept
 
-    async def _write_later(self, record: KeptCall) -> bool:
-        """Whether it was stored; while JetStream elects, when that is over."""
-        for is_last in (*[False] * (WRITE_TRIES - 1), True):
-            try:
-                await self._records.put(record.call_id, record)
-                return True
-            except BusError as error:
-                logger.warning("what is kept of %s is not stored: %s", record.call_id, error)
-                if is_last or error.code is not ErrorCode.UNAVAILABLE:
-                    break
-            await asyncio.sleep(WRITE_RETRY_S)
-        return False
-
-    async def _claim(self, wish: Wish, call_id: str) -> None:
-        claim = IdempotencyClaim(call_id, wish.digest)
+    async def _spread(self, kept: Kept, wish: Wish) -> None:
+        """While JetStream elects. Raises `AlreadyKept`, `ApiError`, `BusError`."""
+        outcome = "refused"
         try:
+            first = await self._copies.spread(CallCopy(kept.record, kept.digest))
+            if kept.writing is not None and kept.writing.done():
+                outcome = "stored"  # JetStream says who is first
+            elif first is not None and (record := self._same(first.record, first.digest, wish)) is not None:
+                outcome = "joined"
+                raise AlreadyKept(record)
+            else:
+                outcome, kept.is_copied = "copied", True
+        finally:
+            self._metrics.copied_records.labels(outcome).inc()
+
+    async def _begin_record(self, record: KeptCall, digest: bytes) -> Exception | None:
+        """Stores the record and its claim. What came of it: `AlreadyKept`, `ApiError`, `BusError`."""
+
+        async def write() -> None:
+            with suppress(RevisionConflict):  # an earlier try was stored
+                await self._records.create(record.call_id, record)
+            await self._claim(record, digest)
+
+        failure = await self._patiently(record, write)
+        if isinstance(failure, AlreadyKept | ApiError):
+            await self._purge(record)
+        return failure
+
+    async def _end_record(self, record: KeptCall, digest: bytes) -> Exception | None:
+        """Stores the record with its output, as `_begin_record`. `digest`: of a claim that is not stored yet."""
+
+        async def write() -> None:
+            await self._records.put(record.call_id, record)
+            await self._claim(record, digest)
+
+        return await self._patiently(record, write)
+
+    async def _patiently(self, record: KeptCall, write: Callable[[], Awaitable[None]]) -> Exception | None:
+        """What came of `write`, tried again while JetStream elects."""
+        give_up_s, is_told = time.monotonic() + WRITE_WITHIN_S, False
+        while True:
             try:
-                await self._claims.create(wish.claim, claim)
-            except RevisionConflict:
-                entry = await self._claims.get(wish.claim)
-                if entry is None:
-                    await self._claims.create(wish.claim, claim)
-                    return
-                if (first := await self._of_claim(entry.value, wish)) is not None:
-                    raise AlreadyKept(first) from None
-                await self._claims.update(wish.claim, claim, entry.revision)
-        except BaseException:
-            await self._records.purge(call_id)
-            raise
+                await write()
+                return None
+            except (AlreadyKept, ApiError) as error:
+                return error
+            except BusError as error:
+                is_over = error.code is not ErrorCode.UNAVAILABLE or time.monotonic() > give_up_s
+                if is_over or not is_told:
+                    logger.warning("what is kept of %s is not stored: %s", record.call_id, error)
+                if is_over:
+                    return error
+            is_told = True
+            await asyncio.sleep(WRITE_RETRY_S)
+
+    async def _claim(self, record: KeptCall, digest: bytes) -> None:
+        """Nothing to do where the client gave no key, or it is claimed. Raises `AlreadyKept`, `ApiError` 422, `BusError`."""
+        if not record.claim or not digest:
+            return
+        claim = IdempotencyClaim(record.call_id, digest)
+        try:
+            await self._claims.create(record.claim, claim)
+        except RevisionConflict:
+            entry = await self._claims.get(record.claim)
+            if entry is None:
+                await self._claims.create(record.claim, claim)
+                return
+            if entry.value == claim:
+                return
+            if (first := await self._of_claim(entry.value, Wish(claim=record.claim, digest=digest))) is not None:
+                raise AlreadyKept(first) from None
+            await self._claims.update(record.claim, claim, entry.revision)
+
+    async def _purge(self, record: KeptCall) -> None:
+        try:
+            await self._records.purge(record.call_id)
+        except BusError as error:
+            logger.warning("%s is not removed, and expires: %s", record.call_id, error)
 
     async def join(self, record: KeptCall, generation: Generation) -> Kept | None:
         """A further reader of the call, whose streams are the generation's then; None: it has ended."""
@@ -415,7 +510,10 @@ class KeptCalls:
                 kept.leave()
                 raise
             return kept
-        kept = self._here[record.call_id] = Kept(self, record)
+        copy = self._copies.find(record.call_id)
+        kept = self._here[record.call_id] = Kept(self, record, b"" if copy is None else copy.digest)
+        if copy is not None:  # whoever has it stored it, or is gone
+            kept.writing = self.tasks.start(self._begin_record(record, copy.digest))
         self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id))
         try:
             await generation.attach(())
@@ -444,12 +542,12 @@ class KeptCalls:
         """All of the call has come."""
         expires_s = time.time() + self._settings.resume_s
         kept.record = msgspec.structs.replace(kept.record, outputs=outputs, expires_s=expires_s)
-        outcome = "stored"
-        if kept.writing is not None:
-            kept.writing.cancel()  # it must not take the place of what comes now
+        outcome, digest = "stored", b""
+        if kept.writing is not None and kept.writing.cancel():  # it must not take the place of what comes now
+            digest = kept.digest
         if len(msgspec.msgpack.encode(kept.record)) > MAX_RECORD_BYTES:
             outcome = "too_large"  # for as long as the instance has it, it may be had
-        elif not await self._write_later(kept.record):
+        elif isinstance(await self._end_record(kept.record, digest), BusError):
             outcome = "failed"
         self._metrics.kept_call_ends.labels(outcome).inc()
         self.let_go(kept)
@@ -458,6 +556,8 @@ class KeptCalls:
         """Nobody can have the call any more."""
         self._metrics.kept_call_ends.labels(outcome).inc()
         self.let_go(kept)
+        if kept.is_copied or self._copies.find(kept.record.call_id) is not None:
+            self._copies.drop(kept.record.call_id)
         try:
             if kept.record.claim:
                 await self._claims.purge(kept.record.claim)
