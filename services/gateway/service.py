@@ -60,6 +60,8 @@ ENDING_S = 5.0
 """Time at a stop for what is left after all graces to be told so."""
 OTHER_DESCRIPTORS = 256
 """Descriptors of the process that are no connections of clients."""
+LEAST_CONNECTIONS = 64
+"""With fewer a gateway would look ready, and serve next to nobody."""
 
 
 class _Server(uvicorn.Server):
@@ -236,11 +238,16 @@ class GatewayService:
 
 
 def _within_descriptors(settings: GatewaySettings) -> GatewaySettings:
-    """No more connections than this process may have descriptors for."""
+    """No more connections than this process may have descriptors for. Raises `SettingsError` where those are too few."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or settings.max_connections <= limit - OTHER_DESCRIPTORS:
         return settings
-    most = max(1, limit - OTHER_DESCRIPTORS)
+    most = limit - OTHER_DESCRIPTORS
+    if most < LEAST_CONNECTIONS:
+        raise SettingsError(
+            f"This process may have {limit} descriptors, of which a gateway needs {OTHER_DESCRIPTORS} for other things than "
+            f"clients: raise the limit to {OTHER_DESCRIPTORS + LEAST_CONNECTIONS} or more (ulimit -n)."
+        )
     logger.warning(
         "this process may have %d descriptors, so that it takes %d connections at most and not %d "
         "(TIDEWAY_MAX_CONNECTIONS); raise it with ulimit -n",

@@ -231,6 +231,24 @@ async def test_batch_lines_count_against_the_tokens_of_their_key(nats_settings: 
         assert key.num_in_flight == dict.fromkeys(RequestClass, 0)
 
 
+async def test_no_request_asks_for_more_than_its_key_has_in_a_minute(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys="secret::100") as stack:
+        stack.say("Hello world")
+        many = {"model": MODEL, "prompt": [5] * 10, "n": 4, "max_tokens": 50}
+        refused = await stack.client.post("/v1/completions", json=many, headers=bearer("secret"))
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "100", "it cost nothing"
+        hello = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+        for path, body in (("/v1/chat/completions", hello), ("/v1/messages", {**hello, "max_tokens": 4000})):
+            answer = await stack.client.post(path, json=body, headers=bearer("secret"))
+            assert answer.status_code == 200, answer.text
+            sent = stack.peer.submitted[-1]
+            assert sent.sampling.max_tokens == 100 - len(sent.prompt) // 4
+
+
 async def test_a_batch_line_counts_once_and_waits_untokenised(
     nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

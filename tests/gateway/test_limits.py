@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from services.gateway.access.admission import WINDOW_S, Admission, Key, TokenWin
 from services.gateway.http.errors import ApiError
 from services.gateway.openai.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, sampling_of, timeout_of
 from services.gateway.openai.schemas import CompletionRequest
+from services.gateway.service import _within_descriptors
 from services.gateway.streams.placing import candidates
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo, LoadedModel
@@ -51,6 +53,31 @@ async def test_tokens_per_minute() -> None:
     key.charge_prompt(20, 1061.0)
     with pytest.raises(ApiError):
         key.charge_prompt(101, 5000.0)
+
+
+def test_an_output_fits_a_minute() -> None:
+    key = Key(tokens_per_minute=100)
+    assert key.fitted_output(40, 1, 60, is_fixed=True) == 60
+    assert key.fitted_output(40, 1, 4096, is_fixed=False) == 60
+    assert key.fitted_output(40, 3, 4096, is_fixed=False) == 20
+    assert key.fitted_output(99, 3, 4096, is_fixed=False) == 1
+    assert Key().fitted_output(40, 128, 1500, is_fixed=True) == 1500
+    with pytest.raises(
+        ApiError, match=r"40 tokens of prompts and an output of up to 61; .* 100 tokens per minute"
+    ) as one:
+        key.fitted_output(40, 1, 61, is_fixed=True)
+    with pytest.raises(ApiError, match="128 outputs of up to 1500") as many:
+        key.fitted_output(1, 128, 1500, is_fixed=True)
+    assert [(each.value.status, each.value.param) for each in (one, many)] == [(400, "max_tokens"), (400, "n")]
+
+
+def test_a_gateway_does_not_start_where_it_could_serve_next_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GatewaySettings(max_connections=1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    with pytest.raises(SettingsError, match=r"may have 256 descriptors, .* to 320 or more \(ulimit -n\)"):
+        _within_descriptors(settings)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (320, 320))
+    assert _within_descriptors(settings).max_connections == 64
 
 
 async def test_what_is_in_flight_is_given_back_once() -> None:

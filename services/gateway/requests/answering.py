@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -223,6 +224,8 @@ async def begin(
         message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     num_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    if not isinstance(message, PooledRequest):
+        prompts = _fitted(key, prompts, options.num_choices, is_fitted=bool(getattr(message, "fit_max_tokens", False)))
     charged = await exchange.unless_gone(context.admission.charge_prompt(key, num_tokens, context.bus.now()))
 
     context.timelines.name(call.call_id, request.state.request_id)
@@ -253,6 +256,21 @@ async def begin(
     if traceparent := current_traceparent():
         headers["traceparent"] = traceparent
     return generation, plan, headers
+
+
+def _fitted(key: Key, prompts: list[Prompt], num_choices: int, *, is_fitted: bool) -> list[Prompt]:
+    """The prompts with outputs that the key may have in a minute. `is_fitted`: the client takes what fits. Raises
+    `ApiError` 400."""
+    num_tokens, num_sequences = sum(len(prompt.tokens) for prompt in prompts), len(prompts) * num_choices
+
+    def fitted(prompt: Prompt) -> Prompt:
+        is_fixed = not (is_fitted or prompt.is_open_ended)
+        most = key.fitted_output(num_tokens, num_sequences, prompt.sampling.max_tokens, is_fixed=is_fixed)
+        if most == prompt.sampling.max_tokens:
+            return prompt
+        return dataclasses.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, max_tokens=most))
+
+    return list(map(fitted, prompts))
 
 
 async def prompts_in_time(
