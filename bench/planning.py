@@ -9,7 +9,6 @@ The policies are an instance's by default, with a measured cost model. In a mixe
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 
@@ -22,6 +21,7 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
 from shared.messages.requests import GenerationRequest, SamplingParams
+from shared.runtime.garbage import frozen_heap
 
 PROMPT_TOKENS, BLOCK_SIZE = 512, 16
 STEP_S = 0.03
@@ -48,28 +48,26 @@ def measure(num_sequences: int, num_steps: int, *, is_mixed: bool) -> list[float
     engine.apply(AddModel(ModelShape("m", BLOCK_SIZE, 1, 2 * tokens)), 0.0)
     engine.apply(SetCostModel("m", DEVICES["a100"].cost_model), 0.0)
     taken_s = []
-    gc.collect()
-    gc.freeze()
-    for step in range(num_sequences + num_steps):
-        now = STEP_S * step
-        is_begun = step >= num_sequences
-        if is_mixed or not is_begun:
-            _submit(engine, step, tokens, now)
-        times_s = [time.perf_counter()]
-        plan = engine.plan(now)
-        times_s.append(time.perf_counter())
-        assert plan is not None and (not is_begun or len(plan.rows) == num_sequences)
-        result = StepResult(plan.step_id, [5] * sum(plan.samples))
-        executed_s = time.perf_counter()
-        engine.apply(OnStep(result), now + STEP_S)
-        if is_mixed and step >= num_sequences - 1:
-            engine.apply(Cancel(str(step - num_sequences + 1)), now + STEP_S)
-        engine.effects()
-        times_s.append(time.perf_counter())
-        engine.load(now + STEP_S)
-        if is_begun:
-            taken_s.append((times_s[1] - times_s[0], times_s[2] - executed_s, time.perf_counter() - times_s[2]))
-    gc.unfreeze()
+    with frozen_heap():
+        for step in range(num_sequences + num_steps):
+            now = STEP_S * step
+            is_begun = step >= num_sequences
+            if is_mixed or not is_begun:
+                _submit(engine, step, tokens, now)
+            times_s = [time.perf_counter()]
+            plan = engine.plan(now)
+            times_s.append(time.perf_counter())
+            assert plan is not None and (not is_begun or len(plan.rows) == num_sequences)
+            result = StepResult(plan.step_id, [5] * sum(plan.samples))
+            executed_s = time.perf_counter()
+            engine.apply(OnStep(result), now + STEP_S)
+            if is_mixed and step >= num_sequences - 1:
+                engine.apply(Cancel(str(step - num_sequences + 1)), now + STEP_S)
+            engine.effects()
+            times_s.append(time.perf_counter())
+            engine.load(now + STEP_S)
+            if is_begun:
+                taken_s.append((times_s[1] - times_s[0], times_s[2] - executed_s, time.perf_counter() - times_s[2]))
     return [1e6 * statistics.median(each) for each in zip(*taken_s, strict=True)]
 
 

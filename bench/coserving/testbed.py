@@ -31,6 +31,7 @@ from shared.engine.plan import StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest
+from shared.runtime.garbage import frozen_heap
 from tideway.bench.records import RequestRecord
 from tideway.bench.workload import PlannedRequest
 
@@ -223,19 +224,17 @@ class Run:
     ) -> RunResult:
         """Runs like `VirtualRun`."""
         requests = deque(self._clients.expect(online, offline))
-        gc.collect()
-        gc.freeze()
-        self._origin_s = time.perf_counter()
-        try:
-            self._clients.begin()
-            self._loop.start()
-            while not self._clients.is_over(duration_s, grace_s):
-                self._feed(requests)
-            end_s = self.now()
-        finally:
-            self._loop.stop(60.0)
-            self._executor.close()
-            gc.unfreeze()
+        with frozen_heap():
+            self._origin_s = time.perf_counter()
+            try:
+                self._clients.begin()
+                self._loop.start()
+                while not self._clients.is_over(duration_s, grace_s):
+                    self._feed(requests)
+                end_s = self.now()
+            finally:
+                self._loop.stop(60.0)
+                self._executor.close()
         if self._loop.failure:
             raise RunFailed(self._loop.failure)
         return self._clients.result(duration_s, end_s)

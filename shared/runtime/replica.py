@@ -4,7 +4,6 @@ it closed again."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ import msgspec
 
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
+from shared.runtime.garbage import freeze_heap
 from shared.runtime.service import load_or_exit, run_service, unless_stopped
 from shared.runtime.settings import BusSettings, default_id
 from shared.runtime.telemetry import Telemetry, start_telemetry
@@ -48,8 +48,7 @@ async def serve(name: str, make: Make[S], settings: S, stop: asyncio.Event) -> N
         telemetry.ask(lambda: [] if bus.is_connected else ["not connected to NATS"])
         await unless_stopped(service.start(), stop)
         # Modules and what was put together stays for good: no collection is to stand still over it.
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
         await stop.wait()
     finally:
         await service.stop()

@@ -379,6 +379,7 @@ async def test_a_run_ends_although_the_server_does_not(server: BenchServer) -> N
 
 async def test_a_full_collection_passes_by_what_was_there_before_a_run() -> None:
     frozen = []
+    num_frozen = gc.get_freeze_count()
 
     async def send(request: PlannedRequest, record: RequestRecord, now: object) -> None:
         frozen.append(gc.get_freeze_count())
@@ -388,4 +389,4 @@ async def test_a_full_collection_passes_by_what_was_there_before_a_run() -> None
         request_id="a", stream="s", model="m", request_class=RequestClass.ONLINE, prompt_tokens=1, output_tokens=1, at_s=0.0
     )  # fmt: skip
     await Run([request], send, duration_s=None, drain_s=1.0).run(asyncio.Event())
-    assert frozen[0] > 10_000 and gc.get_freeze_count() < 1_000
+    assert frozen[0] > max(10_000, num_frozen)

@@ -7,17 +7,16 @@ was is measured, both in sending and on its event loop (which would make answers
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from shared.messages.requests import RequestClass
+from shared.runtime.garbage import frozen_heap
 from tideway.bench.records import INTERRUPTED, UNFINISHED, RequestRecord
 from tideway.bench.workload import PlannedRequest
 
@@ -42,18 +41,6 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     loop_p99_s: float = 0.0
     loop_max_s: float = 0.0
     """By how much a timer of the event loop fires late."""
-
-
-@contextmanager
-def _little_garbage() -> Iterator[None]:
-    """Within it what exists already is not looked through: a full collection in a process that has imported a lot takes some
-    tenths of a second, in which all answers look late."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class Run:
@@ -89,7 +76,7 @@ class Run:
 
     async def run(self, stop: asyncio.Event) -> list[RequestRecord]:
         """Until all is done, or `stop` is set; what is then in flight is given up."""
-        with _little_garbage():
+        with frozen_heap():
             return await self._run(stop)
 
     async def _run(self, stop: asyncio.Event) -> list[RequestRecord]:

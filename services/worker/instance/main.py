@@ -7,7 +7,6 @@ first; a second signal ends it at once), is drained, or its engine fails.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -30,6 +29,7 @@ from services.worker.instance.building import (
 from services.worker.ranks.starting import start_ranks
 from shared.messages.cluster import InstancePlan
 from shared.migration.limits import DRAIN_CONCURRENCY
+from shared.runtime.garbage import freeze_heap
 from shared.runtime.service import load_or_exit, run_service, unless_stopped
 from shared.runtime.settings import InstanceSettings
 from shared.runtime.telemetry import start_telemetry
@@ -92,8 +92,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
     )
     await unless_stopped(service.start(), stop)
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     await first_of(stop.wait(), service.drained.wait(), service.failed.wait())
     if stop.is_set():
         await first_of(service.drain_before_exit(), service.failed.wait())

@@ -7,7 +7,6 @@ It does what rank 0 says, in that order, and ends when rank 0 does.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -46,6 +45,7 @@ from services.worker.ranks.messages import (
     ToRank,
     framed,
 )
+from shared.runtime.garbage import freeze_heap
 from shared.runtime.service import set_up_logging
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ def _serve(stream: Stream[ToRank], setup: SetUp) -> None:
         stream, executor, tells_results=group.is_last_stage and not group.is_first_stage and group.rank == 0
     )
     stream.send(framed(Ready()))
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     member.serve()
     executor.close()
     group.close()
