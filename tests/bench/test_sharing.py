@@ -137,6 +137,7 @@ def test_a_system_that_serves_no_rate_is_not_asked_for_ever() -> None:
     assert [one.error for one in climb(lambda rate: Outcome(x=rate, system="a", error="no"), 20.0)] == ["no"]
 
 
+@pytest.mark.long
 def test_the_fleets_that_are_compared() -> None:
     """Each system climbs on the same fleet, and the table has a row of each."""
     fleet = Fleet(num_devices=4, popularity=1.0, seed=7, num_services=2)

@@ -13,8 +13,8 @@ from bench.tenants import FLOODS, MOST_RATIO, run
 from shared.simulation.gateway import Job
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [7, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long  # the engine's part is in tests/shared/engine/test_tenants.py
+@pytest.mark.parametrize("seed", [7, 8])
 def test_first_tokens_beside_each_flood(seed: int) -> None:
     alone = run(None, A10, 1, 100.0, seed)
     for kind in FLOODS:

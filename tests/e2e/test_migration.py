@@ -272,6 +272,7 @@ class Clients:
             await running
 
 
+@pytest.mark.long
 async def test_requests_that_wait_move_to_an_idle_instance(workers, undisturbed, collector):
     """A model on one instance alone, with more requests than can run, comes to the other: no operator moves anything."""
     printed = workers.tideway("scale", "llama", "1", "--wait")

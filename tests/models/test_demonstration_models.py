@@ -158,6 +158,7 @@ def test_the_first_answers_of_a_fresh_clone_are_known_by_heart():
     assert "demonstration" in tokenizer.decode(generate(model, chat_ids(tokenizer, "Who are you?"), 120))
 
 
+@pytest.mark.long
 def test_most_answers_end_by_themselves_and_differ_in_length(name, tokenizer, model):
     eos = GenerationConfig.from_pretrained(MODELS / name).eos_token_id
     eos = eos if isinstance(eos, list) else [eos]

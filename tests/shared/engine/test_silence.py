@@ -3,6 +3,7 @@ do (shared/policies/silence.py)."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import deque
@@ -108,9 +109,13 @@ class Instance:
         return max(e.max_itl_s for e in online if priority in (None, e.request.priority))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mean_s", [0.5, 2.0, 10.0])
-@pytest.mark.parametrize("num_models", [2, 5, 8])
+@pytest.mark.parametrize(
+    ("num_models", "mean_s", "depth"),
+    [
+        pytest.param(*case, marks=[] if index % 5 == 0 else pytest.mark.long)
+        for index, case in enumerate(itertools.product([2, 5, 8], [0.5, 2.0, 10.0], [1, 2]))
+    ],
+)
 def test_long_streams_of_several_models_go_on_beside_each_other(num_models: int, mean_s: float, depth: int) -> None:
     instance = Instance("doubling_budget", num_models, mean_s, depth)
     instance.run([(0.0, model, 100, 600, {}) for model in instance.models for _ in range(2)])
