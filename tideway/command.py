@@ -19,15 +19,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from services.worker.engines import environments
-from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
-from shared.migration import recording as migration
 from shared.recording import ReplayMismatch, header_of
 from shared.runtime.service import OPERATOR_ERROR_EXIT_CODE
 from shared.runtime.settings import SettingsError
-from shared.scheduling import recording as scheduling
 from tideway import completion, model_commands, operations, requests, routes
 from tideway import plan as plans
 from tideway.backup import backup, restore
@@ -611,6 +608,11 @@ def replay(
     file: Annotated[Path, typer.Argument(help="Recording that a scheduler or instance wrote to TIDEWAY_RECORD_FILE.")],
 ) -> None:
     """Run a recorded scheduler, engine or host of migrations again and check that it decides the same."""
+    # Scheduler and engine, which no other command needs.
+    from shared.engine import recording
+    from shared.migration import recording as migration
+    from shared.scheduling import recording as scheduling
+
     try:
         recorded = file.read_bytes()
         match header_of(recorded, recording.Configuration | scheduling.Configuration | migration.Configuration):

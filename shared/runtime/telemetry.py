@@ -21,7 +21,6 @@ from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -192,6 +191,9 @@ class _QuietExporter(SpanExporter):
     def __init__(self, endpoint: str, metrics: ExportMetrics) -> None:
         self._endpoint = endpoint
         self._metrics = metrics
+        # Imported here: a process that exports nothing needs neither protobuf nor requests.
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
         self._exporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
         self._is_failing = False
         # These log every failed batch, some with a stack trace.
