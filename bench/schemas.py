@@ -62,7 +62,7 @@ def told(schema: Any, instances: list[dict[str, Any]], tokenizer: LLTokenizer) -
     if compile_s > MAX_COMPILE_S:
         return Outcome("too slow", f"it took {compile_s:.2f} s and was not refused", compile_s)
     text = result.text or grammar.text
-    kinds, orders = [], list(_orders(schema))
+    kinds, orders = [], [*_orders(schema), *_orders(grammar.schema)]
     for instance in instances:
         data = instance["data"]
         if accepts(text, data, tokenizer) is instance["valid"]:
@@ -88,7 +88,7 @@ def _is_of_format(schema: Any, instance: dict[str, Any]) -> bool:
 
 
 def _orders(schema: Any) -> Iterator[list[str]]:
-    """The names of properties, of each object that a schema describes."""
+    """Gives the names of properties, of each object that a schema describes."""
     if isinstance(schema, dict):
         if isinstance(properties := schema.get("properties"), dict):
             yield list(properties)

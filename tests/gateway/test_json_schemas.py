@@ -107,6 +107,29 @@ KINDS = {"type": "object", "properties": {"kind": {"enum": ["run", "ask"]}, "com
         ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[], [True, False]], [[True, True]]),
         ({**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
         ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]}, ["a", "abcd"], ["ab", "abc"]),
+        ({"not": {"enum": [0, 2]}}, [1, -1, 1.5, 20, True, "x"], [0, 2, 2.0, -0.0]),
+        ({"not": {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}}, ["x", 1], [None]),
+        ({"type": "array", "not": {"contains": {"type": "string"}}}, [[], [1, None]], [["x"], [1, "x"]]),
+        ({"type": "string", "not": {"const": "a", "title": "A", "x-order": 1}}, ["b"], ["a"]),
+        ({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True}, [[5, 1, 3, 2, 4]], [[5, 5]]),
+        ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True, "maxItems": 2},
+         [[8, 0]], [[7, 7], [1, 2, 3]]),
+        ({**AB, "minProperties": 1, "additionalProperties": False}, [{"a": 1}, {"a": 1, "b": 1}], [{}]),
+        ({**AB, "minProperties": 2, "maxProperties": 2, "additionalProperties": False}, [{"a": 1, "b": 1}], [{}, {"b": 1}]),
+        ({**AB, "maxProperties": 1, "additionalProperties": False}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+        ({**AB, "maxProperties": 2, "required": ["a"]},
+         [{"a": 1}, {"a": 1, "b": 1}], [{}, {"b": 1}, {"a": 1, "b": 1, "c": 1}]),
+        ({**AB, "minProperties": 1}, [{"a": 1}, {"b": 1, "c": 1}], [{}]),
+        ({"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}},
+         [{}, {"x": 1}, {"x": 1, "y": 2}], [{"z": 1}, {"x": "1"}]),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "integer"}},
+         [{}, {"abc": 1}], [{"A": 1}, {"abc": "1"}]),
+        ({"type": "object", "propertyNames": {"not": {"const": "x"}}}, [{}, {"y": 1}, {"xx": 1}], [{"x": 1}]),
+        ({"type": "object", "propertyNames": {"anyOf": [{"const": "x.y"}, {"pattern": "^[0-9]+$"}]}},
+         [{"x.y": 1, "12": 2}], [{"xzy": 1}, {"a": 1}]),
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}},
+         [{"a": None}], [{"a": 1}]),
+        ({"type": "integer", "then": {"type": "string"}, "else": False}, [1], ["x"]),
         ({"$defs": {"A": {"required": ["a"]}}, **AB, "oneOf": [{"$ref": "#/$defs/A"}, {"required": ["b"]}]},
          [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
     ],
@@ -121,17 +144,186 @@ def test_keywords_that_grammars_lack_hold_by_others(schema: Any, good: list[Any]
     [
         ({"type": "string", "not": {"pattern": "a"}}, "not"),
         ({"not": {"type": "integer"}}, "not"),
-        ({"not": {"enum": [1]}}, "not"),
-        ({"if": {"contains": {}}, "then": False}, "if"),
+        ({"not": {"enum": [1.5]}}, "not"),
+        ({"if": {"pattern": "a"}, "then": False}, "if"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "array", "items": {"enum": [1, 1.0]}, "uniqueItems": True}, "uniqueItems"),
-        ({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "uniqueItems": True}, "uniqueItems"),
     ],
 )
 def test_what_no_grammar_can_follow_stays_and_is_refused_by_name(schema: Any, keyword: str) -> None:
     assert keyword in prepared(schema)
     grammar = json.dumps({"grammars": [json_grammar(schema, "p")]})
     assert keyword in LLMatcher(BYTES, grammar, log_level=0).get_error()
+
+
+TEXTS = {"type": "array", "items": {"type": "string", "format": "date"}}
+NODE = {
+    "type": "object",
+    "properties": {"of": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+    "required": ["of"],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        # What one branch needs, the others do not have.
+        (
+            {
+                "type": "object",
+                "oneOf": [
+                    {"required": ["a"], "properties": {"a": TEXTS}},
+                    {"required": ["b"], "properties": {"b": TEXTS}},
+                ],
+            },
+            [{"a": []}, {"b": ["2026-11-28"]}, {"a": [], "c": 1}],
+            [{}, {"a": [], "b": []}, {"c": 1}],
+        ),
+        # A member of another kind in each, by a base that several share.
+        (
+            {
+                "$defs": {"base": {"type": "object", "required": ["of"], "properties": {"n": {"type": "integer"}}}},
+                "oneOf": [
+                    {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"of": TEXTS}}]},
+                    {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"of": {"type": "integer"}}}]},
+                ],
+            },
+            [{"n": 1, "of": []}, {"n": 1, "of": 3}],
+            [{"n": 1}, {"of": "x"}, {"n": "1", "of": 3}],
+        ),
+        # Members that may be left out: with neither, both branches hold.
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": TEXTS}, "additionalProperties": False},
+                    {"type": "object", "properties": {"b": TEXTS}, "additionalProperties": False},
+                ]
+            },
+            [{"a": []}, {"b": []}],
+            [{}, {"a": [], "b": []}],
+        ),
+        (
+            {"oneOf": [{"type": "array", "items": {"type": "number"}}, {"type": "array", "items": TEXTS}]},
+            [[1], [["2026-11-28"]], [[]]],
+            [[], [1, []]],
+        ),
+        (
+            {"oneOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]},
+            ["1.2.3.4", "::1"],
+            ["x"],
+        ),
+        (
+            {"oneOf": [{"type": "string", "pattern": "^a/.+[0-9]$"}, {"type": "string", "pattern": "^b/.+[0-9]$"}]},
+            ["a/x1", "b/x1"],
+            ["a/x", "c/x1"],
+        ),
+        (
+            {"oneOf": [{"enum": ["auto", "none"]}, {"type": "string", "pattern": "^#[0-9a-f]{6}$"}]},
+            ["auto", "#00ff00"],
+            ["red"],
+        ),
+        ({"oneOf": [{"enum": ["a", "b", 1.0]}, {"enum": ["b", 1, "c"]}]}, ["a", "c"], ["b", 1, 1.0]),
+        (
+            {
+                "oneOf": [
+                    {"type": "integer", "maximum": 3, "multipleOf": 2},
+                    {"type": "integer", "minimum": 5, "multipleOf": 3},
+                ]
+            },
+            [2, 6],
+            [3, 4, 5],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": ["string", "object"], "properties": {"a": TEXTS}},
+                    {"type": "object", "properties": {"a": {"type": "null"}}},
+                ]
+            },
+            ["x", {"a": []}, {"a": None}],
+            [{}, 1],
+        ),
+        # Schemas that hold themselves, beside other keywords.
+        (
+            {
+                "$defs": {
+                    "node": {
+                        **NODE,
+                        "properties": {
+                            **NODE["properties"],
+                            "to": {"allOf": [{"$ref": "#/$defs/node"}, {"required": ["n"]}]},
+                        },
+                    }
+                },
+                "$ref": "#/$defs/node",
+            },
+            [{"of": {"of": None}}, {"of": None, "to": {"of": None, "n": 1}}],
+            [{}, {"of": None, "to": {"of": None}}],
+        ),
+        (
+            {
+                "$defs": {"node": NODE},
+                "type": "object",
+                "minProperties": 1,
+                "anyOf": [{"$ref": "#/$defs/node"}, {"required": ["x"]}],
+            },
+            [{"of": None}, {"x": 1}],
+            [{}, {"of": 1}],
+        ),
+        # Draft 7 ignores what stands beside a reference, and later ones do not.
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "definitions": {"s": {"type": "string"}},
+                "properties": {"a": {"$ref": "#/definitions/s", "maxLength": 1}},
+            },
+            [{"a": "xx"}],
+            [{"a": 1}],
+        ),
+        (
+            {"$defs": {"s": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/s", "maxLength": 1}}},
+            [{"a": "x"}],
+            [{"a": "xx"}],
+        ),
+        # References into what is put in other words, and into what is no keyword.
+        (
+            {
+                "properties": {
+                    "a": {"oneOf": [{"type": "string"}, {"not": {"type": "string"}}]},
+                    "b": {"$ref": "#/properties/a/oneOf/1/not"},
+                    "c": {"$ref": "#/types/none%20at~1all"},
+                },
+                "types": {"none at/all": {"type": "null", "format": "x"}},
+            },
+            [{"a": 1, "b": "x", "c": None}],
+            [{"b": 1}, {"c": 1}],
+        ),
+    ],
+)
+def test_schemas_that_are_put_in_other_words(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not takes(schema, value)] == []
+    assert [value for value in bad if takes(schema, value)] == []
+
+
+def test_remarks_do_not_travel() -> None:
+    schema = {"description": "x" * 200_000, "properties": {"description": {"title": "D", "type": "string"}}}
+    assert prepared(schema) == {"properties": {"description": {"type": "string"}}}
+    assert takes(schema, {"description": "x"}) and not takes(schema, {"description": 1})
+
+
+def test_a_schema_costs_a_bounded_time_whatever_it_joins() -> None:
+    """Within the event loop."""
+    big = {f"p{i}": {"type": "string"} for i in range(500)}
+    node = {"type": "object", "properties": {**big, "of": {"$ref": "#/$defs/n"}}}
+    beside = {f"q{i}": {"$ref": "#/$defs/n", "required": [f"p{i}"]} for i in range(3000)}
+    few = {f"r{i}": {"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True} for i in range(3000)}
+    counted = {f"s{i}": {"properties": {**AB["properties"], f"{i}": {}}, "maxProperties": 1} for i in range(3000)}
+    begun_s = time.process_time()
+    prepared({"$defs": {"n": node}, "properties": {**beside, **few, **counted}})
+    assert time.process_time() - begun_s < 1
+    with pytest.raises(ApiError, match="more than 524288 bytes"):
+        json_grammar({"title": "x" * 2**19}, "p")
 
 
 LIST = {"type": "object", "properties": {"next": {"$ref": "#/$defs/list"}}}
@@ -151,6 +343,7 @@ def test_opposites_of_recursive_and_of_huge_schemas_are_not_sought(name: str, ke
     schema = {
         **NESTED,
         keyword: [reference, {"type": "object", "required": ["b"]}] if keyword == "oneOf" else reference,
+        "then": {"type": "object"},
     }
     assert keyword in prepared(schema)
 
@@ -311,7 +504,7 @@ def test_branches_that_exclude_each_other_are_a_choice(branches: Any, good: list
     "branches",
     [
         [{"type": "integer"}, {"type": "number"}],
-        [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"a": {"const": 1}}}],
+        [{"type": "object", "properties": {"a": {"pattern": "x"}}}] * 2,
         [{"$ref": "#/$defs/loop"}, {"type": "string"}],
         [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}],
     ],

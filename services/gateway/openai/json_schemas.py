@@ -8,17 +8,19 @@ wrong is refused.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+from urllib.parse import unquote
 
-from services.gateway.openai.negation import Negation
+from services.gateway.openai.exclusion import Exclusion, Schemas, key_of
+from services.gateway.openai.members import Names, require, spell_counts
+from services.gateway.openai.negation import ASSERTIONS, KNOWN_FORMATS, Negation
 
-KNOWN_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
-"""Those that llguidance enforces."""
 MAX_REFERENCES = 32
 """Most references of a schema that are followed for one question."""
 EXACT_INTEGER = 2**53
@@ -27,10 +29,16 @@ MAX_TAG_STEPS = 100_000
 """Most schemas that are looked at for values of tags."""
 MAX_COMPARED = 100
 """Most branches of `oneOf` that are compared with each other, but for those that name their values."""
-MAX_EXCLUDING = 8
+MAX_EXCLUDING = 24
 """Most branches of `oneOf` that are told to exclude each other."""
-MAX_ARRANGED = 4
-"""Most values that the items of a list without repetition may have: all lists are spelled out."""
+MAX_ARRANGED = 350
+"""Most lists that are spelled out where lists have no repetition."""
+MAX_SPELLED = 5000
+"""Most lists and sets of members that are spelled out in a whole schema."""
+MAX_WALKED = 50_000
+"""Most objects and lists of a schema that are walked for references."""
+MAX_JOINED = 2**18
+"""Most characters of definitions that join what schemas refer to with what stands beside."""
 GREATEST_BOUND = 2**63 - 1024
 """Greatest bound of integers: the greatest double within 64 bits."""
 
@@ -56,6 +64,18 @@ _KINDS = {
     type(None): "null",
     str: "string",
 }
+
+
+_OLD_DRAFT = re.compile(r"draft-0[3-7]\b")
+_REMARKS = frozenset(
+    (
+        *("title", "description", "markdownDescription", "$comment", "default", "example", "examples"),
+        *("deprecated", "readOnly", "writeOnly", "discriminator"),
+    )
+)
+"""Keywords that are left out, since no output depends on them and requests carry their grammar."""
+_VALUES = ("const", "enum", "default", "examples")
+_OF_DOCUMENTS = ("$schema", "$id", "id", "$defs", "definitions")
 
 
 class SchemaError(ValueError):
@@ -136,39 +156,67 @@ def _closed(schema: Any) -> Any:
     return done
 
 
-class _Branch(NamedTuple):
-    """What is asked of a branch of `oneOf` again and again."""
-
-    types: set[str]
-    """Types as `types_of` has them."""
-    schema: dict[str, Any]
-    """The branch, or what it refers to."""
-    values: frozenset[str] | None
-    """The values that the schema names, as texts; None: it names none, or some that have several texts."""
-
-
 class _Preparation:
     def __init__(self, root: dict[str, Any], is_lenient: bool) -> None:
-        self._root = root
+        draft = root.get("$schema")
+        self._root = _without_neighbours(root) if isinstance(draft, str) and _OLD_DRAFT.search(draft) else root
         self._is_lenient = is_lenient
         self._negation = Negation(self._resolved)
+        self._exclusion = Exclusion(self._resolved)
+        self._names = Names(self._resolved, self._negation)
         self._num_tag_steps = 0
         self._types: dict[str, set[str]] = {}
         """Types by reference."""
-        self._tagged: dict[tuple[str, str], tuple[str, dict[str, Any] | None]] = {}
-        """By reference and tag: the name of the definition that has the tag required, and that."""
+        self._made: dict[tuple[str, str], str] = {}
+        """Names of definitions that the result has besides, by kind and what they are of."""
+        self._sources: dict[str, Callable[[], Any]] = {}
+        """Makes of each of them what is put for llguidance."""
+        self._origins: dict[str, str] = {}
+        """By references to our own definitions: what these are of."""
+        self._reached: dict[str, set[str]] = {}
+        """By reference: the references within what it refers to."""
+        self._holding: dict[str, bool] = {}
+        """By reference: whether what it refers to holds itself."""
+        self._num_walked = self._num_spelled = self._num_joined = 0
 
     def whole(self) -> dict[str, Any]:
         done: dict[str, Any] = self._of(self._root)
-        added = {name: schema for name, schema in self._tagged.values() if schema is not None}
+        added: dict[str, Any] = {}
+        while len(added) < len(self._sources):
+            for name, source in [*self._sources.items()][len(added) :]:
+                added[name] = self._of(source())
         if added:
             done["$defs"] = {**done.get("$defs", {}), **added}
         return done
 
+    def _definition(self, kind: str, of: str, source: Callable[[], Any]) -> dict[str, Any]:
+        """A reference to a definition of our own. `source` gives it as a schema that is still to be put for llguidance,
+        once all else is looked at: schemas may hold themselves."""
+        key = (kind, of)
+        if key not in self._made:
+            self._made[key] = f"{kind}-{len(self._made)}"
+            self._sources[self._made[key]] = source
+        return {"$ref": f"#/$defs/{self._made[key]}"}
+
+    def _referred(self, schema: Mapping[str, Any]) -> Any:
+        """What a reference names: in the schema as it came, or one of our own definitions."""
+        name = schema["$ref"].removeprefix("#/$defs/") if isinstance(schema["$ref"], str) else ""
+        return self._sources[name]() if name in self._sources else referred(schema, self._root)
+
     def _of(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
+        if self._is_mixed_with_itself(schema) and (joined := self._joined(schema, ())) is not None:
+            kept = {name: schema[name] for name in _OF_DOCUMENTS if name in schema}
+            text = json.dumps(joined, sort_keys=True)
+            self._num_joined += len(text)
+            return {**self._of(kept), **self._definition("joined", text, lambda: joined)}
+        if (spread := self._spread(schema)) is not None:
+            return self._of(spread)
         done = dict(schema)
+        reference = done.get("$ref")
+        if isinstance(reference, str) and not _stays(reference) and (found := self._referred(schema)) is not None:
+            done |= self._definition("moved", reference, lambda: found)
         self._rewrite(done)
         for name in _MAPPINGS:
             if isinstance(done.get(name), dict):
@@ -181,20 +229,25 @@ class _Preparation:
         for name in _SCHEMAS:
             if isinstance(done.get(name), dict):
                 done[name] = self._of(done[name])
-        self._annotations(done)
+        self._formats(done)
         self._numbers(done)
+        for name in _REMARKS & done.keys():
+            del done[name]
         return _or_null(done) if done.pop("nullable", False) is True else done
 
     # ----------------------------------------------------------------------------- what grammars know by other words
 
     def _rewrite(self, schema: dict[str, Any]) -> None:
         if "not" in schema and (opposite := self._negation.of(schema["not"])) is not None:
-            _require(schema, opposite)
+            require(schema, opposite)
             del schema["not"]
+        if "if" not in schema or not schema.keys() & {"then", "else"}:
+            for name in ("if", "then", "else"):
+                schema.pop(name, None)
         if "if" in schema and (opposite := self._negation.of(schema["if"])) is not None:
             condition = schema.pop("if")
             met = {"allOf": [condition, schema.pop("then", True)]}
-            _require(schema, {"anyOf": [met, {"allOf": [opposite, schema.pop("else", True)]}]})
+            require(schema, {"anyOf": [met, {"allOf": [opposite, schema.pop("else", True)]}]})
         for name in ("dependencies", "dependentRequired", "dependentSchemas"):
             for key, needed in schema.pop(name).items() if isinstance(schema.get(name), dict) else ():
                 more = (
@@ -202,26 +255,37 @@ class _Preparation:
                     if isinstance(needed, list)
                     else {"allOf": [{"required": [key]}, needed]}
                 )
-                _require(schema, {"anyOf": [{"properties": {key: False}}, more]})
+                require(schema, {"anyOf": [{"properties": {key: False}}, more]})
         if schema.get("uniqueItems") is True and "prefixItems" not in schema:
             self._arrange(schema)
+        if "propertyNames" in schema:
+            self._names.spell(schema)
+        if schema.keys() & {"minProperties", "maxProperties"} and self._num_spelled < MAX_SPELLED:
+            self._num_spelled += spell_counts(schema)
 
     def _arrange(self, schema: dict[str, Any]) -> None:
         """Spells out the lists without repetition, where items may have few values."""
         items = self._resolved(schema.get("items"))
         values = [True, False] if items.get("type") == "boolean" and not _values(items) else _values(items)
-        if values is None or len(values) > MAX_ARRANGED or not _are_disjoint([values]):
+        if values is None or not _are_disjoint([values]):
             return
-        lists = (one for count in range(len(values) + 1) for one in itertools.permutations(values, count))
+        counts = range(schema.get("minItems", 0), min(schema.get("maxItems", len(values)), len(values)) + 1)
+        lists = [
+            *itertools.islice(
+                (one for count in counts for one in itertools.permutations(values, count)), MAX_ARRANGED + 1
+            )
+        ]
+        if not 0 < len(lists) <= MAX_ARRANGED or self._num_spelled > MAX_SPELLED:
+            return
+        self._num_spelled += len(lists)
         arranged = [
             {"prefixItems": [{"const": value} for value in one], "minItems": len(one), "maxItems": len(one)}
             for one in lists
         ]
-        _require(schema, {"anyOf": arranged})
+        require(schema, {"anyOf": arranged})
         del schema["uniqueItems"]
 
-    def _annotations(self, schema: dict[str, Any]) -> None:
-        schema.pop("discriminator", None)
+    def _formats(self, schema: dict[str, Any]) -> None:
         if isinstance(schema.get("format"), str) and schema["format"] not in KNOWN_FORMATS:
             del schema["format"]
         if isinstance(uri := schema.get("$schema"), str) and "json-schema.org" not in uri:
@@ -269,11 +333,12 @@ class _Preparation:
         branches = schema["oneOf"]
         discriminator = schema.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-        looked_at = [self._branch(branch) for branch in branches]
-        if _are_objects_apart(looked_at) and (tag := self._tag(branches, named)) is not None:
+        types = [self._types_of(branch) for branch in branches]
+        if _are_objects_apart(types) and (tag := self._tag(branches, named)) is not None:
             branches = [self._with_tag(branch, tag) for branch in branches]
-        elif not self._is_lenient and not _are_exclusive(looked_at):
-            if (excluding := self._excluding(branches, looked_at)) is None:
+        elif not self._is_lenient:
+            beside = {name: value for name, value in schema.items() if name in ASSERTIONS and name != "oneOf"}
+            if (excluding := self._excluding(branches, (beside,) if beside else ())) is None:
                 return
             branches = excluding
         if "anyOf" in schema:
@@ -281,12 +346,6 @@ class _Preparation:
         else:
             schema["anyOf"] = branches
         del schema["oneOf"]
-
-    def _branch(self, branch: Any) -> _Branch:
-        schema = self._resolved(branch)
-        values = _values(schema)
-        is_told = values is not None and not any(isinstance(value, float) for value in values)
-        return _Branch(self._types_of(branch), schema, frozenset(map(repr, values or ())) if is_told else None)
 
     def _types_of(self, schema: Any) -> set[str]:
         return _types_of(schema, self._root, self._types, 0)
@@ -330,12 +389,10 @@ class _Preparation:
         """The branch, which has to have the property."""
         reference = branch.get("$ref")
         if isinstance(reference, str):
-            key = (reference, tag)
-            if key not in self._tagged:
-                name = f"{reference.rpartition('/')[2]}-with-{tag}-{len(self._tagged)}"
-                self._tagged[key] = (name, None)
-                self._tagged[key] = (name, self._of(self._with_tag(self._resolved(branch), tag)))
-            return {**branch, "$ref": f"#/$defs/{_escaped(self._tagged[key][0])}"}
+            source = functools.partial(self._with_tag, self._resolved(branch), tag)
+            made = self._definition("tagged", f"{reference} {tag}", source)
+            self._origins[made["$ref"]] = reference
+            return {**branch, **made}
         for name in ("oneOf", "anyOf"):
             if isinstance(branch.get(name), list):
                 others = {key: value for key, value in branch.items() if key != name}
@@ -343,65 +400,128 @@ class _Preparation:
         kind = {} if self._types_of(branch) else {"type": "object"}
         return {**branch, **kind, "required": list(dict.fromkeys([*branch.get("required", []), tag]))}
 
-    def _excluding(self, branches: Sequence[Any], looked_at: Sequence[_Branch]) -> list[Any] | None:
-        """The branches, each of which is told not to hold where another may; None: that cannot be told."""
-        if len(branches) > MAX_EXCLUDING:
+    def _excluding(self, branches: Sequence[Any], beside: Schemas) -> list[Any] | None:
+        """The branches, each of which is told not to hold where another may; None: that cannot be told. What keeps two
+        apart is the opposite of the other one, or if that cannot be told, what the one alone may have: values are left
+        out then, and none is added. `beside`: what holds of each value besides."""
+        values = [_values(self._resolved(branch)) for branch in branches]
+        keys = [key_of(value) for each in values for value in each or ()]
+        if None not in values and len(keys) == len(set(keys)):
+            return [*branches]
+        if len(branches) > MAX_COMPARED:
             return None
-        places = range(len(branches))
-        overlaps = [
-            [other for other in places if other != one and not _exclude_each_other(looked_at[one], looked_at[other])]
-            for one in places
-        ]
+        whole = [(*beside, branch) for branch in branches]
+        overlaps: list[list[int]] = [[] for _ in branches]
+        for one, other in itertools.combinations(range(len(branches)), 2):
+            if not self._exclusion.is_empty_between(whole[one], whole[other]):
+                overlaps[one].append(other)
+                overlaps[other].append(one)
+        if len(branches) > MAX_EXCLUDING and any(overlaps):
+            return None
         opposites = {place: self._negation.of(branches[place]) for place in sorted(set().union(*overlaps))}
-        if None in opposites.values():
+        found = []
+        for place, branch in enumerate(branches):
+            conditions = []
+            for other in overlaps[place]:
+                if (condition := opposites[other]) is None:
+                    between = self._exclusion.between(whole[place], whole[other])
+                    if not between:
+                        return None
+                    condition = between[0] if len(between) == 1 else {"anyOf": between}
+                if condition not in conditions:
+                    conditions.append(condition)
+            found.append({"allOf": [branch, *conditions]} if conditions else branch)
+        return found
+
+    # ------------------------------------------------------------------------------------------------ references
+
+    def _is_mixed_with_itself(self, schema: dict[str, Any]) -> bool:
+        """Whether it joins a reference with something else, and what that refers to holds itself: llguidance joins
+        schemas where it meets them, and would never end."""
+        if self._num_joined > MAX_JOINED:
+            return False
+        parts = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+        inner = [part for part in parts if isinstance(part, dict) and isinstance(part.get("$ref"), str)]
+        if isinstance(schema.get("$ref"), str) and schema.keys() & ASSERTIONS - {"$ref"}:
+            inner.append(schema)
+        elif len(schema.keys() & ASSERTIONS) == 1 and len(parts) == 1:
+            return False
+        return any(self._holds_itself(part) for part in inner) or any(
+            isinstance(part, dict) and self._is_mixed_with_itself(part) for part in parts
+        )
+
+    def _spread(self, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """The schema as an `anyOf` of its branches, each with what it says besides, where a branch refers to what holds
+        itself; None: it is something else."""
+        name = "anyOf" if "anyOf" in schema else "oneOf"
+        beside = {key: value for key, value in schema.items() if key in ASSERTIONS and key != name}
+        branches = schema.get(name)
+        if not beside or not isinstance(branches, list) or beside.keys() & {"oneOf", "nullable"}:
             return None
-        return [
-            {"allOf": [branch, *(opposites[other] for other in others)]} if others else branch
-            for branch, others in zip(branches, overlaps, strict=True)
-        ]
+        inner = [one for one in branches if isinstance(one, dict) and isinstance(one.get("$ref"), str)]
+        if not any(self._holds_itself(one) for one in inner):
+            return None
+        done = dict(schema)
+        if name == "oneOf":
+            self._exclude(done)
+            if "oneOf" in done:
+                return None
+        kept = {key: schema[key] for key in _OF_DOCUMENTS if key in schema}
+        return {**kept, "anyOf": [{"allOf": [beside, branch]} for branch in done["anyOf"]]}
+
+    def _joined(self, schema: dict[str, Any], followed: tuple[str, ...]) -> dict[str, Any] | None:
+        """The schema without references among what it joins: with what they refer to. None: that would not end."""
+        parts: list[Any] = []
+        rest = {name: value for name, value in schema.items() if name in ASSERTIONS}
+        if isinstance(reference := rest.pop("$ref", None), str):
+            if reference in followed or len(followed) > MAX_REFERENCES or not (found := self._resolved(schema)):
+                return None
+            parts.append(self._joined(found, (*followed, reference)))
+        if isinstance(rest.get("allOf"), list):
+            parts += [self._joined(part, followed) if isinstance(part, dict) else part for part in rest.pop("allOf")]
+        if any(part is None for part in parts):
+            return None
+        return rest if not parts else {"allOf": [*parts, rest] if rest else parts}
+
+    def _holds_itself(self, schema: Mapping[str, Any]) -> bool:
+        reference = self._origins.get(schema["$ref"], schema["$ref"])
+        if reference not in self._holding:
+            seen, left = set[str](), {reference}
+            while left and reference not in seen:
+                one = left.pop()
+                if one not in self._reached:
+                    self._reached[one] = self._references_in(self._referred({"$ref": one}))
+                left |= self._reached[one] - seen
+                seen |= self._reached[one]
+            self._holding[reference] = reference in seen
+        return self._holding[reference]
+
+    def _references_in(self, schema: Any) -> set[str]:
+        found: set[str] = set()
+        left = [schema]
+        while left and self._num_walked < MAX_WALKED:
+            self._num_walked += 1
+            one = left.pop()
+            if isinstance(one, dict):
+                if isinstance(reference := one.get("$ref"), str):
+                    found.add(reference)
+                left += [value for name, value in one.items() if name not in ("$defs", "definitions")]
+            elif isinstance(one, list):
+                left += one
+        return found
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = referred(schema, self._root)
+            schema = self._referred(schema)
         return schema if isinstance(schema, dict) and "$ref" not in schema else {}
 
 
-def _are_objects_apart(branches: Sequence[_Branch]) -> bool:
+def _are_objects_apart(types: Sequence[set[str]]) -> bool:
     """No value holds in two branches but an object, if those of which no type is known take objects alone."""
-    kinds = [branch.types - {"object"} for branch in branches]
+    kinds = [each - {"object"} for each in types]
     return _are_apart(kinds) and not {"integer", "number"} <= set().union(*kinds)
-
-
-def _are_exclusive(branches: Sequence[_Branch]) -> bool:
-    values = [branch.values for branch in branches if branch.values is not None]
-    if len(values) == len(branches) and _are_apart(values):
-        return True
-    return len(branches) <= MAX_COMPARED and all(
-        _exclude_each_other(one, other) for one, other in itertools.combinations(branches, 2)
-    )
-
-
-def _exclude_each_other(one: _Branch, other: _Branch) -> bool:
-    both = one.types | other.types
-    if one.types and other.types and not one.types & other.types and not {"integer", "number"} <= both:
-        return True
-    if one.values is not None and other.values is not None and one.values.isdisjoint(other.values):
-        return True
-    if not one.types == other.types == {"object"}:
-        return False
-    return any(
-        second.get("additionalProperties") is False
-        and "patternProperties" not in second
-        and set(first.get("required") or ()) - set(second.get("properties") or ())
-        for first, second in ((one.schema, other.schema), (other.schema, one.schema))
-    )
-
-
-def _require(schema: dict[str, Any], other: Any) -> None:
-    """Makes values follow another schema too."""
-    schema["allOf"] = [*schema.get("allOf", []), other]
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -444,10 +564,6 @@ def _next_double(value: int) -> int:
     """The least integer from `value` on that a double holds."""
     found = float(value)
     return int(found) if int(found) >= value else int(math.nextafter(found, math.inf))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def types_of(schema: Any, root: Any) -> set[str]:
@@ -493,5 +609,32 @@ def referred(schema: Mapping[str, Any], root: Any) -> Any:
         return None
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
     return found
+
+
+def _stays(reference: str) -> bool:
+    """Whether the result has in the same place what a reference within a schema names, put for llguidance."""
+    parts = iter(reference.split("/")[1:])
+    for part in parts:
+        if part in ("$defs", "definitions", "properties"):
+            next(parts, None)
+        elif part not in ("items", "additionalProperties"):
+            return False
+    return True
+
+
+def _without_neighbours(schema: Any) -> Any:
+    """The schema without keywords beside references, which drafts until 7 ignore."""
+    if isinstance(schema, list):
+        return [_without_neighbours(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = schema
+    if isinstance(schema.get("$ref"), str):
+        kept = {name: value for name, value in schema.items() if name == "$ref" or name not in ASSERTIONS}
+    return {name: value if name in _VALUES else _without_neighbours(value) for name, value in kept.items()}

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-ANNOTATIONS = frozenset(
+ASSERTIONS = frozenset(
     (
-        "title",
-        "description",
-        "$comment",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$defs",
-        "definitions",
+        *("$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "nullable"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+        *("properties", "patternProperties", "additionalProperties", "required", "propertyNames"),
+        *("minProperties", "maxProperties", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("unevaluatedProperties", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+        *("minContains", "maxContains", "minItems", "maxItems", "uniqueItems"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     )
 )
-"""Keywords that say nothing of which values are valid."""
+"""Keywords that say which values are valid. All others are remarks."""
+KNOWN_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+"""Formats that llguidance enforces; others are remarks."""
 MAX_EXCLUDED_CHARACTERS = 1000
 """Most characters of strings that are excluded in one place."""
 MAX_EXCLUDED_LENGTH = 50
@@ -29,12 +32,18 @@ MAX_NEGATED = 2000
 """Most schemas within a schema whose opposites are asked for."""
 MAX_DEPTH = 32
 """How deep they are nested at most."""
+MAX_PAIRED = 4
+"""Most branches of a `oneOf` that has an opposite, which names each pair of them."""
+MAX_EXCLUDED_NUMBERS = 32
+"""Most numbers that are excluded in one place."""
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _BOUNDS = {
     "minLength": ("string", "maxLength", -1),
     "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxProperties": ("object", "minProperties", 1),
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
     "exclusiveMinimum": ("number", "maximum", 0),
@@ -69,11 +78,11 @@ class Negation:
 
     def _of_keywords(self, schema: dict[str, Any]) -> Any:
         if "$ref" in schema:
-            is_alone = not schema.keys() - ANNOTATIONS - {"$ref"}
+            is_alone = not (schema.keys() & ASSERTIONS) - {"$ref"}
             return self.of(found) if is_alone and (found := self._resolve(schema)) else None
         alternatives: list[Any] = []
         for name, value in schema.items():
-            if name in ANNOTATIONS:
+            if name not in ASSERTIONS:
                 continue
             found = self._opposites(name, value)
             if found is None:
@@ -117,8 +126,20 @@ class Negation:
                 return None if opposites is None else [{"allOf": opposites}]
             case "allOf", list():
                 return self._of_all(value)
+            case "oneOf", list() if len(value) <= MAX_PAIRED:
+                if (opposites := self._of_all(value)) is None:
+                    return None
+                return [{"allOf": opposites}, *({"allOf": [*pair]} for pair in itertools.combinations(value, 2))]
             case "not", dict() | bool():
                 return [value]
+            case "contains", dict() | bool():
+                return None if (opposite := self.of(value)) is None else [{"type": "array", "items": opposite}]
+            case (("items" | "additionalProperties" | "propertyNames"), True | dict()) if value is True or not value:
+                return []
+            case "uniqueItems", False:
+                return []
+            case "format", str() if value not in KNOWN_FORMATS:
+                return []
             case _, int() | float() if name in _BOUNDS and not isinstance(value, bool):
                 kind, opposite, added = _BOUNDS[name]
                 # No text or list is shorter than an empty one.
@@ -136,16 +157,34 @@ def _other_types(types: Sequence[Any]) -> list[Any] | None:
 
 
 def _other_values(values: Sequence[Any]) -> list[Any] | None:
-    if not all(value is None or isinstance(value, bool | str) for value in values):
+    if not all(value is None or isinstance(value, bool | str | int) for value in values):
         return None
     strings = {value for value in values if isinstance(value, str)}
+    numbers = sorted({value for value in values if isinstance(value, int) and not isinstance(value, bool)})
+    if len(numbers) > MAX_EXCLUDED_NUMBERS:
+        return None
     lengths = [*map(len, strings)]
     if sum(lengths) > MAX_EXCLUDED_CHARACTERS or max(lengths, default=0) > MAX_EXCLUDED_LENGTH:
         return None
-    types = ["object", "array", "number", *([] if None in values else ["null"]), *([] if strings else ["string"])]
+    types = [
+        *("object", "array"),
+        *([] if numbers else ["number"]),
+        *([] if None in values else ["null"]),
+        *([] if strings else ["string"]),
+    ]
     booleans = [one for one in (True, False) if not any(value is one for value in values)]
     found: list[Any] = [{"type": types}, {"enum": booleans}] if booleans else [{"type": types}]
+    found += _other_numbers(numbers)
     return [*found, {"type": "string", "pattern": f"^{''.join(_other_strings(strings))}$"}] if strings else found
+
+
+def _other_numbers(numbers: list[int]) -> Iterator[Any]:
+    """Ranges of all numbers but these, which are in order."""
+    if numbers:
+        yield {"type": "number", "exclusiveMaximum": numbers[0]}
+        yield {"type": "number", "exclusiveMinimum": numbers[-1]}
+    for one, next_one in itertools.pairwise(numbers):
+        yield {"type": "number", "exclusiveMinimum": one, "exclusiveMaximum": next_one}
 
 
 def _other_strings(strings: set[str]) -> Iterator[str]:

@@ -29,6 +29,9 @@ from services.gateway.openai.schemas import (
 MAX_GRAMMAR_BYTES = 128 * 1024
 """It travels with the request."""
 
+MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_BYTES
+"""Most bytes of a schema as it came, with descriptions and other remarks that its grammar is without."""
+
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON's spacing as Python's `json.dumps` writes it and most models were trained to: where any white space may come, small
 models write nothing else."""
@@ -60,6 +63,8 @@ class Grammar:
 def json_grammar(schema: Any, param: str, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
     """Grammar of values of a JSON schema. `param`: the field at fault where it cannot be had. `is_lenient`: keywords
     that cannot be enforced are ignored. Raises `ApiError`."""
+    if len(msgspec.json.encode(schema)) > MAX_SCHEMA_BYTES:
+        raise invalid(param, f"'{param}' has more than {MAX_SCHEMA_BYTES} bytes.")
     spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}

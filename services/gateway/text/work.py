@@ -35,6 +35,8 @@ MAX_TEMPLATES, MAX_TOKENIZERS = 64, 4
 MAX_GRAMMAR_CPU_S = 0.5
 """Processor time to try a grammar; the process ends after twice as much. An instance takes two to three times as long to
 compile it, and its steps wait for that."""
+MAX_FIRST_BYTES = 16
+"""Most first bytes of an output that are tried: JSON has no more, but for strings and numbers."""
 MAX_REASON_CHARACTERS = 1000
 """Most characters of why a grammar cannot be followed, which may repeat it."""
 
@@ -165,7 +167,7 @@ def _tried(task: TryGrammar) -> Result:
 
 
 def _why_no_token(grammar: str) -> str:
-    """Why no output of a valid grammar gets beyond its first token, for which most work of regular expressions is done.
+    """Why an output of a valid grammar does not get beyond its first token, for which most work of expressions is done.
     Empty too where it takes the model's own vocabulary to say so, whose special tokens a grammar may name."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -173,9 +175,13 @@ def _why_no_token(grammar: str) -> str:
     if matcher.is_error():
         return ""
     allowed = matcher.compute_bitmask()
-    first = next((8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(allowed) if byte), None)
-    if first is not None:
-        matcher.consume_token(first)
+    firsts = [8 * i + bit for i, byte in enumerate(allowed) for bit in range(8) if byte >> bit & 1]
+    for first in firsts[:MAX_FIRST_BYTES]:
+        begun = matcher.deep_copy()
+        begun.consume_token(first)
+        if begun.is_error():
+            matcher = begun
+            break
     reason = str(matcher.get_error() or "").removesuffix("<non-verbose/>")
     return "no text follows it" if reason.startswith("NoExtensionBias") else reason
 
