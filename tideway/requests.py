@@ -69,8 +69,21 @@ def list_requests(
             *(str(number) if number else "" for number in (one.num_preemptions, one.num_moves, one.num_losses)),
             missed_cell,
         )
-    empty = "No request runs, and none ended lately."
+    empty = _none_of(client, model, missed, running) if not timelines.requests and not as_json else ""
     show_listing(console, timelines, table, as_json=as_json, empty=empty, least_wanted=LEAST_WANTED)
+
+
+def _none_of(client: AdminClient, model: str, missed: bool, running: bool) -> str:
+    """Says that there is no such request, and where it is so, that there is no such model."""
+    what = f"request of {escape(model)}" if model else "request"
+    told = f"No {what} runs" if running else f"No {what} runs, and none ended lately"
+    if missed:
+        told = f"No {what} {'that runs' if running else 'of the last minutes'} missed an objective"
+    if model:
+        states = client.models()
+        if model not in {one.name for one in (*states.models, *states.adapters)}:
+            told += "; no model of this name is served (tideway models)"
+    return f"{told}."
 
 
 def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_json: bool) -> None:

@@ -365,6 +365,22 @@ async def test_ids_of_requests_are_whole_on_80_columns(stack: Stack) -> None:
     assert lines[-1].startswith("No room here for: ") and "instance" in lines[-1]
 
 
+async def test_requests_that_there_are_not_are_named(stack: Stack) -> None:
+    async def told(**wanted: Any) -> str:
+        with AdminClient(stack.url, "root") as client:
+            console = Console(file=(output := io.StringIO()), width=200)
+            asked = {"limit": 5, "model": "", "missed": False, "running": False, "as_json": False, **wanted}
+            await asyncio.to_thread(list_requests, client, console, **asked)
+        return output.getvalue().strip()
+
+    assert await told() == "No request runs, and none ended lately."
+    assert await told(model=MODEL) == f"No request of {MODEL} runs, and none ended lately."
+    assert await told(running=True) == "No request runs."
+    assert await told(missed=True) == "No request of the last minutes missed an objective."
+    unknown = "No request of nope runs, and none ended lately; no model of this name is served (tideway models)."
+    assert await told(model="nope") == unknown
+
+
 async def test_models_and_their_traffic(stack: Stack) -> None:
     online = ModelSummary(
         interval_s=60.0,
