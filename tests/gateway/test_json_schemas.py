@@ -244,6 +244,28 @@ NODE = {
             ["x", {"a": []}, {"a": None}],
             [{}, 1],
         ),
+        # Texts of which the expressions of two branches cannot both say something.
+        (
+            {
+                "oneOf": [
+                    {"type": "string", "pattern": "^[A-Fa-f\\d]{6}$"},
+                    {"type": "string", "maxLength": 0},
+                    {"const": "auto"},
+                ]
+            },
+            ["00ffAA", "", "auto"],
+            ["x", "00ff"],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "string", "pattern": "^-?\\d+/\\d+$"},
+                    {"type": "string", "pattern": "^-?0x[0-9a-f]+$"},
+                ]
+            },
+            ["1/2", "-0x1f"],
+            ["1", "0x1/2"],
+        ),
         # Schemas that hold themselves, beside other keywords.
         (
             {

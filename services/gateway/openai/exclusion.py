@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.openai.patterns import MAX_STEPS, compared, finds_nothing
+
 MAX_LOOKED = 20_000
 """Most schemas that are looked at, and comparisons, for one whole schema."""
+MAX_PATTERN_STEPS = 40_000
+"""Most steps that regular expressions are compared by, for one whole schema."""
 MAX_PARTS = 64
 """Most schemas that say together what one value is."""
 MAX_DEPTH = 4
@@ -30,6 +33,7 @@ _COUNTS = {
     "array": ("minItems", "maxItems"),
     "object": ("minProperties", "maxProperties"),
 }
+_UNBOUNDED = ((-math.inf, False), (math.inf, False))
 _EXCLUSIVE_FORMATS = {frozenset(("ipv4", "ipv6")), frozenset(("date", "date-time")), frozenset(("date", "time"))}
 
 Schemas = tuple[Any, ...]
@@ -53,8 +57,8 @@ class _Facts:
     """Schemas that hold of each item of a list."""
     bounds: dict[str, tuple[tuple[float, bool], tuple[float, bool]]]
     """By type (`number` for numbers): the least and the greatest length or number, and whether that itself is excluded."""
-    beginnings: list[str]
-    """A text begins with each of these."""
+    patterns: list[str]
+    """Each of these expressions finds something in a text."""
     formats: set[str]
     choices: list[list[Any]]
     """The value follows one schema of each of these."""
@@ -67,6 +71,7 @@ class Exclusion:
         """`resolve`: gives what a schema refers to, an empty one where that is not known."""
         self._resolve = resolve
         self._num_left = MAX_LOOKED
+        self._num_steps_left = MAX_PATTERN_STEPS
         self._known: dict[tuple[int, ...], tuple[Schemas, _Facts]] = {}
         """Facts by the identities of the schemas, which are kept so that these stay theirs."""
 
@@ -138,9 +143,11 @@ class Exclusion:
                 return True
         match kind:
             case "string":
-                return any(
-                    not a.startswith(b) and not b.startswith(a) for a in mine.beginnings for b in theirs.beginnings
-                ) or any(frozenset((a, b)) in _EXCLUSIVE_FORMATS for a in mine.formats for b in theirs.formats)
+                if any(bounds.get("string", _UNBOUNDED)[1][0] == 0 for bounds in (mine.bounds, theirs.bounds)):
+                    return any(finds_nothing(pattern, "") for pattern in (*mine.patterns, *theirs.patterns))
+                return any(self._find_apart(a, b) for a in mine.patterns for b in theirs.patterns) or any(
+                    frozenset((a, b)) in _EXCLUSIVE_FORMATS for a in mine.formats for b in theirs.formats
+                )
             case "array":
                 is_filled = any(
                     "array" in facts.bounds and facts.bounds["array"][0][0] >= 1 for facts in (mine, theirs)
@@ -150,6 +157,11 @@ class Exclusion:
             case "object":
                 return self._contradict_as_objects(mine, theirs, depth)
         return False
+
+    def _find_apart(self, one: str, other: str) -> bool:
+        are_apart, num_steps = compared(one, other, min(MAX_STEPS, self._num_steps_left))
+        self._num_steps_left -= num_steps
+        return are_apart
 
     def _contradict_as_objects(self, mine: _Facts, theirs: _Facts, depth: int) -> bool:
         for facts, others in ((mine, theirs), (theirs, mine)):
@@ -168,12 +180,12 @@ class Exclusion:
         if facts.values is not None and key_of(value) not in map(key_of, facts.values):
             return True
         if isinstance(value, str | list | dict):
-            (least, _), (greatest, _) = facts.bounds.get(_KINDS[type(value)], ((-math.inf, False), (math.inf, False)))
+            (least, _), (greatest, _) = facts.bounds.get(_KINDS[type(value)], _UNBOUNDED)
             if not least <= len(value) <= greatest:
                 return True
         match value:
             case str():
-                return not all(value.startswith(beginning) for beginning in facts.beginnings)
+                return any(finds_nothing(pattern, value) for pattern in facts.patterns)
             case dict():
                 return not facts.required <= value.keys() or not (facts.names is None or value.keys() <= facts.names)
         return False
@@ -230,8 +242,8 @@ class Exclusion:
             found.names = names if found.names is None else found.names & names
         if "items" in schema and "prefixItems" not in schema and isinstance(schema["items"], dict | bool):
             found.items.append(schema["items"])
-        if isinstance(pattern := schema.get("pattern"), str) and (beginning := beginning_of(pattern)):
-            found.beginnings.append(beginning)
+        if isinstance(pattern := schema.get("pattern"), str):
+            found.patterns.append(pattern)
         if isinstance(kind := schema.get("format"), str):
             found.formats.add(kind)
         _note_bounds(schema, found.bounds)
@@ -252,7 +264,7 @@ def _note_bounds(schema: Mapping[str, Any], bounds: dict[str, tuple[tuple[float,
 def _narrow(
     bounds: dict[str, tuple[tuple[float, bool], tuple[float, bool]]], kind: str, place: int, bound: tuple[float, bool]
 ) -> None:
-    least, greatest = bounds.get(kind, ((-math.inf, False), (math.inf, False)))
+    least, greatest = bounds.get(kind, _UNBOUNDED)
     if place == 0:
         bounds[kind] = (max(least, bound), greatest)
     else:
@@ -308,25 +320,3 @@ def _whole(value: Any) -> Any:
         case float() if value.is_integer():
             return int(value)
     return value
-
-
-_PLAIN = re.compile(r"[^\\.^$|()\[\]{}?*+]|\\[^A-Za-z0-9]")
-_BRACKETS = re.compile(r"\\.|\[(?:\\.|[^\]\\])+\]", re.DOTALL)
-
-
-def beginning_of(pattern: str) -> str:
-    """A text with which all texts begin that a regular expression finds something in; empty: none is known."""
-    if not pattern.startswith("^"):
-        return ""
-    depth = 0
-    for character in _BRACKETS.sub("", pattern):
-        depth += (character == "(") - (character == ")")
-        if character == "|" and depth == 0:
-            return ""
-    found, place = [], 1
-    while match := _PLAIN.match(pattern, place):
-        found.append(match[0].removeprefix("\\") if len(match[0]) > 1 else match[0])
-        place = match.end()
-    if found and place < len(pattern) and pattern[place] in "?*{":
-        found.pop()
-    return "".join(found)

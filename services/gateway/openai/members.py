@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from services.gateway.openai.exclusion import beginning_of
 from services.gateway.openai.negation import ASSERTIONS, KNOWN_FORMATS, Negation
+from services.gateway.openai.patterns import finds_nothing
 
 MAX_SETS = 64
 """Most sets of members that are spelled out for one number of members."""
@@ -106,7 +106,7 @@ class Names:
         """Whether a pattern finds something in each name that is allowed."""
         if pattern in _ANY_NAME or pattern == allowed:
             return True
-        is_filled = "" not in allowed if isinstance(allowed, list) else bool(beginning_of(allowed))
+        is_filled = "" not in allowed if isinstance(allowed, list) else finds_nothing(allowed, "")
         return pattern in _ANY_FILLED_NAME and is_filled
 
     def _allowed(self, schema: Any) -> str | list[str] | None:

@@ -167,7 +167,7 @@ def _tried(task: TryGrammar) -> Result:
 
 
 def _why_no_token(grammar: str) -> str:
-    """Why an output of a valid grammar does not get beyond its first token, for which most work of expressions is done.
+    """Why an output of a valid grammar does not get beyond its first bytes, for which most work of expressions is done.
     Empty too where it takes the model's own vocabulary to say so, whose special tokens a grammar may name."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -178,7 +178,8 @@ def _why_no_token(grammar: str) -> str:
     firsts = [8 * i + bit for i, byte in enumerate(allowed) for bit in range(8) if byte >> bit & 1]
     for first in firsts[:MAX_FIRST_BYTES]:
         begun = matcher.deep_copy()
-        begun.consume_token(first)
+        if begun.consume_token(first) and not begun.is_stopped():
+            begun.compute_bitmask()
         if begun.is_error():
             matcher = begun
             break
