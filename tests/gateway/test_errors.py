@@ -57,6 +57,11 @@ FIELDS_OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"length_penalty": 1.5}, "length_penalty", "not supported"),
     ({"typical_p": 0.5}, "typical_p", "not supported"),
     ({"mirostat": 2}, "mirostat", "not supported"),
+    ({"lora_path": "/adapters/a"}, "lora_path", "not supported"),
+    ({"lora": [{"id": 0, "scale": 1}]}, "lora", "not supported"),
+    ({"cache_salt": "mine"}, "cache_salt", "not supported"),
+    ({"n_probs": 5}, "n_probs", "not supported"),
+    ({"num_beams": 4}, "num_beams", "not supported"),
     ({"structured_outputs": {}}, "structured_outputs", "needed"),
     ({"structured_outputs": {"jason": {}}}, "structured_outputs.jason", "json"),
     (

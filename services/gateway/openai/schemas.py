@@ -253,6 +253,20 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     mirostat: OnlyZero = None
     dry_multiplier: OnlyZero = None
     xtc_probability: OnlyZero = None
+    tfs_z: OnlyOne = None
+    top_a: OnlyZero = None
+    dynatemp_range: OnlyZero = None
+    smoothing_factor: OnlyZero = None
+    penalty_alpha: OnlyZero = None
+    guidance_scale: OnlyOne = None
+    num_beams: OnlyOne = None
+    n_probs: OnlyZero = None
+    custom_logit_processor: OnlyNull = None
+    lora_path: OnlyNull = None
+    lora: OnlyEmptyList = None
+    cache_salt: OnlyNull = None
+    kv_transfer_params: OnlyNull = None
+    return_hidden_states: OnlyFalse = None
 
     def __post_init__(self) -> None:
         check_nesting(guided_json=self.guided_json, json_schema=self.json_schema)
