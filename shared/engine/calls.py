@@ -116,10 +116,46 @@ class ReturnBlocks(Call[None], frozen=True):
 
 
 class ClearPrefixCache(Call[None], frozen=True):
-    """Makes every unreferenced block unfindable."""
+    """Makes every unreferenced block unfindable, in all tiers."""
 
     def on(self, engine: Engine, now: float) -> None:
+        host = engine.memory.host
         engine.pool.clear_cache()
+        if host.pool is not None:
+            host.pool.clear_cache()
+        if host.disk is not None:
+            host.disk.clear()
+
+
+class FoundOnDisk(Call[None], frozen=True):
+    """Blocks of a model lie on disk, the one that will be needed soonest last."""
+
+    model: str
+    hashes: list[bytes]
+
+    def on(self, engine: Engine, now: float) -> None:
+        if (disk := engine.memory.host.disk) is not None:
+            disk.add(self.model, self.hashes)
+
+
+class LostOnDisk(Call[None], frozen=True):
+    """Blocks of a model do not lie on disk any more."""
+
+    model: str
+    hashes: list[bytes]
+
+    def on(self, engine: Engine, now: float) -> None:
+        if (disk := engine.memory.host.disk) is not None:
+            disk.lose(self.model, self.hashes)
+
+
+class FlushTiers(Call[bool], frozen=True):
+    """Lets blocks of ended requests go down to disk from now on, whatever room there is. Returns whether none is left."""
+
+    def on(self, engine: Engine, now: float) -> bool:
+        tiers = engine.memory.tiers
+        tiers.is_flushing = tiers.is_on and tiers.disk is not None
+        return not tiers.is_flushing or tiers.is_settled
 
 
 # ------------------------------------------------------------------------------------------- requests and steps

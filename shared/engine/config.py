@@ -41,3 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens that a draft model guesses for a sequence in a step; pipelines guess none."""
     backup_share: float = 0.5
     """Share of host memory that copies for other instances may take."""
+    offload: str = "off"
+    """Where blocks of ended requests go before they are evicted: off | host | disk (to host memory, and from there on)."""
+    offload_start: float = 0.75
+    """Share of the KV pool, and of host memory, with something in it from which on they do."""

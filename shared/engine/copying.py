@@ -1,8 +1,7 @@
 """Copies of KV blocks to host memory and back: asks the policy before each step, and begins the copies.
 
-How long a block takes is measured on the copies themselves, in each direction; that of the model whose blocks take longest
-counts. Before the first has ended it is what the cost model says, and where that says nothing, few blocks are begun beside
-a step.
+How long a block takes is `CopyTimes`; that of the model whose blocks take longest counts. Where nothing is known of it, few
+blocks are begun beside a step. What is left of the time is for blocks of ended requests (memory/tiers.py).
 """
 
 from __future__ import annotations
@@ -28,11 +27,6 @@ COPY_SHARE = 0.5
 FIRST_BLOCKS = 8
 """Whose copies begin beside a step in a direction in which nobody knows how long a block takes."""
 
-NEW_WEIGHT = 0.25
-"""Weight of the last copy in the mean time of a block."""
-OUTLIER = 2.0
-"""A copy counts as at most so many times slower than those before it: a stall is not a slow link."""
-
 
 class Copying:
     def __init__(self, memory: Allocator, policy: CheckpointPolicy) -> None:
@@ -41,30 +35,6 @@ class Copying:
         self._growth = SmoothedRate()
         self._seen_s: float | None = None
         self._seen_used = 0.0
-        self._block_s: dict[tuple[CopyKind, str], float] = {}
-        """Measured, of each kind and model; 0: whoever copies does not say."""
-
-    def learn(self, copy_id: int, seconds: float) -> None:
-        """A copy has ended."""
-        copy = self._memory.host.copy(copy_id)
-        if copy is None:
-            return
-        key, block_s = (copy.kind, copy.model), seconds / len(copy.device_blocks)
-        known_s = self._block_s.get(key, 0.0)
-        if known_s:
-            block_s = known_s + NEW_WEIGHT * (min(block_s, OUTLIER * known_s) - known_s)
-        self._block_s[key] = block_s
-
-    def _of_block(self, kind: CopyKind) -> float | None:
-        """Seconds; 0: not told; None: not known yet."""
-        known = []
-        for queue in self._memory.queues.values():
-            measured_s = self._block_s.get((kind, queue.name))
-            cost, is_save = queue.cost_model, kind == CopyKind.CHECKPOINT
-            profiled_s = 0.0 if cost is None else cost.checkpoint_block_s if is_save else cost.restore_block_s
-            if measured_s is not None or profiled_s:
-                known.append(measured_s or profiled_s)
-        return max(known, default=None)
 
     def on_time(self, now: float) -> None:
         """Follows the memory consumption, where there is host memory to copy to."""
@@ -81,12 +51,16 @@ class Copying:
         if host.pool is None:
             return
         step_s = step_s or IDLE_STEP_S
-        save_s, restore_s = self._of_block(CopyKind.CHECKPOINT), self._of_block(CopyKind.RESTORE)
+        times = self._memory.copy_times
+        save_s, restore_s = times.slowest(CopyKind.CHECKPOINT), times.slowest(CopyKind.RESTORE)
         # What is under way takes its part of this step's time too.
         budget_s = COPY_SHARE * step_s - host.num_checkpointing_blocks * (save_s or 0.0)
         budget_s -= host.num_restoring_blocks * (restore_s or 0.0)
         budget_s -= self._restore(budget_s, restore_s) * (restore_s or 0.0)
+        num_before = host.num_checkpointing_blocks
         self._checkpoint(step_s, budget_s, save_s)
+        budget_s -= (host.num_checkpointing_blocks - num_before) * (save_s or 0.0)
+        self._memory.tiers.start(budget_s)
 
     def _restore(self, budget_s: float, block_s: float | None) -> int:
         """Returns the number of blocks."""

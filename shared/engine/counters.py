@@ -22,6 +22,16 @@ class EngineCounters:
         self.restored_blocks: Counter[str] = Counter()
         self.dropped_checkpoint_blocks: Counter[str] = Counter()
         """Given up because host memory was full."""
+        self.offloaded_blocks: Counter[str] = Counter()
+        """Blocks of ended requests, copied to host memory."""
+        self.written_blocks: Counter[str] = Counter()
+        """Blocks that went on from host memory to disk."""
+        self.read_blocks: Counter[str] = Counter()
+        """Blocks that came back from disk."""
+        self.unreadable_blocks: Counter[str] = Counter()
+        """Blocks that were not on disk any more, or not as they were written."""
+        self.cached_tokens: Counter[str] = Counter()
+        """Tokens of prompts that were not computed, by the tier that had them: device, host, disk."""
         self.backed_up_blocks: Counter[str] = Counter()
         """Blocks of other instances' requests, copied into the host memory of this one."""
         self.rescued_tokens: Counter[str] = Counter()

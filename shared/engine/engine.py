@@ -83,7 +83,10 @@ class Engine:
         config = msgspec.structs.replace(config or EngineConfig(), **options)
         num_stages = config.num_stages
         is_alone = num_stages == 1
-        self.memory = Allocator(num_merged, num_rows, config.num_host_merged, ordering, config.least_share)
+        self.memory = Allocator(
+            num_merged, num_rows, config.num_host_merged, ordering, config.least_share, offload=config.offload,
+            offload_start=config.offload_start,
+        )  # fmt: skip
         self.drafting = Drafting(
             config.lookup if is_alone else LookupSettings(), config.max_drafts if is_alone else 0, self.memory
         )  # fmt: skip
@@ -203,16 +206,14 @@ class Engine:
     def next_copies(self) -> list[KvCopy]:
         """The copies to start, in this order: moves within the device come first and take place at once (see `KvCopy`), and
         those of one sequence must end in it."""
-        return self.memory.compaction.started_copies() + self.memory.host.started_copies()
+        return self.memory.started_copies()
 
     def on_copy(self, copy_id: int, ok: bool, now: float, seconds: float = 0.0) -> None:
         """See `OnCopy`."""
         if ok:
-            self._copying.learn(copy_id, seconds)
-        if self.memory.compaction.on_copy(copy_id, ok):
+            self.memory.learn_copy(copy_id, seconds)
+        if self.memory.on_copy(copy_id, ok, now):
             self.outgoing.finish_leaving(now)
-        elif (ended := self.memory.host.on_copy(copy_id, ok)) is not None:
-            self.memory.end_restore(*ended, now)
 
     # -------------------------------------------------------------------------------------- time and effects
 

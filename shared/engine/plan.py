@@ -142,12 +142,16 @@ class CopyKind(StrEnum):
     """Host to device."""
     MOVE = "move"
     """Within the device, from some merged blocks of the model to others."""
+    WRITE = "write"
+    """Host to disk."""
+    READ = "read"
+    """Disk to host."""
 
 
 class KvCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Effect: copy whole blocks between the device's pool and the host's, beside the steps. The engine hands none of these
-    blocks to anybody else before `on_copy(copy_id, ...)`; those of a restore are in no step planned before it, and those of
-    a checkpoint were filled by steps that have returned.
+    """Effect: copy whole blocks between the device's pool and the host's, or the host's and a disk, beside the steps. The
+    engine hands none of these blocks to anybody else before `on_copy(copy_id, ...)`; those of a restore are in no step
+    planned before it, and those of a checkpoint were filled by steps that have returned.
 
     A move is otherwise: it takes place between the steps, after all that were planned before it and before whatever else
     the engine named after it (steps, copies, blocks for transports), since its `device_blocks` may be others' by then, and
@@ -164,6 +168,8 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     """Blocks that a move fills; same length."""
     tables: list[tuple[int, int, int]] = []
     """A move's entries in block tables: (row, index in its block table, the block there from now on)."""
+    hashes: list[bytes] = []
+    """Of a write or a read, which have no device blocks: by which each block is found on disk."""
 
 
 class DraftShape(msgspec.Struct, frozen=True, array_like=True):

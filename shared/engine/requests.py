@@ -72,6 +72,10 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that were guessed here, in whatever way."""
     num_draft_kept: int = 0
     """Guessed tokens that came true."""
+    num_host_tokens: int = 0
+    """The part of the cached tokens that was in host memory."""
+    num_disk_tokens: int = 0
+    """The part of the cached tokens that was on disk."""
 
     def stats(self) -> FinishedStats:
         """What the load report says of it."""
@@ -175,6 +179,7 @@ class RequestTable:
         )
         self._memory.events.add(sequence, EventKind.ARRIVED, now, numbers=(*objectives, num_before))
         self._memory.enqueue(sequence, now)
+        self._memory.tiers.on_arrival(sequence)
         if sequence.num_output and (reason := self.finish_reason(sequence, sequence.tokens[-1])):
             self.end(sequence, reason, now)
         return None
@@ -278,6 +283,7 @@ class RequestTable:
     ) -> None:
         """`tokens`: the last token, already in `sequence.tokens`, that goes out with the end."""
         self._charge_leaving(sequence, now)
+        self._memory.tiers.note_ended(sequence)
         request = sequence.request
         planned, first = sequence.first_planned_s, sequence.first_token_s
         timing = RequestTiming(
@@ -308,6 +314,8 @@ class RequestTable:
                 num_prompt_tokens=sequence.num_prompt,
                 num_output_tokens=sequence.num_output,
                 num_cached_tokens=sequence.num_cached_tokens,
+                num_host_tokens=sequence.num_host_tokens,
+                num_disk_tokens=sequence.num_disk_tokens,
                 num_preemptions=sequence.num_preemptions,
                 arrived_s=sequence.arrived_s,
                 submitted_s=sequence.submitted_s,
@@ -329,6 +337,13 @@ class RequestTable:
                 is_given_up=error is not None and error.code in PLACE_AGAIN_CODES,
             )
         )
+        for tier, num_tokens in (
+            ("host", sequence.num_host_tokens),
+            ("disk", sequence.num_disk_tokens),
+            ("device", sequence.num_cached_tokens - sequence.num_host_tokens - sequence.num_disk_tokens),
+        ):
+            if num_tokens > 0:
+                self._memory.counters.cached_tokens[tier] += num_tokens
         self.drop(sequence, now)
 
     def _charge_leaving(self, sequence: Sequence, now: float) -> None:

@@ -107,13 +107,16 @@ class Sequence:
         "num_cached_tokens",
         "num_checkpointing",
         "num_computed",
+        "num_disk_tokens",
         "num_draft_kept",
         "num_draft_tokens",
         "num_drafted",
         "num_failures",
+        "num_host_tokens",
         "num_migrations",
         "num_preemptions",
         "num_prompt",
+        "num_read_blocks",
         "num_recomputed",
         "num_restored_blocks",
         "num_suspensions",
@@ -208,6 +211,10 @@ class Sequence:
         """Tokens that had been computed when it was last preempted."""
         self.num_recomputed = 0
         self.num_restored_blocks = 0
+        self.num_read_blocks = 0
+        """Blocks of it that were being read from disk when they were found."""
+        self.num_host_tokens = self.num_disk_tokens = 0
+        """The part of its cached tokens that came from there."""
         self.num_suspensions = 0
         self.handover = Handover.NONE
         self.is_cancelled = False

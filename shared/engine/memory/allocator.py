@@ -22,9 +22,12 @@ from shared.engine.events import EventLog
 from shared.engine.memory.blocks import BlockPool
 from shared.engine.memory.cache_news import CacheNews
 from shared.engine.memory.compaction import Compaction
+from shared.engine.memory.copy_times import CopyTimes
+from shared.engine.memory.disk import DiskKv
 from shared.engine.memory.host import HostKv
+from shared.engine.memory.tiers import Tiers
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
-from shared.engine.plan import ModelShape
+from shared.engine.plan import CopyKind, KvCopy, ModelShape
 from shared.engine.sequence import Handover, PriorityClass, Sequence, State
 from shared.messages.requests import PLACEMENT_EPOCHS
 from shared.messages.timeline import EventKind
@@ -55,8 +58,17 @@ class Allocator:
     """Queues, rows and KV blocks of one instance."""
 
     def __init__(
-        self, num_merged: int, num_rows: int, num_host_merged: int, ordering: OrderingPolicy, least_share: float
+        self,
+        num_merged: int,
+        num_rows: int,
+        num_host_merged: int,
+        ordering: OrderingPolicy,
+        least_share: float,
+        *,
+        offload: str = "off",
+        offload_start: float = 0.75,
     ) -> None:
+        """`offload`, `offload_start`: see `EngineConfig`."""
         self.cache_news = CacheNews()
         self.pool = BlockPool(num_merged, self.cache_news)
         self.counters = EngineCounters()
@@ -64,7 +76,14 @@ class Allocator:
         self.queues: dict[str, ModelQueue] = {}
         copy_ids = count()
         self.host = HostKv(self.pool, num_host_merged, self.counters, copy_ids, self.cache_news)
-        self.cache_news.caches = [pool for pool in (self.pool, self.host.pool) if pool is not None]
+        disk = None
+        if offload == "disk" and self.host.pool is not None:
+            disk = self.host.disk = DiskKv(self.host.pool, self.counters, copy_ids, self.cache_news)
+        self.copy_times = CopyTimes(self.queues)
+        self.tiers = Tiers(
+            self.pool, self.host, disk, self.queues, self.copy_times, is_on=offload != "off", start_share=offload_start
+        )
+        self.cache_news.caches = [pool for pool in (self.pool, self.host.pool, disk) if pool is not None]
         self.compaction = Compaction(self.pool, self.queues, self.counters, copy_ids)
         self._least_share = least_share
         self.ordering = ordering
@@ -131,10 +150,45 @@ class Allocator:
     def add_model(self, shape: ModelShape) -> None:
         for pool in (self.pool, self.host):
             pool.add_model(shape.name, shape.block_size, shape.blocks_per_merged)
+        if self.host.disk is not None:
+            self.host.disk.add_model(shape.name)
+        self.tiers.add_model(shape.name)
 
     def has_copies(self, model: str) -> bool:
         """Whether copies under way read or write blocks of the model."""
-        return self.host.has_copies(model) or self.compaction.has_moves(model)
+        disk = self.host.disk
+        is_on_disk = disk is not None and disk.has_copies(model)
+        return is_on_disk or self.host.has_copies(model) or self.compaction.has_moves(model)
+
+    def started_copies(self) -> list[KvCopy]:
+        """Those begun since the last call, in the order in which they are to be started."""
+        disk = [] if self.host.disk is None else self.host.disk.started_copies()
+        return self.compaction.started_copies() + self.host.started_copies() + disk
+
+    def learn_copy(self, copy_id: int, seconds: float) -> None:
+        """A copy to or from host memory has succeeded, in so many seconds."""
+        disk = self.host.disk
+        copy = self.host.copy(copy_id) or (None if disk is None else disk.copy(copy_id))
+        if copy is not None:
+            self.copy_times.learn(copy, seconds)
+
+    def on_copy(self, copy_id: int, ok: bool, now: float) -> bool:
+        """A copy has ended. Returns whether it was a move within the device."""
+        if self.compaction.on_copy(copy_id, ok):
+            return True
+        disk = self.host.disk
+        if disk is not None and (copy := disk.on_copy(copy_id, ok)) is not None:
+            if copy.kind == CopyKind.READ and not ok:
+                self._cut_restores(copy, now)
+        elif (ended := self.host.on_copy(copy_id, ok)) is not None:
+            self.end_restore(*ended, now)
+        return False
+
+    def _cut_restores(self, copy: KvCopy, now: float) -> None:
+        """What was to be read is not there: those that wait for it compute from there on."""
+        for sequence in list(self.queues[copy.model].restoring.values()):
+            if self.host.cut_restore(sequence, copy.host_blocks[0]):
+                self.end_restore(sequence, True, now)
 
     def remove_model(self, name: str) -> None:
         """Removes a model of which nothing is held."""
@@ -142,6 +196,9 @@ class Allocator:
             self.demand = None
         self.pool.remove_model(name)
         self.host.remove_model(name)
+        if self.host.disk is not None:
+            self.host.disk.remove_model(name)
+        self.tiers.remove_model(name)
         del self.queues[name]
 
     # ------------------------------------------------------------------------------------------------ queues
@@ -452,7 +509,7 @@ class Allocator:
         assert blocks is not None
         sequence.blocks = cached + blocks
         sequence.capacity = num_blocks * page
-        stored = [] if sequence.num_failures else self.host.find(sequence, len(cached), num_full)
+        stored = [] if sequence.num_failures else self.tiers.find_back(sequence, len(cached), num_full)
         if stored:
             self.events.add(sequence, EventKind.RESTORING, now, numbers=(len(stored),))
             self.host.begin_restore(sequence, len(cached), stored)
@@ -473,6 +530,10 @@ class Allocator:
         if ok:
             del queue.restoring[sequence.number]
             queue.restored[sequence.number] = sequence
+            if sequence.num_preemptions == 0:
+                num_tokens = sequence.restore[0] * sequence.block_size - sequence.num_computed
+                sequence.num_disk_tokens = min(num_tokens, sequence.num_read_blocks * sequence.block_size)
+                sequence.num_host_tokens = num_tokens - sequence.num_disk_tokens
             self.set_computed(sequence, sequence.restore[0])
             self.events.add(sequence, EventKind.RESTORED, now)
         else:

@@ -212,6 +212,11 @@ class BlockPool:
         """0 to 1."""
         return self.used_merged() / self.num_merged
 
+    @property
+    def blank_share(self) -> float:
+        """Share of the merged blocks in which nothing is used or cached, 0 to 1."""
+        return len(self._pool_free) / self.num_merged
+
     def allocate(self, name: str, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None (and no change) where there are not so many."""
         if count > self.num_available(name):
@@ -253,6 +258,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def find_one(self, name: str, block_hash: bytes) -> int | None:
+        """The block that holds this content, cached or in use. Takes no reference."""
+        return self._models[name].by_hash.get(block_hash)
 
     def retain(self, name: str, blocks: list[int]) -> None:
         """One more reference to each; cached blocks become used."""

@@ -6,16 +6,20 @@ until their blocks are needed: a prefix cache of the second tier.
 
 Copies run beside the steps. Each holds a reference to every block it reads or writes until `on_copy`, so nothing that
 happens to a sequence meanwhile can hand these blocks to anybody else.
+
+Blocks of ended requests come here too, and go on to disk (tiers.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from shared.engine.counters import EngineCounters
 from shared.engine.memory.backups import Backups
 from shared.engine.memory.blocks import BlockPool
 from shared.engine.memory.cache_news import CacheNews
+from shared.engine.memory.disk import DiskKv
 from shared.engine.plan import CopyKind, KvCopy
 from shared.engine.sequence import Sequence, State
 
@@ -25,12 +29,13 @@ class _Copy:
 
     __slots__ = ("effect", "first_block", "hashes", "restore", "sequence")
 
-    def __init__(self, effect: KvCopy, sequence: Sequence, first_block: int) -> None:
+    def __init__(self, effect: KvCopy, sequence: Sequence | None, first_block: int, hashes: list[bytes]) -> None:
         self.effect = effect
         self.sequence = sequence
+        """None: of blocks whose requests have ended."""
         self.first_block = first_block
-        self.hashes = sequence.hashes[first_block : first_block + len(effect.device_blocks)]
-        self.restore = sequence.restore[1]
+        self.hashes = hashes
+        self.restore = None if sequence is None else sequence.restore[1]
         """Identifies the restore it is part of: a sequence that is preempted meanwhile begins another."""
 
 
@@ -59,6 +64,10 @@ class HostKv:
         self._copy_ids = copy_ids
         self._holders: dict[int, Sequence] = {}
         """Sequences with checkpoints."""
+        self._offloading: set[tuple[str, bytes]] = set()
+        """By model and hash: blocks of ended requests that are being copied here."""
+        self.disk: DiskKv | None = None
+        """The tier below, from which blocks are read into the pool."""
 
     @property
     def used_share(self) -> float:
@@ -104,7 +113,8 @@ class HostKv:
             return 0
         host = pool.allocate(name, count)
         assert host is not None
-        self._start(CopyKind.CHECKPOINT, sequence, first, sequence.blocks[first : first + count], host)
+        blocks, hashes = sequence.blocks[first : first + count], sequence.hashes[first : first + count]
+        self._start(CopyKind.CHECKPOINT, name, sequence, first, hashes, blocks, host)
         self.device.retain(name, sequence.blocks[first : first + count])
         sequence.num_checkpointing += count
         self.num_checkpointing_blocks += count
@@ -139,21 +149,39 @@ class HostKv:
             self.pool.release(sequence.model, sequence.host_blocks)
             sequence.host_blocks = []
 
+    def offload(self, model: str, blocks: list[tuple[bytes, int]]) -> None:
+        """Begins to copy blocks that nobody may need any more, each with its hash; there is room for them."""
+        assert self.pool is not None
+        hashes, device = [block_hash for block_hash, _ in blocks], [block for _, block in blocks]
+        host = self.pool.allocate(model, len(device))
+        assert host is not None
+        self._start(CopyKind.CHECKPOINT, model, None, 0, hashes, device, host)
+        self.device.retain(model, device)
+        self._offloading.update((model, block_hash) for block_hash in hashes)
+        self.num_checkpointing_blocks += len(device)
+
+    def is_offloading(self, model: str, block_hash: bytes) -> bool:
+        return (model, block_hash) in self._offloading
+
     # ---------------------------------------------------------------------------------------------- restores
 
-    def find(self, sequence: Sequence, first_block: int, num_blocks: int) -> list[int]:
-        """Host blocks of the longest run of the sequence's blocks from `first_block` on, of the first `num_blocks`."""
-        if self.pool is None:
-            return []
-        own = sequence.host_blocks[first_block:num_blocks]
-        return own + self.pool.find(sequence.model, sequence.hashes[first_block + len(own) : num_blocks])
-
     def begin_restore(self, sequence: Sequence, first_block: int, host_blocks: list[int]) -> None:
-        """`sequence.blocks` are allocated; those from `first_block` on are to be filled from the host blocks."""
-        assert self.pool is not None
-        self.pool.retain(sequence.model, host_blocks)
+        """`sequence.blocks` are allocated; those from `first_block` on are to be filled from the host blocks, whose
+        references are the sequence's from now on."""
         sequence.restore = (first_block, host_blocks)
         sequence.state = State.RESTORING
+
+    def cut_restore(self, sequence: Sequence, host_block: int) -> bool:
+        """The host block will not hold what it should: what is to be restored ends before it. Returns whether the restore is
+        over by that."""
+        assert self.pool is not None
+        host = sequence.restore[1]
+        if host_block not in host:
+            return False
+        at = host.index(host_block)
+        self.pool.release(sequence.model, host[at:])
+        del host[at:]
+        return not host and not any(copy.restore is host for copy in self._copies.values())
 
     def abandon_restore(self, sequence: Sequence) -> None:
         """Copies under way still arrive, in blocks that are theirs, and end up in the prefix cache."""
@@ -165,12 +193,12 @@ class HostKv:
         """Begins to copy up to `max_blocks` blocks for sequences that are being restored, first come first served."""
         for sequence in restoring:
             first, host = sequence.restore
-            part = host[:max_blocks]
+            part = self._filled(sequence.model, host[:max_blocks])
             if not part:
                 continue
-            blocks = sequence.blocks[first : first + len(part)]
+            blocks, hashes = sequence.blocks[first : first + len(part)], sequence.hashes[first : first + len(part)]
             del host[: len(part)]
-            self._start(CopyKind.RESTORE, sequence, first, blocks, part)
+            self._start(CopyKind.RESTORE, sequence.model, sequence, first, hashes, blocks, part)
             sequence.restore = (first + len(part), host)
             self.device.retain(sequence.model, blocks)
             self.num_restoring_blocks += len(part)
@@ -178,11 +206,27 @@ class HostKv:
             if max_blocks <= 0:
                 return
 
+    def _filled(self, model: str, host_blocks: list[int]) -> list[int]:
+        """Those before the first that is still being read."""
+        disk = self.disk
+        if disk is None:
+            return host_blocks
+        return list(takewhile(lambda block: not disk.is_unread(model, block), host_blocks))
+
     # ------------------------------------------------------------------------------------------------- copies
 
-    def _start(self, kind: CopyKind, sequence: Sequence, first: int, device: list[int], host: list[int]) -> None:
-        effect = KvCopy(next(self._copy_ids), kind, sequence.model, device, host)
-        self._copies[effect.copy_id] = _Copy(effect, sequence, first)
+    def _start(
+        self,
+        kind: CopyKind,
+        model: str,
+        sequence: Sequence | None,
+        first: int,
+        hashes: list[bytes],
+        device: list[int],
+        host: list[int],
+    ) -> None:
+        effect = KvCopy(next(self._copy_ids), kind, model, device, host)
+        self._copies[effect.copy_id] = _Copy(effect, sequence, first, hashes)
         self._started.append(effect)
 
     def copy(self, copy_id: int) -> KvCopy | None:
@@ -206,6 +250,13 @@ class HostKv:
         assert pool is not None
         self.device.release(effect.model, effect.device_blocks)
         self.num_checkpointing_blocks -= count
+        if sequence is None:
+            self._offloading.difference_update((effect.model, block_hash) for block_hash in copy.hashes)
+            if ok:
+                self._counters.offloaded_blocks[effect.model] += count
+                pool.register(effect.model, effect.host_blocks, copy.hashes)
+            pool.release(effect.model, effect.host_blocks)
+            return
         sequence.num_checkpointing -= count
         if ok:
             self._counters.checkpointed_blocks[effect.model] += count
@@ -218,7 +269,7 @@ class HostKv:
     def _on_restore(self, copy: _Copy, ok: bool) -> tuple[Sequence, bool] | None:
         effect, sequence = copy.effect, copy.sequence
         count = len(effect.host_blocks)
-        assert self.pool is not None
+        assert self.pool is not None and sequence is not None
         self.pool.release(effect.model, effect.host_blocks)
         self.num_restoring_blocks -= count
         if ok:
@@ -246,6 +297,8 @@ class HostKv:
         for sequence in self._holders.values():
             for block in sequence.host_blocks:
                 yield False, sequence.model, block
+        for model, block in () if self.disk is None else self.disk.references():
+            yield False, model, block
         if self.backups is not None:
             for model, block in self.backups.references():
                 yield False, model, block

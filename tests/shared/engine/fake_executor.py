@@ -99,6 +99,8 @@ class FakeExecutor:
         """Rows that want log-probabilities of their prompt, with its length."""
         self._suspended: dict[int, StepPlan] = {}
         self._host: dict[tuple[str, int], list[int | None]] = {}
+        self.disk: dict[tuple[str, bytes], list[int | None]] = {}
+        """By model and hash."""
         self._launched: list[StepPlan] = []
         """Plans that may still be executed when they return."""
         self._results: dict[int, StepResult] = {}
@@ -145,16 +147,26 @@ class FakeExecutor:
         self._suspended[plan.step_id] = plan
         return StepResult(plan.step_id, [], suspended_share=share)
 
-    def copy(self, copy: KvCopy) -> None:
+    def copy(self, copy: KvCopy) -> bool:
+        """Returns whether it succeeded: what is to be read may not be on disk."""
         if copy.kind == CopyKind.MOVE:
-            return
-        for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
+            return True
+        for block_hash, host in zip(copy.hashes, copy.host_blocks, strict=bool(copy.hashes)):
+            key = (copy.model, block_hash)
+            if copy.kind == CopyKind.WRITE:
+                self.disk[key] = list(self._host[copy.model, host])
+            elif key in self.disk:
+                self._host[copy.model, host] = list(self.disk[key])
+            else:
+                return False
+        for device, host in zip(copy.device_blocks, copy.host_blocks, strict=not copy.hashes):
             if copy.kind == CopyKind.CHECKPOINT:
                 cells = self._block(copy.model, device)
                 assert -1 not in cells and None not in cells, "a block was checkpointed before it was filled"
                 self._host[copy.model, host] = list(cells)
             else:
                 self._block(copy.model, device)[:] = self._host[copy.model, host]
+        return True
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.step_id in self._results:

@@ -7,7 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, SetCostModel, Submit
+from shared.engine.calls import (
+    AddModel,
+    Cancel,
+    FoundOnDisk,
+    LostOnDisk,
+    OnCopy,
+    OnStep,
+    OnTime,
+    SetCostModel,
+    Submit,
+)
 from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, DraftShape, ModelShape, StepResult
 from shared.engine.requests import Ended, Output
@@ -69,6 +79,8 @@ class EngineMachine(RuleBasedStateMachine):
         least_share=st.sampled_from([0.0, 0.25, 0.7]),
         lookup=st.sampled_from([LookupSettings(), LookupSettings(1, 1, 1), LookupSettings(6, 1, 3)]),
         drafting=st.sampled_from(["none", "measured", "always"]),
+        offload=st.sampled_from(["off", "host", "disk"]),
+        offload_start=st.sampled_from([0.0, 0.5, 1.0]),
     )
     def start(
         self,
@@ -87,6 +99,8 @@ class EngineMachine(RuleBasedStateMachine):
         least_share,
         lookup,
         drafting,
+        offload,
+        offload_start,
     ):
         self.next_token = repeating_token if lookup.num_tokens else next_token
         self.engine = Engine(
@@ -105,6 +119,8 @@ class EngineMachine(RuleBasedStateMachine):
             tpot_s=0.05,
             least_share=least_share,
             lookup=lookup,
+            offload=offload,
+            offload_start=offload_start,
         )
         shapes = SHAPES
         if drafting != "none":
@@ -219,9 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
     def copy_ends(self, ok):
         if self.copies:
             copy = self.copies.pop(0)
-            ok = ok or copy.kind == CopyKind.MOVE
-            if ok:
-                self.executor.copy(copy)
+            ok = copy.kind == CopyKind.MOVE or (ok and self.executor.copy(copy))
             self.engine.apply(OnCopy(copy.copy_id, ok), self.now)
             self.engine.apply(OnCopy(copy.copy_id, True), self.now)
 
@@ -236,6 +250,20 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def forget_cache(self):
         self.engine.pool.clear_cache()
+
+    @rule(is_known=st.booleans(), data=st.data())
+    def files_vanish(self, is_known, data):
+        """Another instance, or damage, takes files from the disk."""
+        if self.executor.disk:
+            model, block_hash = data.draw(st.sampled_from(list(self.executor.disk)))
+            del self.executor.disk[model, block_hash]
+            if is_known:
+                self.engine.apply(LostOnDisk(model, [block_hash]), self.now)
+
+    @rule()
+    def look_for_files(self):
+        for model, block_hash in self.executor.disk:
+            self.engine.apply(FoundOnDisk(model, [block_hash]), self.now)
 
     @invariant()
     def holds(self):
