@@ -42,6 +42,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backup_share: float = 0.5
     """Share of host memory that copies for other instances may take."""
     offload: str = "off"
-    """Where blocks of ended requests go before they are evicted: off | host | disk (to host memory, and from there on)."""
+    """Tier to which blocks of ended requests go before they are evicted: off | host | disk (through host memory)."""
     offload_start: float = 0.75
     """Share of the KV pool, and of host memory, with something in it from which on they do."""

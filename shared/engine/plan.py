@@ -169,7 +169,7 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     tables: list[tuple[int, int, int]] = []
     """A move's entries in block tables: (row, index in its block table, the block there from now on)."""
     hashes: list[bytes] = []
-    """Of a write or a read, which have no device blocks: by which each block is found on disk."""
+    """Hashes by which the blocks of a write or a read, which have no device blocks, are found on disk."""
 
 
 class DraftShape(msgspec.Struct, frozen=True, array_like=True):

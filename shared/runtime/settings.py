@@ -431,6 +431,15 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Known tokens, prompt and output, from which on a request is worth that."""
     kv_backup_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Share of this instance's host memory that copies for other instances may take."""
+    kv_offload: Literal["off", "host", "disk"] = "off"
+    """Tier to which KV blocks of ended requests go before they are evicted, so that prompts that begin alike find them: none
+    (off) | host memory (host) | through host memory the folder `kv_disk_folder` (disk)"""
+    kv_offload_start: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
+    """Share of the KV pool, and of host memory, with something in it from which on they go; 0: at once."""
+    kv_disk_folder: str = ""
+    """Folder for KV blocks, which the instances of a node may share, and which survives them."""
+    kv_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 16 << 30
+    """Size of that folder at most, over all instances that share it."""
     prefix_fetch: Literal["auto", "off"] = "off"
     """auto: the beginning of a prompt is fetched from the instance that has it where that is predicted to be faster"""
     drain_grace_s: float = 15.0

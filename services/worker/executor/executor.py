@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import msgspec
 import numpy as np
 import torch
 
@@ -100,6 +102,7 @@ class _Loaded:
     layers_per_safepoint: int
     vocabulary: Vocabulary | str
     identity: Identity | None
+    fingerprint: str
     pooler: Pooler | None
     draft: DraftModel | None
 
@@ -352,6 +355,7 @@ class Executor:
             prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.num_layers,
             prepared.graphs, max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
             prepared.identity,
+            prepared.fingerprint,
             prepared.pooler,
             draft,
         )  # fmt: skip
@@ -862,6 +866,21 @@ class Executor:
             ranks = pools[stage * self._group.size : (stage + 1) * self._group.size]
             stages.append([self._store.block_rows(of_stage, pool) for pool in ranks])
         return BlockParts(stages, views.shape.run_bytes)
+
+    def kv_key(self, model: str) -> str:
+        """Names all that the contents of a model's blocks depend on, but for the tokens: its weights and configuration,
+        their types, the size of its blocks, and in deterministic mode its very bits. Empty: that is not known. Raises
+        `KeyError` where the model is not here."""
+        loaded = self._models[model]
+        identity = loaded.identity
+        if identity is None:
+            return ""
+        facts = (
+            identity.files, str(identity.dtype), identity.max_model_len, identity.quantization, loaded.fingerprint,
+            checkpoint.read_config(identity.path), loaded.num_layers, loaded.block_size, loaded.model.head_dim,
+            self._group.size if self._numerics is INVARIANT else 0,
+        )  # fmt: skip
+        return blake2b(msgspec.json.encode([model, *facts]), digest_size=16).hexdigest()
 
     def num_blocks(self, model: str) -> int:
         """Blocks of the device's pool."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.worker.instance.engine_loop import COMPUTE_NICENESS
@@ -20,8 +22,10 @@ from shared.runtime.settings import InstanceSettings, SettingsError, check_part
 
 if TYPE_CHECKING:
     from services.worker.executor.executor import Executor
+    from services.worker.kv_disk.store import DiskStore
     from services.worker.ranks.group_executor import GroupExecutor
 
+log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 1 << 20
 """Bytes of host memory that the ranks of GPUs share: KV blocks that move to other instances pass through it."""
@@ -40,6 +44,36 @@ def host_pool_merged(settings: InstanceSettings, plan: InstancePlan, device: str
         free = free_memory_bytes() - (plan.pool_bytes if device == "cpu" else 0)
         wanted = min(plan.pool_bytes, max(0, free) // 4)
     return wanted // plan.merged_bytes
+
+
+def offload_of(settings: InstanceSettings, num_host_merged: int) -> str:
+    """`EngineConfig.offload`. Raises `SettingsError` for settings that contradict each other."""
+    offload, folder = settings.kv_offload, settings.kv_disk_folder
+    if offload == "disk" and not folder:
+        raise SettingsError("TIDEWAY_KV_OFFLOAD=disk needs a folder: set TIDEWAY_KV_DISK_FOLDER")
+    if offload != "disk" and folder:
+        message = "TIDEWAY_KV_DISK_FOLDER is set, but nothing is written to it"
+        raise SettingsError(f"{message}: set TIDEWAY_KV_OFFLOAD=disk, not {offload}")
+    if offload != "off" and settings.host_memory_bytes == 0:
+        message = f"TIDEWAY_KV_OFFLOAD={offload} needs host memory, through which all blocks pass"
+        raise SettingsError(f"{message}, but TIDEWAY_HOST_MEMORY_BYTES=0")
+    if offload != "off" and not num_host_merged:
+        log.warning("KV blocks of ended requests are not kept: there is no host memory for them")
+        return "off"
+    return offload
+
+
+def open_disk(settings: InstanceSettings) -> DiskStore | None:
+    """The folder for KV blocks; None: there is to be none. Raises `SettingsError` where it cannot be used."""
+    from services.worker.kv_disk.store import DiskStore
+
+    if settings.kv_offload != "disk":
+        return None
+    try:
+        return DiskStore(Path(settings.kv_disk_folder), settings.kv_disk_bytes)
+    except OSError as error:
+        message = f"TIDEWAY_KV_DISK_FOLDER={settings.kv_disk_folder!r} cannot be used"
+        raise SettingsError(f"{message}: {error.strerror or error}") from None
 
 
 def max_step_tokens(settings: InstanceSettings) -> int:
@@ -87,6 +121,8 @@ def build_engine(
         lookup=lookup,
         max_drafts=settings.draft_tokens,
         backup_share=settings.kv_backup_share,
+        offload=offload_of(settings, num_host_merged),
+        offload_start=settings.kv_offload_start,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

@@ -38,6 +38,10 @@ class CoServingTelemetry:
                 ("restored_bytes", "KV blocks copied back from host memory"),
                 ("dropped_checkpoint_bytes", "Checkpoints given up because host memory was full"),
                 ("moved_bytes", "KV blocks moved within the pool, so that another model could have a merged block"),
+                ("offloaded_bytes", "KV blocks of ended requests copied to host memory"),
+                ("disk_written_bytes", "KV blocks that went on from host memory to disk"),
+                ("disk_read_bytes", "KV blocks that came back from disk"),
+                ("disk_unreadable_bytes", "KV blocks that were not on disk any more, or damaged"),
             )
         }
         self._freed_merged = counter("freed_merged_blocks", "Merged blocks of the KV pool that moves within it freed")
@@ -46,6 +50,9 @@ class CoServingTelemetry:
             "rescued_tokens", "Known tokens of requests that another instance had lost: KV found here, or computed again",
             "outcome",
         )  # fmt: skip
+        self._cached = counter(
+            "cached_tokens", "Tokens of prompts that were not computed, by the tier that had them", "tier"
+        )
         self._computed = counter(
             "computed_tokens", "Prompt and output tokens computed; offline ones are harvest", "class"
         )
@@ -158,6 +165,10 @@ class CoServingTelemetry:
             ("restored_bytes", counters.restored_blocks),
             ("dropped_checkpoint_bytes", counters.dropped_checkpoint_blocks),
             ("moved_bytes", counters.moved_blocks),
+            ("offloaded_bytes", counters.offloaded_blocks),
+            ("disk_written_bytes", counters.written_blocks),
+            ("disk_read_bytes", counters.read_blocks),
+            ("disk_unreadable_bytes", counters.unreadable_blocks),
         ):
             for model, count in list(blocks.items()):
                 self._advance(self._bytes[kind], (model,), count, block_bytes.get(model, 0))
@@ -177,6 +188,8 @@ class CoServingTelemetry:
         self._advance(self._recomputed, ("partial_block",), partial)
         self._advance(self._recomputed, ("whole_block",), counters.recomputed_tokens - partial)
         self._advance(self._recomputed, ("discarded_step",), counters.discarded_tokens)
+        for tier in ("device", "host", "disk"):
+            self._advance(self._cached, (tier,), counters.cached_tokens[tier])
         for outcome in ("kept", "recomputed"):
             self._advance(self._rescued, (outcome,), counters.rescued_tokens[outcome])
         self._advance(self._computed, (str(RequestClass.ONLINE),), counters.online_tokens)

@@ -27,7 +27,7 @@ from shared.engine.counters import EngineCounters
 from shared.engine.driver import Driver, StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.memory.cache_news import CacheChanges
-from shared.engine.plan import EndedCopy, KvCopy, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult
 from shared.messages.timeline import RequestEvent
 
 if TYPE_CHECKING:
@@ -70,6 +70,18 @@ class StepExecutor(Protocol):
         """`callback` is called in any thread when `finished_copies` has something new."""
 
 
+class DiskLane(Protocol):
+    """What the loop needs of whoever copies between host memory and disk, beside all else."""
+
+    on_finished: Callable[[], None]
+    """Called in any thread when `finished_copies` has something new."""
+
+    def start_copy(self, copy: KvCopy) -> None: ...
+
+    def finished_copies(self) -> list[EndedCopy]:
+        """Those that ended since the last call."""
+
+
 class EngineLoop:
     """Runs `engine` on `executor`. `on_effects(effects, stats)` is called in the loop's thread after each step and after
     each change from outside; it must not block."""
@@ -83,6 +95,7 @@ class EngineLoop:
         *,
         on_failure: Callable[[], None] = lambda: None,
         niceness: int = 0,
+        disk: DiskLane | None = None,
     ) -> None:
         """`on_failure` is called in the loop's thread when it dies: the instance is then of no more use.
 
@@ -106,6 +119,9 @@ class EngineLoop:
         self._lost: Exception | None = None
         """Why the loop is to fail: a move of blocks was not carried out, or `give_up`."""
         executor.on_copy_finished(self._wake.set)
+        self._disk = disk
+        if disk is not None:
+            disk.on_finished = self._wake.set
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._num_failed_in_a_row = 0
         self.num_steps = 0
@@ -241,7 +257,10 @@ class EngineLoop:
         _run(self._quick_calls)
         if self._lost is not None:
             raise self._lost
-        if finished := self._executor.finished_copies():
+        finished = self._executor.finished_copies()
+        if self._disk is not None:
+            finished += self._disk.finished_copies()
+        if finished:
             with self._lock:
                 copies = driver.on_copies(finished, self._clock())
             self._start_copies(copies)
@@ -277,7 +296,10 @@ class EngineLoop:
 
     def _start_copies(self, copies: list[KvCopy]) -> None:
         for copy in copies:
-            self._executor.start_copy(copy)
+            if self._disk is not None and copy.kind in (CopyKind.WRITE, CopyKind.READ):
+                self._disk.start_copy(copy)
+            else:
+                self._executor.start_copy(copy)
 
 
 def _run(calls: _Calls) -> None:

@@ -24,6 +24,7 @@ from services.worker.instance.building import (
     host_pool_merged,
     make_executor,
     max_step_tokens,
+    open_disk,
     pool_merged,
 )
 from services.worker.ranks.starting import start_ranks
@@ -55,6 +56,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     import torch
 
     from services.worker.instance.cost_models import CostModels, CostModelStore
+    from services.worker.instance.disk_tier import DiskTier
     from services.worker.instance.service import InstanceService
     from shared.bus.nats_bus import NatsBus
 
@@ -69,6 +71,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         "host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, pool_merged(plan)
     )
     engine = build_engine(settings, pool_merged(plan), device, num_host_merged, plan.group.num_stages)
+    store = open_disk(settings)
     executor = await asyncio.to_thread(make_executor, settings, plan, num_host_merged, other_ranks)
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
@@ -90,6 +93,9 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         executor,
         provide_cost_models if wants_cost_models else None,
         lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
+        None
+        if store is None or engine.memory.host.disk is None
+        else DiskTier(store, executor, telemetry.registry, settings.instance_id, is_polite=device == "cpu"),
     )
     await unless_stopped(service.start(), stop)
     freeze_heap()

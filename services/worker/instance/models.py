@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -82,7 +82,7 @@ class KeepsWeights(Protocol):
 
 
 class KvUsers:
-    """Who else uses the KV blocks of models; called in the event loop. This one is nobody."""
+    """Whoever else uses the KV blocks of models; called in the event loop. What one does not override concerns it not."""
 
     def add_model(self, model: str) -> None:
         """Its blocks are there."""
@@ -128,11 +128,11 @@ class InstanceModels:
         intake: Intake,
         on_change: Callable[[], None],
         on_ready: OnReady | None = None,
-        users: KvUsers | None = None,
+        users: Sequence[KvUsers] = (),
         adapters: InstanceAdapters | None = None,
     ) -> None:
         self._loop = loop
-        self._users = users or KvUsers()
+        self._users = users
         self._adapters = adapters
         self._executor = executor
         self._metrics = metrics
@@ -291,7 +291,8 @@ class InstanceModels:
             model.state, model.shape, model.num_blocks = "ready", shape, num_blocks
             self._intake.models.add(spec.name)
             self._metrics.set_model(spec.name, shape.block_size, num_blocks)
-            self._users.add_model(spec.name)
+            for user in self._users:
+                user.add_model(spec.name)
             if self._adapters is not None:
                 self._adapters.on_model_ready(spec.name)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
@@ -322,20 +323,23 @@ class InstanceModels:
                 self._models[name] = _Model(model.spec, "host")
             else:
                 del self._models[name]
-            self._users.remove_model(name)
+            for user in self._users:
+                user.remove_model(name)
             if self._adapters is not None:
                 self._adapters.forget_model(name)
             if model.shape is not None:
                 self._metrics.remove_model(name, model.shape.block_size, model.num_blocks)
             log.info("model %s is unloaded%s", name, ", its weights are in host memory" if is_kept else "")
         finally:
-            self._users.stop_giving(name)
+            for user in self._users:
+                user.stop_giving(name)
         self._on_change()
 
     async def _empty(self, name: str, grace_s: float) -> None:
         deadline_s = time.monotonic() + grace_s
         while self._loop.ask(lambda engine: engine.num_held(name)) and time.monotonic() < deadline_s:
-            self._users.give_away(name)
+            for user in self._users:
+                user.give_away(name)
             await asyncio.sleep(POLL_S)
 
     async def _detach(self, name: str, keeper: KeepsWeights | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.worker.instance.adapters import AdapterExecutor, InstanceAdapters
+from services.worker.instance.disk_tier import DiskTier
 from services.worker.instance.draining import Draining
 from services.worker.instance.engine_loop import COMPUTE_NICENESS, EngineLoop, StepExecutor
 from services.worker.instance.grammar_telemetry import FollowsGrammars, GrammarTelemetry
@@ -99,8 +100,11 @@ class InstanceService:
         executor: InstanceExecutor,
         provide_cost_models: Callable[[EngineLoop], OnReady] | None = None,
         open_transport: OpenTransport | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
+        """`disk`: the KV pool's tier there, if it has one."""
         self._bus = bus
+        self._disk = disk
         self._settings = settings
         self._id = settings.instance_id
         self.intake = Intake(self._id)
@@ -122,7 +126,10 @@ class InstanceService:
             self._on_effects_in_thread,
             on_failure=self._on_failure_in_thread,
             niceness=niceness,
+            disk=None if disk is None else disk.copies,
         )
+        if disk is not None:
+            disk.loop = self._loop
         engine.memory.events.is_on = True
         self._events = InstanceEvents(bus, self._loop, self._id, are_traced=bool(settings.otlp_endpoint))
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
@@ -158,8 +165,9 @@ class InstanceService:
         )
         self.intake.missing_adapter = self._adapters.missing
         self._models = InstanceModels(
-            self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._migrations, self._adapters
-        )
+            self._loop, executor, self._metrics, self.intake, self.touch, on_ready,
+            (self._migrations,) if disk is None else (self._migrations, disk), self._adapters,
+        )  # fmt: skip
         self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._migrations.peers_known)
         self._role = Role.BOTH if settings.role == "auto" else Role(settings.role)
         self._is_role_fixed = settings.role != "auto"
@@ -191,7 +199,7 @@ class InstanceService:
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
             await bus.serve(INSTANCE_ROLE.at(**ids), self._on_role),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._migrations.on_cancel),
-            await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.apply(ClearPrefixCache())),
+            await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._clear_prefix_cache()),
             await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
         ]
         await self._registration.open()
@@ -203,6 +211,8 @@ class InstanceService:
         self._tasks.start(self._reporter.keep(), "load reports")
         self._tasks.start(self._keep_measured(), "metrics")
         self._tasks.start(self._registration.keep(), "registry")
+        if self._disk is not None:
+            self._tasks.start(self._disk.keep_measured(), "metrics of the disk")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
 
     async def drain_before_exit(self) -> None:
@@ -215,6 +225,8 @@ class InstanceService:
         """Ends migrations, then leaves the registry; what is still running here is placed elsewhere by the scheduler."""
         self.intake.is_draining = self._is_ending = True
         await self._migrations.stop()
+        if self._disk is not None:
+            await self._disk.flush()
         self._reporter.publish()
         self._events.flush()
         await self._tasks.end_all()
@@ -224,6 +236,8 @@ class InstanceService:
         await self._adapters.stop()
         await self._models.stop()
         await asyncio.to_thread(self._loop.stop, 5.0)
+        if self._disk is not None:
+            await self._disk.close()
 
     def problems(self) -> list[str]:
         """Problems for /health."""
@@ -297,6 +311,11 @@ class InstanceService:
     def _on_statistics(self, report: ExecutionStatisticsReport) -> None:
         for statistics in report.models:
             self._loop.apply(SetStatistics(statistics))
+
+    def _clear_prefix_cache(self) -> None:
+        self._loop.apply(ClearPrefixCache())
+        if self._disk is not None:
+            self._disk.clear()
 
     def _on_replay(self, query: ReplayQuery) -> ReplayReply:
         return replayed(query, self._outputs, self._loop.held_epoch, self._migrations)

@@ -29,6 +29,8 @@ class InstanceSpans:
             "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
             "gen_ai.usage.output_tokens": ended.num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": ended.num_cached_tokens,
+            "tideway.num_cached_tokens_host": ended.num_host_tokens,
+            "tideway.num_cached_tokens_disk": ended.num_disk_tokens,
             "gen_ai.response.finish_reasons": [str(ended.reason)],
             "tideway.num_preemptions": ended.num_preemptions,
             "tideway.num_suspended_steps": ended.num_suspensions,

@@ -362,6 +362,10 @@ class GroupExecutor:
         move = functools.partial(self._move_window, model)
         return WindowedBlocks(self._own.num_blocks(model), rows, move, self._window_lock)
 
+    def kv_key(self, model: str) -> str:
+        """See `Executor.kv_key`: whole blocks are the same for any number of ranks."""
+        return self._own.kv_key(model)
+
     def _move_window(self, model: str, blocks: Sequence[int], outward: bool) -> None:
         """In a thread beside the loop's, which has the window's lock."""
         self._own.num_blocks(model)  # raises, before the others are told

@@ -1,0 +1,256 @@
+"""KV blocks as files in a folder of bounded size, which several instances may share.
+
+    FOLDER/used                              bytes of all files, under a lock
+    FOLDER/<model>/<first byte>/<hash>.kv    a header of 4 KiB, then the block's bytes
+
+A file is written under another name and renamed when it is whole, so whoever finds it finds all of it. It is named by the
+chained hash of its block, so two instances that write the same block write the same file. Nothing is synced: a crash of the
+machine may leave files that are not what they should be, which their checksums show; such a file is removed by whoever reads
+it. Where the folder would become too large the files that were longest not read go first, of whatever model and instance.
+
+Blocking; from any thread. The operating system caches what is read and written for all instances of the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import struct
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from services.worker.kv_transport.wire import LINE_BYTES, checksum
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = 4096
+"""The block begins at a page of its own."""
+_HEADER = struct.Struct("<8s16sQI")
+"""Magic, hash, bytes of the block, their checksum."""
+_MAGIC = b"TWKV0001"
+_SUFFIX = ".kv"
+_UNFINISHED = ".part"
+KEPT_SHARE = 0.9
+"""Share of the limit that stays when files are removed: the folder is not looked through for each block."""
+ABANDONED_S = 600.0
+"""Age of an unfinished file that nobody goes on with."""
+
+
+class Changes(NamedTuple):
+    """Hashes of blocks that came, the one that was read last at the end, and of those that went."""
+
+    found: list[bytes]
+    lost: list[bytes]
+
+
+class _File(NamedTuple):
+    at_s: float
+    """Time at which it was written, or read last."""
+    num_bytes: int
+    path: str
+
+
+class DiskStore:
+    """All files of a folder."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Makes the folder. Raises `OSError` where it cannot be used."""
+        self.folder = folder
+        self.max_bytes = max_bytes
+        # The blocks hold what requests say: they are nobody else's.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._used_path = folder / "used"
+        with self._locked() as used:
+            files = list(self._files())
+            for file in files:
+                if file.path.endswith(_UNFINISHED) and time.time() - file.at_s > ABANDONED_S:
+                    _remove(file.path)
+            self._set(used, sum(file.num_bytes for file in files))
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Descriptor of the file with the number of bytes, which nobody else changes meanwhile."""
+        used = os.open(self._used_path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(used, fcntl.LOCK_EX)
+            yield used
+        finally:
+            os.close(used)
+
+    @staticmethod
+    def _get(used: int) -> int:
+        return int.from_bytes(os.pread(used, 8, 0), "little")
+
+    @staticmethod
+    def _set(used: int, num_bytes: int) -> None:
+        os.pwrite(used, max(0, num_bytes).to_bytes(8, "little"), 0)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._locked() as used:
+            return self._get(used)
+
+    def _files(self) -> Iterator[_File]:
+        for model in _folders(self.folder):
+            for part in _folders(model):
+                with contextlib.suppress(FileNotFoundError):
+                    for entry in os.scandir(part):
+                        with contextlib.suppress(FileNotFoundError):
+                            stat = entry.stat()
+                            yield _File(stat.st_mtime, stat.st_size, entry.path)
+
+    def take_room(self, path: str, num_bytes: int) -> int:
+        """A new file of so many bytes, which count from now on; others are removed for it where the folder would become too
+        large. Returns its descriptor. Raises `OSError`."""
+        if num_bytes > self.max_bytes:
+            raise OSError(errno.EFBIG, f"a block takes {num_bytes} bytes, the folder {self.max_bytes} at most")
+        with self._locked() as used:
+            total = self._get(used)
+            if total + num_bytes > self.max_bytes:
+                total = self._remove_oldest(min(self.max_bytes - num_bytes, int(KEPT_SHARE * self.max_bytes)))
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(file, 0, num_bytes)
+            except OSError:
+                os.close(file)
+                _remove(path)
+                self._set(used, total)
+                raise
+            self._set(used, total + num_bytes)
+            return file
+
+    def _remove_oldest(self, most_bytes: int) -> int:
+        """Until no more than `most_bytes` are left. Returns how many are."""
+        files = sorted(self._files())
+        total = sum(file.num_bytes for file in files)
+        for file in files:
+            if total <= most_bytes:
+                break
+            if not file.path.endswith(_UNFINISHED) or time.time() - file.at_s > ABANDONED_S:
+                total -= _remove(file.path) * file.num_bytes
+        return total
+
+    def remove(self, path: str, num_bytes: int) -> None:
+        with self._locked() as used:
+            self._set(used, self._get(used) - _remove(path) * num_bytes)
+
+
+class ModelFiles:
+    """The files of one model's blocks, all of one size."""
+
+    def __init__(self, store: DiskStore, model_key: str, block_bytes: int) -> None:
+        """`model_key`: names all that the blocks depend on but for the tokens. Raises `OSError`."""
+        self._store = store
+        self._folder = store.folder / model_key
+        self._num_bytes = HEADER_BYTES + block_bytes
+        self._known: dict[str, tuple[int, set[bytes]]] = {}
+        """By the first byte of the hashes: when their folder was changed last, and what was there."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        for first in range(256):
+            (self._folder / f"{first:02x}").mkdir(mode=0o700, exist_ok=True)
+
+    def _path(self, block_hash: bytes) -> str:
+        name = block_hash.hex()
+        return f"{self._folder}/{name[:2]}/{name}{_SUFFIX}"
+
+    def write(self, block_hash: bytes, block: np.ndarray) -> None:
+        """`block`: `[block_bytes]` uint8. Nothing happens where it is there already. Raises `OSError`."""
+        path = self._path(block_hash)
+        if os.path.exists(path):
+            os.utime(path)
+            return
+        unfinished = f"{path[: -len(_SUFFIX)]}.{uuid.uuid4().hex}{_UNFINISHED}"
+        file = self._store.take_room(unfinished, self._num_bytes)
+        try:
+            header = _HEADER.pack(_MAGIC, block_hash, len(block), checksum(block, LINE_BYTES))
+            parts = [header.ljust(HEADER_BYTES, b"\0"), block.data]
+            if os.pwritev(file, parts, 0) != self._num_bytes:
+                raise OSError(f"only a part of {unfinished} could be written")
+            os.rename(unfinished, path)
+        except OSError:
+            self._store.remove(unfinished, self._num_bytes)
+            raise
+        finally:
+            os.close(file)
+
+    def read(self, block_hash: bytes, block: np.ndarray) -> bool:
+        """Fills `block`, `[block_bytes]` uint8. False: the file is not there, or is damaged (and now removed). Raises
+        `OSError`."""
+        path = self._path(block_hash)
+        header = bytearray(HEADER_BYTES)
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            num_bytes = os.preadv(file, [header, block.data], 0)
+        finally:
+            os.close(file)
+        known = (_MAGIC, block_hash, len(block), checksum(block, LINE_BYTES))
+        if num_bytes != self._num_bytes or _HEADER.unpack_from(header) != known:
+            logger.warning("%s is damaged and removed", path)
+            self._store.remove(path, self._num_bytes)
+            return False
+        with contextlib.suppress(OSError):  # it is not ours alone
+            os.utime(path)
+        return True
+
+    def look(self) -> Changes:
+        """Changes since the last call. Files of another size are damaged, and removed."""
+        found: list[tuple[float, bytes]] = []
+        lost: list[bytes] = []
+        for part in _folders(self._folder):
+            changed_ns = os.stat(part).st_mtime_ns
+            known_ns, known = self._known.get(part, (0, set()))
+            if changed_ns == known_ns and time.time_ns() - changed_ns > 10**9:
+                continue
+            here: set[bytes] = set()
+            for entry in os.scandir(part):
+                name, suffix = os.path.splitext(entry.name)
+                if suffix != _SUFFIX:
+                    continue
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    stat, block_hash = entry.stat(), bytes.fromhex(name)
+                    if stat.st_size != self._num_bytes:
+                        logger.warning("%s is damaged and removed: it has %d bytes", entry.path, stat.st_size)
+                        self._store.remove(entry.path, stat.st_size)
+                        continue
+                    here.add(block_hash)
+                    if block_hash not in known:
+                        found.append((stat.st_mtime, block_hash))
+            lost += known - here
+            self._known[part] = changed_ns, here
+        return Changes([block_hash for _, block_hash in sorted(found)], lost)
+
+    def clear(self) -> None:
+        """Removes all of them."""
+        for part in _folders(self._folder):
+            for entry in os.scandir(part):
+                if entry.name.endswith(_SUFFIX):
+                    self._store.remove(entry.path, self._num_bytes)
+
+
+def _folders(folder: Path | str) -> list[str]:
+    try:
+        return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def _remove(path: str) -> bool:
+    """Whether it was there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,270 @@
+"""KV blocks on disk, with real files: written, found, read, damaged, crowded out, shared, refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.kv.kv_store import BlockParts
+from services.worker.kv_disk.copies import DiskCopies
+from services.worker.kv_disk.store import HEADER_BYTES, Changes, DiskStore, ModelFiles
+from services.worker.kv_transport.staging import KvPool
+from shared.engine.plan import CopyKind, KvCopy
+from tests.small_disk import SmallDisk, SmallDiskError
+
+BLOCK_BYTES = 12 * 1024
+FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(2, "little") * 8
+
+
+def content(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def files_of(folder: Path, max_bytes: int = 1 << 30, key: str = "model") -> ModelFiles:
+    return ModelFiles(DiskStore(folder, max_bytes), key, BLOCK_BYTES)
+
+
+def is_read(files: ModelFiles, number: int) -> bool:
+    block = np.zeros(BLOCK_BYTES, np.uint8)
+    if not files.read(name(number), block):
+        return False
+    assert (block == content(number)).all()
+    return True
+
+
+def paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.*") if path.is_file())
+
+
+def test_what_was_written_is_found_and_read_by_whoever_comes_later(tmp_path: Path) -> None:
+    first = files_of(tmp_path)
+    for number in (1, 300, 2):
+        first.write(name(number), content(number))
+    again = files_of(tmp_path)
+    assert sorted(again.look().found) == sorted(map(name, (1, 2, 300))) and not again.look().found
+    assert all(is_read(again, number) for number in (1, 300, 2)) and not is_read(again, 4)
+    assert not files_of(tmp_path, key="other weights").look().found
+
+
+def test_nobody_else_may_read_the_files(tmp_path: Path) -> None:
+    files_of(tmp_path / "kv").write(name(1), content(1))
+    for path in (tmp_path / "kv").rglob("*"):
+        assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
+
+
+@pytest.mark.parametrize("at", [0, 10, 30, HEADER_BYTES, HEADER_BYTES + 5000, FILE_BYTES - 1])
+def test_a_file_with_a_flipped_bit_is_removed_when_it_is_read(tmp_path: Path, at: int) -> None:
+    files = files_of(tmp_path)
+    for number in (1, 2):
+        files.write(name(number), content(number))
+    (damaged,) = [path for path in paths(tmp_path) if path.stem == name(1).hex()]
+    with damaged.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+    assert not is_read(files, 1) and not damaged.exists() and is_read(files, 2)
+    assert DiskStore(tmp_path, 1 << 30).used_bytes == FILE_BYTES
+    files.write(name(1), content(1))
+    assert is_read(files, 1)
+
+
+def test_another_blocks_file_under_its_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    files = files_of(tmp_path)
+    files.write(name(1), content(1))
+    (path,) = paths(tmp_path)
+    files.write(name(2), content(2))
+    (other,) = [found for found in paths(tmp_path) if found != path]
+    os.replace(path, other)
+    assert not is_read(files, 2)
+
+
+def test_a_file_that_was_cut_off_is_removed_at_the_start(tmp_path: Path) -> None:
+    files = files_of(tmp_path)
+    for number in (1, 2):
+        files.write(name(number), content(number))
+    os.truncate(paths(tmp_path)[0], FILE_BYTES - 1)
+    assert len(files_of(tmp_path).look().found) == 1 and len(paths(tmp_path)) == 1
+
+
+def test_unfinished_files_count_and_go_when_they_are_old(tmp_path: Path) -> None:
+    files_of(tmp_path).write(name(1), content(1))
+    unfinished = paths(tmp_path)[0].with_suffix(".0.part")
+    unfinished.write_bytes(b"x" * 1000)
+    store = DiskStore(tmp_path, 1 << 30)
+    assert store.used_bytes == FILE_BYTES + 1000 and unfinished.exists()
+    os.utime(unfinished, (1.0, 1.0))
+    DiskStore(tmp_path, 1 << 30)
+    assert not unfinished.exists()
+    assert DiskStore(tmp_path, 1 << 30).used_bytes == FILE_BYTES
+
+
+def test_the_folder_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path: Path) -> None:
+    bound = 10 * FILE_BYTES
+    files = [files_of(tmp_path, bound, key) for key in ("one", "other")]
+    for number in range(40):
+        files[number % 2].write(name(number), content(number))
+        os.utime(files[number % 2]._path(name(number)), (number + 1.0, number + 1.0))
+        if number:
+            assert is_read(files[0], 0), "what is read again and again stays"
+        assert sum(path.stat().st_size for path in paths(tmp_path)) <= bound
+    left = [number for number in range(1, 40) if os.path.exists(files[number % 2]._path(name(number)))]
+    assert left == list(range(40 - len(left), 40)) and len(left) >= 6
+    assert DiskStore(tmp_path, bound).used_bytes == FILE_BYTES * (1 + len(left))
+    lost = files[0].look()
+    assert not lost.lost and len(lost.found) == 1 + len(left) // 2
+
+
+def test_a_block_that_is_larger_than_the_folder_may_be_is_refused(tmp_path: Path) -> None:
+    files = files_of(tmp_path, FILE_BYTES - 1)
+    with pytest.raises(OSError, match="at most"):
+        files.write(name(1), content(1))
+    assert not paths(tmp_path)
+
+
+def test_many_threads_of_two_instances_stay_within_the_bound(tmp_path: Path) -> None:
+    bound = 12 * FILE_BYTES
+    failures: list[BaseException] = []
+
+    def write(files: ModelFiles, first: int) -> None:
+        try:
+            for number in range(first, first + 30):
+                files.write(name(number), content(number))
+                is_read(files, number)
+        except BaseException as error:
+            failures.append(error)
+
+    instances = [files_of(tmp_path, bound) for _ in range(2)]
+    threads = [threading.Thread(target=write, args=(instances[n % 2], 20 * n)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    found = paths(tmp_path)
+    assert 0 < sum(path.stat().st_size for path in found) <= bound
+    assert all(path.stat().st_size == FILE_BYTES for path in found)
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        DiskStore(tmp_path / "file", 1 << 30)
+
+
+# ------------------------------------------------------------------------------------------------------- copies
+
+
+class Copies:
+    """Copies of one instance: its host memory has eight blocks."""
+
+    def __init__(self, folder: Path, rows: torch.Tensor | BlockParts | None = None, **options) -> None:
+        self.rows = torch.zeros(8, BLOCK_BYTES, dtype=torch.uint8) if rows is None else rows
+        self.changes: list[Changes] = []
+        self.told = threading.Event()
+        self.copies = DiskCopies(DiskStore(folder, options.pop("max_bytes", 1 << 30)), self._on_change, **options)
+        self.copies.add_model("m", "key", KvPool(self.rows))
+        self.num = 0
+        assert isinstance(self.rows, BlockParts) or self.rows.is_contiguous()
+
+    def _on_change(self, model: str, changes: Changes) -> None:
+        self.changes.append(changes)
+        self.told.set()
+
+    def copy(self, kind: CopyKind, blocks: list[int], numbers: list[int], model: str = "m") -> bool:
+        self.num += 1
+        ended = threading.Event()
+        self.copies.on_finished = ended.set
+        self.copies.start_copy(KvCopy(self.num, kind, model, [], blocks, hashes=list(map(name, numbers))))
+        assert ended.wait(30)
+        ((copy_id, ok, seconds),) = self.copies.finished_copies()
+        assert copy_id == self.num and (seconds > 0) is ok
+        return ok
+
+
+@contextmanager
+def copies(folder: Path, **options) -> Iterator[Copies]:
+    one = Copies(folder, **options)
+    yield one
+    one.copies.close()
+    assert not any(thread.is_alive() for thread in one.copies._threads)
+
+
+def test_blocks_go_to_disk_and_come_back_bit_for_bit(tmp_path: Path) -> None:
+    with copies(tmp_path) as it:
+        it.rows[3] = torch.from_numpy(content(3))
+        assert it.copy(CopyKind.WRITE, [3], [3]) and it.copy(CopyKind.READ, [5], [3])
+        assert torch.equal(it.rows[5], it.rows[3]) and not it.rows[[0, 1, 2, 4, 6, 7]].any()
+        assert not it.copy(CopyKind.READ, [6], [4]) and not it.copy(CopyKind.READ, [6], [3], "nobody")
+
+
+def test_the_parts_of_ranks_are_joined_so_that_others_find_whole_blocks(tmp_path: Path) -> None:
+    """Two ranks have every other run of 1 KiB."""
+    ranks = [torch.zeros(8, BLOCK_BYTES // 2, dtype=torch.uint8) for _ in range(2)]
+    whole = content(1).reshape(-1, 2, 1024)
+    for rank in range(2):
+        ranks[rank][2] = torch.from_numpy(whole[:, rank].reshape(-1).copy())
+    with copies(tmp_path, rows=BlockParts([ranks], 1024)) as it:
+        assert it.copy(CopyKind.WRITE, [2], [1]) and it.copy(CopyKind.READ, [4], [1])
+    assert all(torch.equal(rank[4], rank[2]) for rank in ranks)
+    with copies(tmp_path) as alone:
+        assert alone.copy(CopyKind.READ, [0], [1])
+        assert (alone.rows[0].numpy() == content(1)).all()
+
+
+def test_an_instance_is_told_of_what_another_writes_and_removes(tmp_path: Path) -> None:
+    with copies(tmp_path, look_s=0.05) as one, copies(tmp_path, look_s=0.05) as other:
+        one.rows[0] = torch.from_numpy(content(1))
+        assert one.copy(CopyKind.WRITE, [0], [1])
+        assert other.told.wait(30) and other.changes == [Changes([name(1)], [])]
+        assert other.copy(CopyKind.READ, [0], [1]) and torch.equal(other.rows[0], one.rows[0])
+        other.told.clear()
+        one.copies.clear()
+        assert other.told.wait(30) and other.changes[1:] == [Changes([], [name(1)])]
+        assert not paths(tmp_path)
+
+
+def test_a_full_disk_refuses_blocks_for_a_while_and_reads_go_on(tmp_path: Path) -> None:
+    try:
+        disk = SmallDisk(60 * FILE_BYTES)
+    except (SmallDiskError, OSError) as error:
+        pytest.skip(str(error))
+    try:
+        with copies(disk.seen_path / "kv") as it:
+            it.rows[0] = torch.from_numpy(content(1))
+            assert it.copy(CopyKind.WRITE, [0], [1])
+            disk.fill()
+            assert not it.copy(CopyKind.WRITE, [0], [2]) and not it.copy(CopyKind.WRITE, [0], [3])
+            assert it.copies.num_refused == 2
+            disk.free()
+            assert not it.copy(CopyKind.WRITE, [0], [2]), "it pauses"
+            assert it.copy(CopyKind.READ, [1], [1]) and torch.equal(it.rows[1], it.rows[0])
+            it.copies._paused_until_s = time.monotonic()
+            assert it.copy(CopyKind.WRITE, [0], [2])
+            assert it.copies.store.used_bytes == 2 * FILE_BYTES
+    finally:
+        disk.close()
+
+
+def test_copies_that_wait_when_it_closes_fail_and_are_told(tmp_path: Path) -> None:
+    it = Copies(tmp_path)
+    gate = threading.Event()
+    it.copies._writes.put(lambda: gate.wait(30) and None)
+    it.copies.start_copy(KvCopy(1, CopyKind.WRITE, "m", [], [0], hashes=[name(1)]))
+    it.copies._is_closing = True
+    gate.set()
+    it.copies.close()
+    assert [ended[:2] for ended in it.copies.finished_copies()] == [(1, False)]
