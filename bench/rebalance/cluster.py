@@ -24,6 +24,7 @@ from shared.placement.planner import LEAST_MERGED_BYTES
 from shared.runtime.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import fleet
 from shared.simulation.batches import Batches
+from shared.simulation.disk import VirtualDisk
 from shared.simulation.gateway import MODEL, Gateway, Job, Record
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.scaling import Scaling
@@ -181,6 +182,13 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     order: str = "doubling_budget"
     fetches: bool = False
     """Prefixes travel between instances."""
+    offload: Literal["off", "host", "disk"] = "off"
+    """Tier to which KV blocks of ended requests go."""
+    host_share: float = 1.0
+    """Host memory of an instance over its KV pool."""
+    disk_bytes: float = 0.0
+    disk_bytes_s: float = 0.0
+    """Bandwidth of the disk that all instances share, in each direction."""
     scheduler: dict[str, float | str] = {}
     """Settings of the scheduler that differ from its defaults."""
 
@@ -196,6 +204,20 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
                 settings, max_waiting_per_model=1 << 20, dispatch_growth_steps=0.0, max_defragmenting_share=1.0
             )
         return msgspec.structs.replace(settings, **self.scheduler)
+
+
+def with_tiers(simulated: fleet.Device, device: Device, system: System) -> fleet.Device:
+    """`simulated` with the tiers of KV that the system has."""
+    configuration = msgspec.structs.replace(
+        simulated.configuration,
+        num_host_merged=int(system.host_share * device.num_merged),
+        offload=system.offload,
+    )
+    disk = None
+    if system.offload == "disk":
+        block_s = device.block_bytes / system.disk_bytes_s
+        disk = VirtualDisk(int(system.disk_bytes / device.block_bytes), block_s, block_s)
+    return msgspec.structs.replace(simulated, configuration=configuration, disk=disk)
 
 
 class Cluster:
@@ -225,7 +247,7 @@ class Cluster:
             migrations=partial(FleetMigrations, fetches=system.fetches),
             has_priorities=system.has_priorities,
         )
-        simulated, models = device.simulated(system.order), device.models(num_models)
+        simulated, models = with_tiers(device.simulated(system.order), device, system), device.models(num_models)
         for index in range(num_instances):
             self.fleet.add_instance(f"instance-{index}", simulated, models)
         self.scaling = None

@@ -49,6 +49,7 @@ from shared.runtime.settings import SchedulerSettings
 from shared.scheduling import actions, calls
 from shared.scheduling.calls import Call
 from shared.scheduling.core import SchedulerCore
+from shared.simulation.disk import VirtualDisk
 from shared.simulation.events import Events
 from shared.simulation.gateway import LAST_TOKEN, Gateway, Job, RunFailed
 from shared.simulation.instance import VirtualInstance, VirtualStep
@@ -87,6 +88,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     rate_share: float = 0.5
     num_devices: int = 1
     """Devices that compute its steps together."""
+    disk: VirtualDisk | None = None
+    """Folder for KV blocks, which all instances on such devices share, if `configuration` says that they keep some there."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +128,7 @@ class Instance:
         """Noise of the next steps, the last first."""
         self.host = VirtualInstance(
             engine, fleet.events, lambda model: self.models[model].cost_model, self._sample, self._on_effects,
-            on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown,
+            on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown, disk=device.disk,
         )  # fmt: skip
         self._limits: dict[str, int] = {}
         self._rows: dict[int, tuple[int, int]] = {}
@@ -188,6 +191,8 @@ class Instance:
         name, now = model.shape.name, self._events.now
         self.models[name], self.model_states[name] = model, "ready"
         self._limits[name] = self.engine.apply(AddModel(model.shape), now).max_model_len
+        if self.device.disk is not None:
+            self.device.disk.join(self.host, name)
         self.engine.apply(SetCostModel(name, model.cost_model), now)
         self.step_s = self.step_s or model.cost_model.fixed_s
         if self._fleet.migrations is not None:

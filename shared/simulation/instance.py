@@ -17,6 +17,7 @@ from shared.engine.calls import Call
 from shared.engine.driver import Driver
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult
+from shared.simulation.disk import LOOK_S, VirtualDisk
 from shared.simulation.events import Events
 
 T = TypeVar("T")
@@ -58,12 +59,14 @@ class VirtualInstance:
         on_step: Callable[[VirtualStep], None] = lambda _: None,
         on_copy: Callable[[KvCopy], None] = lambda _: None,
         slowdown: Callable[[], float] = lambda: 1.0,
+        disk: VirtualDisk | None = None,
     ) -> None:
         """`cost_model`: what a model's steps really take, times `slowdown`. `sample`: a step's tokens; also
         asked of one that was suspended, whose row changes count. `on_turn` is told
         what each turn launched, if anything; `on_step` each step that has ended, before its effects; `on_copy` each copy
-        that has."""
+        that has. `disk`: for an engine that keeps KV blocks there."""
         self.engine = engine
+        self._disk = disk
         self._events = events
         self._cost_model = cost_model
         self._sample = sample
@@ -194,6 +197,11 @@ class VirtualInstance:
 
     def _start_copies(self, copies: list[KvCopy]) -> None:
         for copy in copies:
+            if copy.hashes:
+                assert self._disk is not None
+                end_s, seconds = self._disk.begin(copy, self._events.now)
+                self._events.at(end_s, self._end_disk_copy, self._disk, copy, seconds)
+                continue
             cost = self._cost_model(copy.model)
             block_s = {CopyKind.RESTORE: cost.restore_block_s, CopyKind.CHECKPOINT: cost.checkpoint_block_s}
             begins_s = max(self._events.now, self._copies_end_s)
@@ -201,10 +209,15 @@ class VirtualInstance:
             self._copies_end_s = begins_s + seconds
             self._events.at(self._copies_end_s, self._end_copy, copy, seconds)
 
-    def _end_copy(self, copy: KvCopy, seconds: float) -> None:
+    def _end_copy(self, copy: KvCopy, seconds: float, ok: bool = True) -> None:
         self._on_copy(copy)
-        self._finished.append(EndedCopy(copy.copy_id, True, seconds))
+        self._finished.append(EndedCopy(copy.copy_id, ok, seconds))
         self.wake()
+
+    def _end_disk_copy(self, disk: VirtualDisk, copy: KvCopy, seconds: float) -> None:
+        self._end_copy(copy, seconds, disk.end(copy))
+        if copy.kind == CopyKind.WRITE:
+            self._events.after(LOOK_S, disk.tell, copy)
 
 
 def _safepoint(cost: CostModel, share: float, *, is_before: bool = False) -> float:
