@@ -198,8 +198,11 @@ class Outgoing:
         return (on_host, True) if len(on_host) > len(on_device) else (on_device, False)
 
     def num_found(self, model: str, hashes: bytes) -> int:
-        """How many of the first of these blocks are here, all on the device or all in host memory."""
-        return len(self._found(model, hashes)[0])
+        """How many of the first of these blocks a prompt would find here, in whatever tier."""
+        if model not in self._memory.queues:
+            return 0
+        wanted = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        return self._memory.tiers.num_found(model, wanted)
 
     def pin_found(self, model: str, hashes: bytes) -> PinnedBlocks | None:
         """The first of these blocks, as many as are here; None: there are none, or they are being moved in the pool."""

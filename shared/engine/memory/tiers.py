@@ -243,6 +243,17 @@ class Tiers:
         run = self._run(sequence, first_block, num_blocks)
         return self._read(sequence, run, self._num_worth(sequence, first_block, run), holds=True)
 
+    def num_found(self, model: str, hashes: list[bytes]) -> int:
+        """How many of the first of these blocks are on the device, and behind those below it."""
+        host, disk = self._host.pool, self.disk
+        count = len(self._device.find(model, hashes))
+        for block_hash in hashes[count:]:
+            is_below = host is not None and host.find_one(model, block_hash) is not None
+            if not is_below and (disk is None or not disk.is_known(model, block_hash)):
+                break
+            count += 1
+        return count
+
     def _run(self, sequence: Sequence, first_block: int, num_blocks: int) -> _Run:
         pool, disk, model = self._host.pool, self.disk, sequence.model
         assert pool is not None

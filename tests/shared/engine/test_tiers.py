@@ -301,3 +301,17 @@ def test_a_model_leaves_when_nothing_of_it_is_being_read():
     assert it.engine.apply(RemoveModel("a"), it.now)
     it.engine.apply(AddModel(msgspec.structs.replace(SHAPE, max_model_len=60)), it.now)
     assert it.answer("new", PROMPT).num_cached_tokens == 0
+
+
+def test_a_prefix_that_lies_in_parts_in_several_tiers_need_not_be_fetched():
+    it = Instance()
+    it.answer("first", PROMPT)
+    hashes = it.hashes_of(PROMPT)
+    it.lose_device()
+    it.answer("short", PROMPT[:13])
+    it.lose_host()
+    joined = b"".join(hashes)
+    assert it.engine.outgoing.num_found("a", joined) == 7
+    it.engine.memory.host.disk.lose("a", [hashes[5]])
+    assert it.engine.outgoing.num_found("a", joined) == 5
+    assert it.engine.outgoing.num_found("nobody", joined) == 0

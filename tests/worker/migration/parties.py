@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from opentelemetry.trace import Tracer
 
-from services.worker.instance.building import build_engine
+from services.worker.instance.building import build_engine, open_disk
 from services.worker.instance.engine_loop import EngineLoop
+from services.worker.kv_disk.copies import DiskCopies
+from services.worker.kv_disk.store import Changes
 from services.worker.kv_transport import KvTransport, Network, TransportLimits
+from services.worker.kv_transport.staging import KvPool
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
@@ -37,6 +40,7 @@ from shared.messages.requests import (
 )
 from shared.migration.incoming import Intake
 from shared.migration.limits import pool_of
+from shared.policies.kv_backup import BackupSettings
 from shared.runtime.settings import InstanceSettings
 from shared.runtime.telemetry import Telemetry, start_telemetry
 from tests.shared.engine.fake_executor import FakeExecutor
@@ -186,7 +190,9 @@ class Party:
         self.backed_up: dict[str, str] = {}
         """By request: who has copies of its KV."""
         self.engine = build_engine(settings, num_merged, "cpu", num_merged if settings.host_memory_bytes else 0)
-        self.loop = EngineLoop(self.engine, executor, bus.now, self._in_thread)
+        store = open_disk(settings)
+        self.disk = None if store is None else DiskCopies(store, self._on_disk_change, look_s=0.1)
+        self.loop = EngineLoop(self.engine, executor, bus.now, self._in_thread, disk=self.disk)
         self.service = MigrationService(
             bus=bus,
             settings=settings,
@@ -196,6 +202,8 @@ class Party:
             peers=lambda: self.registry,
             handovers=self,
             telemetry=telemetry,
+            backup=BackupSettings(settings.kv_backup, settings.kv_backup_tokens),
+            fetches=settings.prefix_fetch == "auto",
         )
 
     async def start(self) -> None:
@@ -205,6 +213,8 @@ class Party:
         if self.transport is not None:
             self.transport.register(pool_of("a", False), self.executor.rows(False))
             self.transport.register(pool_of("a", True), self.executor.rows(True))
+        if self.disk is not None:
+            self.disk.add_model("a", "key", KvPool(self.executor.rows(True)))
         self.loop.start()
         await self.service.start()
         await self.bus.subscribe(INSTANCE_CANCEL.at(instance_id=self.name), self._on_cancel)
@@ -240,6 +250,8 @@ class Party:
         self.executor.gate.set()
         await self.service.stop()
         await asyncio.to_thread(self.loop.stop, 5.0)
+        if self.disk is not None:
+            await asyncio.to_thread(self.disk.close)
         if self.transport is not None:
             await self.transport.close()
         await self.bus.close()
@@ -284,6 +296,10 @@ class Party:
         if stats is not None:
             self.service.on_step(stats)
 
+    def _on_disk_change(self, model: str, changes: Changes) -> None:
+        self.loop.apply(calls.FoundOnDisk(model, changes.found))
+        self.loop.apply(calls.LostOnDisk(model, changes.lost))
+
     def _on_cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)
         held_epoch = self.loop.held_epoch(cancel.request_id)
@@ -311,6 +327,9 @@ class Party:
         """Nothing is held or under way, copies to host memory included."""
         with self.loop.locked() as engine:
             is_empty = not engine.all_held() and engine.pool.used_merged() == 0
+            if self.disk is not None and engine.memory.host.pool is not None:
+                # Of ended requests blocks are still written.
+                is_empty = is_empty and engine.memory.host.pool.used_merged() == 0
         return is_empty and not self.service.has_work
 
     def check_idle(self) -> None:
@@ -339,7 +358,13 @@ async def make_party(
     **fields,
 ) -> Party:
     # By its estimates the source copies 100 KB/s, so that a few blocks are worth a stage.
-    fields = {"migration_cooldown_s": 0.05, "host_memory_bytes": 0, "migration_rate_share": 1e-4, **fields}
+    fields = {
+        "migration_cooldown_s": 0.05,
+        "host_memory_bytes": 0,
+        "migration_rate_share": 1e-4,
+        "kv_backup": "off",
+        **fields,
+    }
     settings = InstanceSettings(nats_url=nats_url, instance_id=name, device="cpu", profile="off", **fields)
     telemetry = start_telemetry("worker", name, settings)
     telemetry.tracer = tracer or telemetry.tracer
