@@ -1,7 +1,7 @@
 """What clients notice when an instance is killed under long contexts, without and with copies of their KV elsewhere: tokens
 that are computed again, and the longest silence of a stream. On the real system; every text is that of an undisturbed run.
 
-    python -m bench.rescues [--contexts 32] [--tokens 2000] [--instances 2] [--backup off,all]
+    python -m bench.rescues [--contexts 32] [--tokens 2000] [--instances 2] [--backup off,all] [--seed 1]
 
 About `contexts / instances` requests are lost. The model is a small one, whose KV has 6 KB a token.
 """
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=400)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--backup", default="off,all", help="values of TIDEWAY_KV_BACKUP, one after the other")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     arguments = parser.parse_args()
     print(
         "| copies | lost | copied after, s | kept | recomputed | of all known | longest silence, s | texts that differ |"
@@ -135,7 +136,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), arguments.tokens + arguments.output_tokens + 16)
-        prompts = prompts_of(arguments.contexts, arguments.tokens)
+        prompts = prompts_of(arguments.contexts, arguments.tokens, arguments.seed)
         for backup in arguments.backup.split(","):
             environment = {"TIDEWAY_KV_BACKUP": backup}
             with Stack(

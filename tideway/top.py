@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates
+from shared.messages.cluster import DraftUse, KvCopies
 from tideway.console import LOOK, count_sources, fit, print_json
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, drained_and_gone
@@ -74,6 +76,9 @@ def render(snapshot: Snapshot, rate: float | None, url: str, console: Console, p
     instances = fit(_instances(snapshot.instances, bar), console, LEAST_WANTED)
     models = fit(_models(snapshot), console, ("step times", "running", "waiting", "queued"))
     lines: list[RenderableType] = [Text(url, "bold", overflow="fold"), _counts(snapshot, rate), instances, models]
+    told = [instance for instance in snapshot.instances.instances if instance.load and instance.load.kv_copies]
+    if told:
+        lines.append(fit(_copies(told), console, ("fetched\nblocks", "not yet\ncopied")))
     there = {instance.instance_id for instance in snapshot.instances.instances}
     if gone := drained_and_gone(snapshot.instances.draining or (), there):
         lines.append(Text(f"\n{gone}", "dim"))
@@ -148,12 +153,60 @@ def _bar(use: float | None, cells: str) -> Text:
     return bar.append(cells[1] * (BAR_CELLS - num_full), "dim").append(f" {use:4.0%}", "default")
 
 
+def _copies(instances: list[InstanceState]) -> Table:
+    """Copies of KV between instances, of those that have made, kept or fetched any."""
+    table = Table(title="\nCopies of KV", **LOOK)
+    table.add_column("instance")
+    for name in (
+        "backed up\nrequests",
+        "not yet\ncopied",
+        "sent",
+        "kept for\nothers",
+        "rescued\ntokens",
+        "computed\nagain",
+        "prefixes\nfetched",
+        "fetched\nblocks",
+    ):
+        table.add_column(name, justify="right")
+    for instance in instances:
+        copies = instance.load.kv_copies if instance.load else None
+        assert copies is not None
+        table.add_row(escape(instance.instance_id), *_numbers(copies))
+    return table
+
+
+def _numbers(copies: KvCopies) -> list[str]:
+    return [
+        str(copies.num_backed_up),
+        str(copies.num_missing_blocks),
+        f"{copies.backed_up_bytes / 2**20:,.1f} MiB",
+        str(copies.num_kept),
+        str(copies.num_rescued_tokens),
+        str(copies.num_recomputed_tokens),
+        str(copies.num_fetches),
+        str(copies.num_fetched_blocks),
+    ]
+
+
+def _drafts(name: str, instances: InstanceStates) -> str:
+    """Use of a model's draft model over all instances: how many have it in each state, and the share of drafts kept."""
+    loads = [instance.load for instance in instances.instances if instance.load]
+    uses: list[DraftUse] = [use for load in loads for use in load.drafts if use.model == name]
+    states = Counter(use.state for use in uses)
+    told = ", ".join(state if len(uses) == 1 else f"{num} {state}" for state, num in sorted(states.items()))
+    num_drafted = sum(use.num_drafted for use in uses)
+    return f"{told}, {sum(use.num_kept for use in uses) / num_drafted:.0%} kept" if num_drafted else told
+
+
 def _models(snapshot: Snapshot) -> Table:
     table = Table(title="\nModels", **LOOK)
     table.add_column("model")
     for name in ("instances", "running", "waiting", "queued"):
         table.add_column(name, justify="right")
     table.add_column("step times")
+    drafts = {model.name: _drafts(model.name, snapshot.instances) for model in snapshot.models.models}
+    if any(drafts.values()):
+        table.add_column("drafts")
     table.add_column("note", overflow="fold")
     for model in snapshot.models.models:
         num_ready = sum(state == "ready" for state in model.instances.values())
@@ -162,7 +215,8 @@ def _models(snapshot: Snapshot) -> Table:
         row = (f"{num_ready}{wanted}", str(model.num_running), str(model.num_waiting), queued)
         on_instances = (one for instance in snapshot.instances.instances for one in instance.models)
         sources = count_sources(one.cost_model for one in on_instances if one.name == model.name)
-        table.add_row(escape(model.name), *row, sources, escape(_note(model, snapshot.instances)))
+        told = [drafts[model.name]] if any(drafts.values()) else []
+        table.add_row(escape(model.name), *row, sources, *told, escape(_note(model, snapshot.instances)))
     return table
 
 

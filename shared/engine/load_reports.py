@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shared.engine.driver import StepStats
-from shared.engine.engine import Effect
+from shared.engine.engine import Effect, Engine
 from shared.engine.load import InstanceLoad
 from shared.engine.memory.cache_news import CacheChanges
 from shared.engine.requests import Ended, Output
-from shared.messages.cluster import FinishedStats, LoadReport, MigrationOutcome
+from shared.messages.cluster import DraftUse, FinishedStats, KvCopies, LoadReport, MigrationOutcome
 from shared.messages.requests import HeldRequest
+from shared.policies.speculation import GateState
 
 REPORT_INTERVAL_S = 0.02
 """Time at least between two reports."""
@@ -23,6 +24,7 @@ HEARTBEAT_S = 1.0
 """Between reports where nothing went on at all."""
 
 NO_CHANGES = CacheChanges()
+NO_COPIES = KvCopies()
 
 
 def is_news(effects: Iterable[Effect], stats: StepStats | None) -> bool:
@@ -41,6 +43,26 @@ def drift_interval_s(load: InstanceLoad | LoadReport) -> float:
     round_s = sum(max(LEAST_STEP_S, cost_s) for cost_s in costs_s)
     drift_s = DRIFT_SHARE * load.migration_freeness * round_s if round_s else MOST_DRIFT_INTERVAL_S
     return min(MOST_DRIFT_INTERVAL_S, max(LEAST_DRIFT_INTERVAL_S, drift_s))
+
+
+def draft_uses(engine: Engine) -> tuple[DraftUse, ...]:
+    """Use of the engine's draft models, in the order of their models' names; of one that nothing is known of, none."""
+    order = list(GateState)
+    uses = []
+    for model, gates in sorted(engine.speculation().items()):
+        if gates:
+            state, gain = max(gates.values(), key=lambda gate: (order.index(gate[0]), gate[1]))
+            counters = engine.counters
+            uses.append(
+                DraftUse(
+                    model=model,
+                    state=state.value,
+                    gain=gain,
+                    num_drafted=counters.drafted_tokens[model],
+                    num_kept=counters.accepted_tokens[model],
+                )
+            )
+    return tuple(uses)
 
 
 class LoadReports:
@@ -66,7 +88,14 @@ class LoadReports:
         self.finished.append(ended.stats())
 
     def take(
-        self, load: InstanceLoad, num_migrating_out: int, num_migrating_in: int, cache: CacheChanges = NO_CHANGES
+        self,
+        load: InstanceLoad,
+        num_migrating_out: int,
+        num_migrating_in: int,
+        cache: CacheChanges = NO_CHANGES,
+        *,
+        kv_copies: KvCopies = NO_COPIES,
+        drafts: tuple[DraftUse, ...] = (),
     ) -> LoadReport:
         """The next one. `num_migrating_out`, `num_migrating_in`: migrations under way. `cache`: what is to be told of it."""
         self._sequence += 1
@@ -85,6 +114,8 @@ class LoadReports:
             num_migrating_in=num_migrating_in,
             num_migrated_out=self._num_migrated_out,
             num_migrated_in=self._num_migrated_in,
+            kv_copies=None if kv_copies == NO_COPIES else kv_copies,
+            drafts=drafts,
             **{name: getattr(part, name) for part in (load, cache) for name in part.__struct_fields__},
         )
         self._begin()

@@ -6,7 +6,15 @@ from typing import Literal
 
 import msgspec
 
-from shared.messages.cluster import DEFAULT_IDLE_S, AdapterSpec, InstancePlan, ModelSpec, PlacementPlan
+from shared.messages.cluster import (
+    DEFAULT_IDLE_S,
+    AdapterSpec,
+    DraftUse,
+    InstancePlan,
+    KvCopies,
+    ModelSpec,
+    PlacementPlan,
+)
 from shared.messages.requests import Seconds
 from shared.messages.traffic import ModelTraffic
 from shared.placement.plan import Group, Plan, Prediction, Rejected, Trial
@@ -294,6 +302,10 @@ class InstanceLoad(msgspec.Struct, kw_only=True):
     num_migrated_out: int
     """Since the instance started."""
     num_migrated_in: int
+    kv_copies: KvCopies | None = None
+    """None: it has made, kept and fetched none."""
+    drafts: list[DraftUse] = []
+    """Use of its draft models."""
 
 
 class InstanceState(msgspec.Struct, kw_only=True):

@@ -239,6 +239,42 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     """Predicted seconds that a token's KV takes to another instance; 0: prefixes are neither given from here nor fetched."""
 
 
+class DraftUse(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A draft model on an instance. Tokens count since the instance started."""
+
+    model: str
+    """The model that it drafts for."""
+    state: str
+    """on: it drafts, for batches of some size at least | trial: it drafts to be measured | off: it does not pay"""
+    gain: Number
+    """Tokens per second with drafts over without, as measured, where that is most."""
+    num_drafted: Amount
+    """Tokens that were drafted, prompt lookup included."""
+    num_kept: Amount
+    """Tokens of those that were what the model sampled."""
+
+
+class KvCopies(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Copies of KV between instances, beside requests that move. What is summed counts since the instance started."""
+
+    num_backed_up: Amount = 0
+    """Requests of this instance with copies of their KV at others now."""
+    num_missing_blocks: Amount = 0
+    """Full blocks of requests that are worth a copy, and have none yet."""
+    backed_up_bytes: Amount = 0
+    """Sent to other instances."""
+    num_kept: Amount = 0
+    """Requests of other instances with copies of their KV here now."""
+    num_rescued_tokens: Amount = 0
+    """Known tokens of requests that came here after another instance had lost them: those whose KV was found here."""
+    num_recomputed_tokens: Amount = 0
+    """Known tokens of such requests that were computed again."""
+    num_fetches: Amount = 0
+    """Requests for which the beginning of the prompt was fetched from another instance."""
+    num_fetched_blocks: Amount = 0
+    """KV blocks that came by these."""
+
+
 class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One ended request, for the statistics per model."""
 
@@ -397,6 +433,10 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """The late prompt; None: there is none."""
     tpot_s: Seconds = 0.0
     """Objective of each later token, likewise as of `ttft_s`."""
+    kv_copies: KvCopies | None = None
+    """None: it has made, kept and fetched none."""
+    drafts: tuple[DraftUse, ...] = ()
+    """Use of its draft models, for whoever looks on."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -104,6 +104,8 @@ class _Transfer(msgspec.Struct):
     taken: dict[str, int] = {}
     """By request: how many of these the holder takes."""
     num_sent: int = 0
+    num_bytes: int = 0
+    """Bytes of the blocks that are sent."""
 
 
 class BackupSource:
@@ -302,6 +304,7 @@ class BackupSource:
         self._to(Event.ROOM)
         pool = pool_of(transfer.model, False)
         block_bytes = self._site.around.ask(BlockBytes(pool)) or 0
+        transfer.num_bytes = block_bytes * len(blocks)
         deadline_s = self._deadline_s(transfer, block_bytes)
         self._site.say(commands.SendBackup(backup_id, reply.address, reply.ticket, pool, blocks, deadline_s))
 
@@ -350,7 +353,9 @@ class BackupSource:
         self._to(event)
         for pinned in transfer.pinned.values():
             self._site.around.apply(Unpin(pinned))
-        self._site.say(commands.BackupOver(transfer.backup_id, outcome, num_blocks, transfer.num_sent))
+        self._site.say(
+            commands.BackupOver(transfer.backup_id, outcome, num_blocks, transfer.num_sent, transfer.num_bytes)
+        )
         num_left = self.num_missing - num_blocks
         # What is far behind goes on at once; the rest can wait until more is full.
         self._look_s = now if num_left > num_blocks > 0 else now + LOOK_S

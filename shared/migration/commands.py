@@ -281,6 +281,8 @@ class BackupOver(Command, frozen=True):
     """Blocks that have a copy by it."""
     num_sent: int
     """Blocks of these that the holder did not have, and were sent."""
+    num_bytes: int
+    """Bytes of those."""
 
 
 class AnswerBackup(Command, frozen=True):

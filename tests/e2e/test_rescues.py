@@ -36,6 +36,9 @@ async def test_streams_of_a_killed_instance_go_on_from_copies_of_their_kv(stack:
     with whatever_the_machine_does():
         assert found.recomputed_share <= 0.1
     assert sum(metric(stack, "tideway_kv_backup_blocks_total", "copied").values()) > NUM_STREAMS * NUM_PROMPT / 64
+    told = [one["load"]["kv_copies"] for one in stack.instances() if one["load"] and one["load"]["kv_copies"]]
+    assert sum(one["backed_up_bytes"] for one in told) > 0
+    assert sum(one["num_rescued_tokens"] for one in told) == found.kept_tokens
     expected = await run(stack.url, prompts, MAX_TOKENS, [[] for _ in prompts])
     with whatever_the_machine_does():
         assert [stream.text for stream in found.streams] == [stream.text for stream in expected]

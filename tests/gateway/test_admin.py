@@ -17,7 +17,9 @@ from shared.messages.admin import ScaleInstances, ScaleModel
 from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC
 from shared.messages.channels import Topic
 from shared.messages.cluster import (
+    DraftUse,
     InstanceExited,
+    KvCopies,
     ModelLoad,
     ModelSpec,
     Role,
@@ -40,6 +42,8 @@ BUSY: dict[str, object] = {
     "num_migrating_out": 1,
     "num_migrated_out": 12,
     "num_migrated_in": 4,
+    "kv_copies": KvCopies(num_backed_up=3, backed_up_bytes=2**21, num_rescued_tokens=900, num_recomputed_tokens=17),
+    "drafts": (DraftUse(model=MODEL, state="on", gain=1.25, num_drafted=80, num_kept=60),),
 }
 
 
@@ -74,7 +78,19 @@ async def test_instances_and_their_load(pair: Stack) -> None:
         "num_migrating_in": 0,
         "num_migrated_out": 12,
         "num_migrated_in": 4,
+        "kv_copies": {
+            "num_backed_up": 3,
+            "num_missing_blocks": 0,
+            "backed_up_bytes": 2**21,
+            "num_kept": 0,
+            "num_rescued_tokens": 900,
+            "num_recomputed_tokens": 17,
+            "num_fetches": 0,
+            "num_fetched_blocks": 0,
+        },
+        "drafts": [{"model": MODEL, "state": "on", "gain": 1.25, "num_drafted": 80, "num_kept": 60}],
     }
+    assert (shown["a"]["load"]["kv_copies"], shown["a"]["load"]["drafts"]) == (None, [])
     [model] = shown["b"]["models"]
     assert (model["name"], model["num_running"], model["num_waiting"]) == (MODEL, 7, 2), "the report is the newer"
     assert (shown["b"]["state"], shown["b"]["migration"], shown["b"]["kv_address"]) == (

@@ -22,7 +22,7 @@ from shared.engine.plan import ModelShape
 from shared.messages.admin import ScaleInstances, ScaleModel
 from shared.messages.catalogue import ADAPTERS, GATEWAY_EVENTS, INSTANCE_POOL
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import AdapterSpec, ModelSpec
+from shared.messages.cluster import AdapterSpec, DraftUse, KvCopies, ModelSpec
 from shared.messages.console import PoolView
 from shared.messages.requests import RequestClass
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
@@ -57,7 +57,12 @@ async def stack(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[S
     async with running_stack(nats_settings, specs, admin_api_key=ADMIN_KEY) as stack:
         await stack.peer.add_instance("b", MODEL, kv_address="127.0.0.1:1")
         await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
-        stack.peer.loads = {"a": {"num_running": 2}, "b": {}}
+        copies = KvCopies(
+            num_backed_up=3, num_missing_blocks=5, backed_up_bytes=3 << 19, num_kept=2, num_rescued_tokens=900,
+            num_recomputed_tokens=17, num_fetches=4, num_fetched_blocks=31,
+        )  # fmt: skip
+        uses = (DraftUse(model=MODEL, state="on", gain=1.25, num_drafted=80, num_kept=60),)
+        stack.peer.loads = {"a": {"num_running": 2, "kv_copies": copies, "drafts": uses}, "b": {}}
         yield stack
 
 
@@ -154,6 +159,10 @@ async def test_an_operator_looks_on_and_acts(stack: Stack, browser: Browser) -> 
 def _look_and_act(browser: Browser, stack: Stack, request_id: str) -> None:
     _enter(browser, f"{stack.url}/console")
     browser.until_text("#instances", "a", "b", "ready")
+    browser.until_text("#instance-a", "backed up 3 requests, 1.5 MiB sent", "not yet copied 5 blocks", "2 requests")
+    browser.until_text("#instance-a", "900 tokens kept, 17 computed again", "prefixes fetched 4, 31 blocks")
+    browser.until_text("#instance-a", f"drafts of {MODEL} on, 75.0 % kept")
+    assert "backed up" not in browser.text("#instance-b") and "drafts" not in browser.text("#instance-b")
     browser.until_text("#queues", MODEL, "4 online, 3 offline")
     tops = (
         "const [name, , count] = document.querySelector('#queues').children;"

@@ -27,8 +27,10 @@ from shared.messages.admin import (
 from shared.messages.catalogue import MODELS, PLACEMENT_TRAFFIC
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
+    DraftUse,
     InstanceInfo,
     InstancePlan,
+    KvCopies,
     LoadedModel,
     ModelLoad,
     ModelSpec,
@@ -347,6 +349,27 @@ async def test_one_view_of_top(stack: Stack) -> None:
     assert row.split() == ["b", "ready", "native", "both", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
     assert any(MODEL in line and " 17 " in line for line in rows)
     assert "Drained and gone: a" in text
+    assert "Copies of KV" not in text and "drafts" not in text, "there are none"
+
+
+async def test_top_shows_copies_of_kv_and_draft_models(stack: Stack) -> None:
+    copies = KvCopies(
+        num_backed_up=3, num_missing_blocks=5, backed_up_bytes=3 << 19, num_kept=2, num_rescued_tokens=900,
+        num_recomputed_tokens=17, num_fetches=4, num_fetched_blocks=31,
+    )  # fmt: skip
+    uses = [DraftUse(model=MODEL, state=state, gain=1.0, num_drafted=50, num_kept=20) for state in ("on", "off")]
+    stack.peer.loads["b"] |= {"kv_copies": copies, "drafts": (uses[0],)}
+    stack.peer.loads["a"] |= {"drafts": (uses[1],)}
+    output = io.StringIO()
+    with AdminClient(stack.url, "root") as client:
+        await asyncio.to_thread(show_top, client, Console(file=output, width=160), once=True)
+    rows = output.getvalue().splitlines()
+    (at,) = [number for number, line in enumerate(rows) if "Copies of KV" in line]
+    told = [line.split() for line in rows[at:]]
+    assert ["b", "3", "5", "1.5", "MiB", "2", "900", "17", "4", "31"] in told
+    assert not any(line[:1] == ["a"] for line in told), "it has neither made nor kept any"
+    (of_model,) = [line for line in rows if line.startswith(f"{MODEL} ")]
+    assert "1 off, 1 on, 40% kept" in of_model
 
 
 async def test_ids_of_requests_are_whole_on_80_columns(stack: Stack) -> None:

@@ -210,4 +210,6 @@ def _load(info: InstanceInfo, heard: HeardLoad, now: float) -> InstanceLoad:
         num_migrating_in=report.num_migrating_in,
         num_migrated_out=report.num_migrated_out,
         num_migrated_in=report.num_migrated_in,
+        kv_copies=report.kv_copies,
+        drafts=list(report.drafts),
     )

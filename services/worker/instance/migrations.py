@@ -24,9 +24,9 @@ from shared.engine import calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.handover import Detached
-from shared.engine.load_reports import LoadReports
+from shared.engine.load_reports import NO_COPIES, LoadReports
 from shared.messages.catalogue import GATEWAY_FRAMES
-from shared.messages.cluster import InstanceInfo, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, KvCopies, MigrationOutcome
 from shared.messages.migration import Commit, MigrationReason
 from shared.messages.requests import (
     Cancel,
@@ -270,6 +270,10 @@ class InstanceMigrations(KvUsers):
         if self._service is not None:
             self._service.measure(num_kept, kept_share)
             self._tell_fetch_costs()
+
+    def kv_copies(self) -> KvCopies:
+        """See `MigrationService.kv_copies`."""
+        return NO_COPIES if self._service is None else self._service.kv_copies()
 
     def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
         frame = TokenFrame(self._intake.instance_id, [entry])

@@ -34,7 +34,7 @@ from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.load import InstanceLoad
-from shared.engine.load_reports import LoadReports, is_news
+from shared.engine.load_reports import LoadReports, draft_uses, is_news
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
@@ -51,7 +51,15 @@ from shared.messages.catalogue import (
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
 )
-from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan, LoadReport, Role, SetRole
+from shared.messages.cluster import (
+    DraftUse,
+    ExecutionStatisticsReport,
+    InstanceInfo,
+    InstancePlan,
+    LoadReport,
+    Role,
+    SetRole,
+)
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
     Accepted,
@@ -402,8 +410,26 @@ class InstanceService:
 
     def _load_report(self) -> LoadReport:
         self._events.collect()
-        load_now = self._loop.ask(self._load_with_moves)
-        return self._reports.take(load_now, *self._migrations.num_migrating, self._loop.take_cache_changes())
+        load_now, num_kept, drafts = self._loop.ask(self._told)
+        rescued = self._loop.counters.rescued_tokens
+        copies = msgspec.structs.replace(
+            self._migrations.kv_copies(),
+            num_kept=num_kept,
+            num_rescued_tokens=rescued["kept"],
+            num_recomputed_tokens=rescued["recomputed"],
+        )
+        return self._reports.take(
+            load_now,
+            *self._migrations.num_migrating,
+            self._loop.take_cache_changes(),
+            kv_copies=copies,
+            drafts=drafts,
+        )
+
+    def _told(self, engine: Engine) -> tuple[InstanceLoad, int, tuple[DraftUse, ...]]:
+        """The load, how many requests of others have copies here, and the use of draft models."""
+        backups = engine.memory.host.backups
+        return self._load_with_moves(engine), 0 if backups is None else backups.num_requests, draft_uses(engine)
 
     def _load_with_moves(self, engine: Engine) -> InstanceLoad:
         models = engine.memory.queues.keys() if self.intake.is_draining else self._models.unloading

@@ -32,7 +32,7 @@ from shared.messages.catalogue import (
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
 )
-from shared.messages.cluster import InstanceInfo, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, KvCopies, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -188,6 +188,7 @@ class MigrationService:
         """Answers to FetchPrefix, by its id."""
         self._fetching: dict[str, asyncio.Future[None]] = {}
         """By request that waits for its prefix."""
+        self._backed_up_bytes = self._num_fetches = self._num_fetched_blocks = 0
         self._tasks = TaskSet()
         self._winding_up = TaskSet()
         self._rested = asyncio.Event()
@@ -502,12 +503,15 @@ class MigrationService:
                     waiting.set_result(answer)
             case commands.Fetched(_, request_id, how, num_blocks):
                 self._telemetry.on_fetch(how, num_blocks)
+                self._num_fetches += how == "fetched"
+                self._num_fetched_blocks += num_blocks
                 if (waits := self._fetching.pop(request_id, None)) is not None and not waits.done():
                     waits.set_result(None)
             case commands.BackedUp(_, request, holder_id):
                 self._handovers.on_backed_up(request, holder_id)
-            case commands.BackupOver(_, how, num_blocks, num_sent):
+            case commands.BackupOver(_, how, num_blocks, num_sent, num_bytes):
                 self._telemetry.on_backup(how, num_blocks, num_sent)
+                self._backed_up_bytes += num_bytes if how == "copied" else 0
             case commands.Fault(_, error):
                 log.error("migration %s failed here", migration_id, exc_info=error)
             case _:
@@ -731,6 +735,17 @@ class MigrationService:
         """`num_kept`: requests of others of which copies are kept here; `kept_share`: of host memory that these take."""
         source = self.core.backups
         self._telemetry.on_backups(source.num_requests, source.num_missing, num_kept, kept_share)
+
+    def kv_copies(self) -> KvCopies:
+        """Copies between this instance and others, as far as they are made or fetched by it."""
+        source = self.core.backups
+        return KvCopies(
+            num_backed_up=source.num_requests,
+            num_missing_blocks=source.num_missing,
+            backed_up_bytes=self._backed_up_bytes,
+            num_fetches=self._num_fetches,
+            num_fetched_blocks=self._num_fetched_blocks,
+        )
 
     async def _ask_backup(self, command: commands.AskBackup) -> None:
         rooms, error = None, None

@@ -7,6 +7,7 @@ import pytest
 
 from shared.engine.calls import Detach, OnStep
 from shared.engine.handover import Detached
+from shared.engine.load_reports import draft_uses
 from shared.engine.plan import NO_TOKEN, DraftShape, StepResult
 from shared.messages.requests import RequestClass
 from shared.policies.prompt_lookup import LookupSettings
@@ -75,6 +76,17 @@ def test_no_tokens_are_drafted_beyond_what_the_draft_model_holds() -> None:
     run.to_the_end()
     assert len(run.output("r")) == 190
     assert max(one.start + one.count + one.num_drafts for plan in run.plans for one in plan.model_drafts) <= 150
+
+
+def test_load_reports_tell_what_draft_models_bring() -> None:
+    run = drafting(draft_token=next_token, cost=None, always=False)
+    assert draft_uses(run.engine) == (), "nothing is known yet"
+    run.submit(request("r", [1, 2, 3], 120))
+    run.to_the_end()
+    (use,) = draft_uses(run.engine)
+    assert (use.model, use.num_drafted, use.num_kept) == ("a", run.num_guessed, run.num_kept)
+    states = [gate.state.value for gate in run.engine.drafting.speculators["a"].gates.values()]
+    assert use.state == ("on" if "on" in states else "trial" if "trial" in states else "off")
 
 
 def test_a_small_pool_serves_requests_and_no_drafts() -> None:

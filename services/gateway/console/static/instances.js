@@ -66,10 +66,26 @@ function update(panel, item, isOut, pool, onRequest) {
   const load = item.load, numbers = load ? [
     ["running", load.num_running], ["waiting", load.num_waiting], ["offline", load.num_offline], ["pool", percent(load.pool_use)],
     ["steps left", load.migration_freeness === null ? "idle" : Math.round(load.migration_freeness)],
-    ["moved", `${load.num_migrated_out} out, ${load.num_migrated_in} in`],
+    ["moved", `${load.num_migrated_out} out, ${load.num_migrated_in} in`], ...copies(load.kv_copies), ...drafts(load.drafts),
   ] : [];
   keyed(panel.querySelector(".numbers"), numbers, ([name]) => name, ([name]) => element("span", {}, `${name} `, element("b", {})), (span, [, value]) => put(span.querySelector("b"), value));
 }
+
+/** Copies of KV between instances: only what there was of them. */
+function copies(of) {
+  if (!of) return [];
+  return [
+    (of.num_backed_up || of.backed_up_bytes) && ["backed up", `${of.num_backed_up} requests, ${(of.backed_up_bytes / 2 ** 20).toFixed(1)} MiB sent`],
+    of.num_missing_blocks && ["not yet copied", `${of.num_missing_blocks} blocks`],
+    of.num_kept && ["kept for others", `${of.num_kept} requests`],
+    (of.num_rescued_tokens || of.num_recomputed_tokens) && ["after crashes", `${of.num_rescued_tokens} tokens kept, ${of.num_recomputed_tokens} computed again`],
+    of.num_fetches && ["prefixes fetched", `${of.num_fetches}, ${of.num_fetched_blocks} blocks`],
+  ].filter(Boolean);
+}
+
+/** Whether each draft model drafts, and what share of its tokens are kept. */
+const drafts = (uses) => (uses ?? []).map((use) =>
+  [`drafts of ${use.model}`, use.num_drafted ? `${use.state}, ${percent(use.num_kept / use.num_drafted)} kept` : use.state]);
 
 function draw(panel) {
   const view = pools.get(panel);
