@@ -71,9 +71,11 @@ def run(
     gate: GateState = GateState.TRIES,
     budget: int = 64,
     may_fail: bool = False,
+    device: str = "cpu",
+    merged_bytes: int = 1 << 18,
     **options: Any,
 ) -> tuple[Outputs, Engine, int]:
-    executor = Executor("cpu", num_merged, 1 << 18, 8, deterministic=deterministic)
+    executor = Executor(device, num_merged, merged_bytes, 8, deterministic=deterministic)
     engine = Engine(num_merged, 8, FirstComeFirstServed(), SloTokenBudget(budget), fits_costs=False, **options)
     spec = ModelSpec("m", str(path), draft="" if draft is None else str(draft))
     engine.apply(AddModel(executor.add_model(executor.prepare_model(spec))), 0.0)

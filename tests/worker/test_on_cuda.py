@@ -3,6 +3,7 @@ steps. On a real one, or on the emulated one (tests/emulated_cuda), which also s
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
@@ -14,12 +15,15 @@ import pytest
 import torch
 
 from services.worker.executor.executor import Executor
+from services.worker.kv_transport import KvTransport
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import pack_tokens
 from tests.worker.adapters import ALL, write_adapter
 from tests.worker.checkpoints import BY_TRANSFORMERS, prompt_of, reference_outputs, write_checkpoint
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 from tests.worker.step_driver import Driver, Row
+from tests.worker.test_draft_model import run, similar
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 BF16 = {"dtype": torch.bfloat16}
@@ -185,6 +189,19 @@ def test_two_models_with_two_steps_in_flight(folder: Path, small: Path) -> None:
     assert outputs[0] == outputs[1] and len(outputs[0]) == 16
 
 
+@pytest.mark.parametrize("options", [{}, {"steps_in_flight": 2}])
+def test_drafts_of_a_model_change_no_token(folder: Path, small: Path, options: dict[str, Any]) -> None:
+    """Passes of the draft model, in graphs and without, before the steps that score their tokens."""
+    draft = folder / f"draft {len(options)}"
+    similar(small, draft, 0.02)
+    wishes: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}]
+    here: dict[str, Any] = {"device": "cuda", "merged_bytes": MERGED_BYTES, "num_merged": 16, **options}
+    expected, _, num_plain_steps = run(small, None, wishes, **here)
+    got, engine, num_steps = run(small, draft, wishes, **here)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    assert engine.counters.accepted_tokens["m"] > 10 and num_steps < num_plain_steps
+
+
 # ------------------------------------------------------------------------------------------------- beside the steps
 
 
@@ -215,6 +232,42 @@ def checkpoint_and_restore(executor: Executor, shape: ModelShape) -> None:
 def test_checkpoints_are_copied_beside_steps(small: Path) -> None:
     executor = executor_of(num_host_merged=4)
     checkpoint_and_restore(executor, load(executor, small))
+
+
+async def test_a_request_goes_on_from_copies_in_the_host_memory_of_another(small: Path) -> None:
+    """Blocks go from a device into another instance's host memory while steps run, and from there onto its device."""
+    source, holder = executor_of(), executor_of(num_host_merged=4)
+    driver, rows = prefilled(source, load(source, small), range(8), 0)
+    shape = load(holder, small)
+    lost = driver.add(3, prompt_of(shape.block_size + 20))
+    driver.step([(lost, len(lost.tokens))])
+    num_full = lost.computed // shape.block_size
+    on_device, on_host = source.block_rows("m", on_host=False), holder.block_rows("m", on_host=True)
+    assert isinstance(on_device, torch.Tensor) and isinstance(on_host, torch.Tensor) and num_full
+    torch.cuda.synchronize()  # an instance asks its loop whether they are filled
+    hub = LocalHub()
+    ends = [KvTransport(LocalNetwork(hub)) for _ in range(2)]
+    for transport, blocks in zip(ends, (on_device, on_host), strict=True):
+        await transport.open()
+        transport.register("m", blocks)
+    incoming = ends[1].expect("m", range(num_full), deadline_s=30)
+    sending = ends[0].send(ends[1].address, incoming.ticket, "m", lost.blocks[:num_full], deadline_s=30)
+    driver.decode(rows[:2], 2)
+    await asyncio.gather(sending, incoming.wait())
+    for transport in ends:
+        await transport.close()
+    known = list(lost.tokens)
+    driver.decode([lost], 6)
+    other = Driver(holder, shape, range(8))
+    again = other.add(5, known)
+    again.num_prompt, again.blocks = lost.num_prompt, [other.free.pop() for _ in range(num_full)]
+    again.computed = num_full * shape.block_size
+    copied(holder, KvCopy(1, CopyKind.RESTORE, "m", again.blocks, list(range(num_full))), lambda: None)
+    other.step([(again, len(known) - again.computed)])
+    other.decode([again], 5)
+    assert again.output == lost.output
+    for executor in (source, holder):
+        executor.close()
 
 
 def test_a_block_is_moved_and_copied_at_once(small: Path) -> None:
