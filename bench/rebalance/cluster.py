@@ -20,6 +20,9 @@ from shared.engine.load import GIVE_UP_S
 from shared.engine.memory.slab import blocks_per_merged, choose_merged_bytes
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
+from shared.placement import hardware
+from shared.placement.facts import SHAPES
+from shared.placement.hardware import cost_model
 from shared.placement.planner import LEAST_MERGED_BYTES
 from shared.runtime.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import fleet
@@ -166,7 +169,25 @@ CPU = Device(
 """A 135M-parameter Llama shape in bfloat16 on two x86 cores, rounded from profiles of a quiet machine; the link is
 shared memory. A pool of 8,192 tokens. Decodes are a tenth of a step's fixed cost each, so arithmetic runs out first."""
 
-DEVICES = {device.name: device for device in (A10, A100, CPU)}
+H100 = Device(
+    name="h100",
+    kind="cuda",
+    cost_model=cost_model(hardware.H100, SHAPES["llama-3.1-8b"], block_size=16),
+    block_size=16,
+    num_blocks=26_000,
+    num_rows=256,
+    max_step_tokens=8192,
+    block_bytes=16 * 32 * 2 * 1024 * 2,
+    bandwidth_bytes_s=hardware.H100.link_bytes_s,
+    max_length=8192,
+    high_load=0.3,
+    ttft_s=1.5,
+    tpot_s=0.11,
+)  # fmt: skip
+"""Llama-3.1-8B on an H100 of 80 GB, from published measurements (`shared.placement.hardware`): 54 GB of KV (416,000 tokens,
+a quarter of a 7B model's bytes each), 400 Gb/s between instances."""
+
+DEVICES = {device.name: device for device in (A10, A100, H100, CPU)}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
