@@ -45,7 +45,7 @@ MOST_FILL, SPARE_FILL = 0.8, 0.7
 GOOD = 0.85
 """Pressure up to which roles are as good as can be: both objectives are met with some room."""
 BETTER = 0.85
-"""Pressure of other roles over that of the present ones, from which on they are worth a change."""
+"""Pressure of other roles over that of the present ones, up to which they are worth a change."""
 NEARLY = 0.95
 """Pressure of the best roles over that of others that are as good."""
 TAIL = 1.5
@@ -147,17 +147,17 @@ def decode_load(views: Collection[RoleView], prompts: float, short_prompts: floa
 
 
 def pressure(views: Collection[RoleView], load: PhaseLoad, num_prefill: int) -> float:
-    """How near the later of both objectives is with so many prefill instances, 0: none are: 1: it is just met.
+    """How near the later of both objectives is with so many prefill instances, 0: none are. 1: it is just met.
 
     A token takes one step, longer by what else is computed on its instance. A prompt waits as in a queue with as many
     servers as instances compute prompts (Sakasegawa's approximation of M/M/c, halved since prompts are alike)."""
     num_decoders = len(views) - num_prefill
-    beside = load.decodes + load.short_prompts + (0.0 if num_prefill else load.prompts)
-    left = 1.0 - beside / num_decoders
-    use = load.prompts / (num_prefill or num_decoders)
-    if left <= 0.0 or use >= 1.0:
-        return UNBOUNDED * (1.0 + max(use, beside / num_decoders))
     servers = num_prefill or num_decoders
+    beside = (load.decodes + load.short_prompts + (0.0 if num_prefill else load.prompts)) / num_decoders
+    use = load.prompts / servers
+    left = 1.0 - beside
+    if left <= 0.0 or use >= 1.0:
+        return UNBOUNDED * (use + beside)
     first_s = load.prompt_s * (1.0 + TAIL * use ** (2 * (servers + 1)) ** 0.5 / (servers * (1.0 - use)))
     of_firsts = max((first_s / view.ttft_s for view in views if view.ttft_s), default=use / GOOD)
     of_steps = [view.step_s / (view.tpot_s or NO_OBJECTIVE_STEPS * view.step_s) for view in views if view.step_s]
@@ -171,16 +171,17 @@ def has_room(decoders: Collection[RoleView], fill: float) -> bool:
     return bool(decoders) and used <= fill * whole
 
 
-def next_role(views: Sequence[RoleView], load: PhaseLoad) -> tuple[str, Role] | None:
-    """The one instance whose role is to change now, and to what; None: they are as they should be."""
+def next_roles(views: Sequence[RoleView], load: PhaseLoad) -> list[tuple[str, Role]]:
+    """Instances whose roles are to change now, all of them at once: with fewer of them prompts would queue meanwhile."""
     prefills = [view for view in views if view.role is Role.PREFILL]
     decoders = [view for view in views if view.role is not Role.PREFILL]
-    free = [view for view in prefills if not view.is_fixed]
-    spared = _spared(decoders)
-    wanted = _wanted(views, load, len(prefills), len(prefills) - len(free), len(prefills) + len(spared))
-    if free and (wanted < len(prefills) or not has_room(decoders, MOST_FILL)):
-        return min(free, key=lambda view: (view.prompts_s, view.instance_id)).instance_id, Role.BOTH
-    return (spared[0].instance_id, Role.PREFILL) if wanted > len(prefills) else None
+    free = sorted((view for view in prefills if not view.is_fixed), key=lambda view: (view.prompts_s, view.instance_id))
+    num, spared = len(prefills), _spared(decoders)
+    wanted = _wanted(views, load, num, num - len(free), num + len(spared))
+    num_over = max(num - wanted, 0 if has_room(decoders, MOST_FILL) else 1)
+    if num_over > 0:
+        return [(view.instance_id, Role.BOTH) for view in free[:num_over]]
+    return [(view.instance_id, Role.PREFILL) for view in spared[: wanted - num]]
 
 
 def _spared(decoders: Sequence[RoleView]) -> list[RoleView]:
@@ -206,13 +207,9 @@ def _wanted(views: Sequence[RoleView], load: PhaseLoad, num_now: int, num_fixed:
     if load.prompts < LEAST_WORK / (2 if num_now > num_fixed else 1) or most < max(1, num_fixed):
         return num_fixed
     pressures = [pressure(views, load, num) for num in range(most + 1)]
-    least = min(pressures[max(1, num_fixed) :])
-    now = pressures[num_now] if num_now <= most else math.inf
-    is_split = num_now > 0
-    is_good = least <= (GOOD if is_split else BETTER * GOOD)
-    is_better = least <= pressures[0] / BETTER if is_split else least <= BETTER * pressures[0]
-    if not num_fixed and not is_good and not is_better:
+    least, none = min(pressures[max(1, num_fixed) :]), pressures[0]
+    if not num_fixed and least > (max(GOOD, none / BETTER) if num_now else BETTER * max(GOOD, none)):
         return 0
-    if is_split and now <= least / BETTER:
+    if num_now and (pressures[num_now] if num_now <= most else math.inf) <= least / BETTER:
         return num_now
     return next(num for num in range(max(1, num_fixed), most + 1) if pressures[num] <= least / NEARLY)

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from shared.messages.cluster import Role
-from shared.policies.roles import PhaseLoad, RoleView, decode_load, next_role
+from shared.policies.roles import PhaseLoad, RoleView, decode_load, next_roles
 from shared.scheduling.actions import TellRole
 from shared.scheduling.cluster import ClusterView, InstanceState
 
 LOOK_S = 0.5
-"""Between two looks at roles that follow the load; each changes one of them at most."""
+"""Between two looks at roles that follow the load."""
 SETTLE_S = 1.0
 """After a change, until its effect shows in the reports."""
 BEGIN_S, AGAIN_S = 2.0, 15.0
-"""The first of all roles is wanted for so long before it is given; and so long after roles have ended: each change costs
-requests that run, and what is known of the load is that old."""
+"""The first roles are wanted for so long before they are given; and so long after roles have ended: each change costs
+requests that run."""
 DECODES_WINDOW_S, DECODES_AHEAD_S = 4.0, 8.0
 """Over which the load of decodes is averaged, as requests that run at a moment say little; and how far ahead it is looked
 where it grows: streams of a new load add up until the first of them end."""
@@ -95,24 +95,24 @@ class Roles:
             return []
         self._look_s = now + LOOK_S
         views = [view for name, state in self._cluster if (view := self._view_of(name, state)) is not None]
-        change = next_role(views, self._load(views, load_at(now), now))
-        if not self._is_due(change, now) or change is None:
+        changes = next_roles(views, self._load(views, load_at(now), now))
+        if not self._are_due(changes, now):
             return []
         self._look_s = now + SETTLE_S
-        instance_id, role = change
-        state = self._cluster.get(instance_id)
-        assert state is not None
-        self._chosen[instance_id] = state.info.incarnation, role
-        self._note(instance_id)
-        return [TellRole(instance_id, role)]
+        for instance_id, role in changes:
+            state = self._cluster.get(instance_id)
+            assert state is not None
+            self._chosen[instance_id] = state.info.incarnation, role
+            self._note(instance_id)
+        if not self.is_split:
+            self._ended_s = now
+        return [TellRole(*change) for change in changes]
 
-    def _is_due(self, change: tuple[str, Role] | None, now: float) -> bool:
-        """Whether an instance is to have another role now, where another one is better."""
-        if change is None or change[1] is not Role.PREFILL or self.is_split:
+    def _are_due(self, changes: list[tuple[str, Role]], now: float) -> bool:
+        """Whether instances are to have other roles now, where others are better."""
+        if not changes or self.is_split:
             self._wanted_s = None
-            if change is not None and change[1] is Role.BOTH and len(self.prefills) == 1:
-                self._ended_s = now
-            return change is not None
+            return bool(changes)
         if self._wanted_s is None:
             self._wanted_s = now
         return now - self._wanted_s >= BEGIN_S and now - self._ended_s >= AGAIN_S
