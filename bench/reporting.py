@@ -129,6 +129,15 @@ def tree_processor_s(pid: int) -> float:
     return sum(_processor_s(stats[each]) for each in stats if _descends(each, stats, pid))
 
 
+def busiest_thread_s(pid: int) -> float:
+    """Processor time of the thread of a process that has had most of it."""
+    found = [0.0]
+    for path in Path(f"/proc/{pid}/task").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(_processor_s(path.read_text().rpartition(")")[2].split()))
+    return max(found)
+
+
 def take_precedence(pid: int, niceness: int) -> None:
     """Gives a process and its descendants precedence over others on a machine that is in use: where the kernel groups
     threads by sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""

@@ -20,18 +20,19 @@ import msgspec
 import numpy as np
 
 from bench.fidelity import simulated
-from bench.fidelity.live import LiveStack
+from bench.fidelity.live import LiveStack, Sent
 from bench.fidelity.observed import Observed
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order, draw
-from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
+from bench.fidelity.timing import Delays, Sample, Timing, execution_s, fit, fit_demand, samples, speed
 from bench.fidelity.workloads import (
     CALIBRATION,
     EMULATED_MODELS,
+    LONG,
     MIXES,
     MODELS,
+    SHORT,
     VOCABULARY,
     Mix,
-    Served,
     figures,
     planned,
 )
@@ -42,6 +43,7 @@ from tideway.bench.prompts import prompt_token_ids
 from tideway.bench.workload import PlannedRequest
 
 LOADS = (0.3, 0.6, 0.95)
+NUM_CORES = len(os.sched_getaffinity(0))
 SETTINGS = {"TIDEWAY_MIGRATION": "off"}
 """Requests stay where they are: on a machine of two cores a copy takes one of them from the steps."""
 
@@ -50,13 +52,18 @@ class _Run(msgspec.Struct):
     load: float
     """Load as a share of the instances' capacity."""
     requests: list[PlannedRequest]
-    served: list[Served]
-    start_s: float
+    sent: Sent
     end_s: float
     others_share: float
     """Share of the machine's processor time then that processes beside the stack and this one took."""
-    client_late_s: float
-    """At most, of this process's event loop."""
+
+    @property
+    def start_s(self) -> float:
+        return self.sent.start_s
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 class Bench:
@@ -66,15 +73,15 @@ class Bench:
 
     def _send(self, load: float, requests: list[PlannedRequest]) -> _Run:
         others_s, began_s = others_processor_s(), time.monotonic()
-        served, start_s, client_late_s = self._live.send(requests)
-        end_s = time.monotonic()
-        others = (others_processor_s() - others_s) / (end_s - began_s) / len(os.sched_getaffinity(0))
-        return _Run(load, requests, served, start_s, end_s, others, client_late_s)
+        sent = self._live.send(requests)
+        end_s = sent.start_s + max(one.last_s for one in sent.served)
+        others = (others_processor_s() - others_s) / (time.monotonic() - began_s) / NUM_CORES
+        return _Run(load, requests, sent, end_s, others)
 
-    def _calibrate(self, load: float, capacity_rps: float, duration_s: float) -> None:
+    def _calibrate(self, load: float, capacity_rps: float, duration_s: float, mix: Mix = CALIBRATION) -> None:
         number = len(self._calibrations)
         name = f"calibration-{number}"
-        requests = planned(CALIBRATION, load * capacity_rps, duration_s, name=name, seed=1000 + number)
+        requests = planned(mix, load * capacity_rps, duration_s, name=name, seed=1000 + number)
         self._calibrations.append(self._send(load, requests))
 
     def run(self, mixes: Sequence[Mix], loads: Sequence[float], repeats: int) -> Comparison:
@@ -87,6 +94,9 @@ class Bench:
         self._calibrate(0.25, rate_rps, self._calibration_s)
         timing = self._fit(live.observed())
         rate_rps = simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
+        for mix in (SHORT, LONG):
+            own_rps = simulated.capacity_rps(observed, timing, live.settings, mix)
+            self._calibrate(0.6, own_rps, self._calibration_s, mix)
         # As much as they can: batches of all sizes are seen.
         self._calibrate(1.0, rate_rps, 3 * self._calibration_s)
         timing = self._fit(live.observed())
@@ -110,10 +120,16 @@ class Bench:
 
     def _fit(self, observed: list[Observed]) -> Timing:
         """To all that was sent of the other trace."""
-        steps = samples(observed)
+        demand = fit_demand(
+            [
+                (run.seconds, len(run.requests), sum(one.output_tokens for one in run.requests), run.sent.services_s)
+                for run in self._calibrations
+            ]
+        )
+        steps = samples(observed, demand, NUM_CORES)
         calibrating = [one for run in self._calibrations for one in _within(steps, run)]
-        submit_s, answer_s = np.mean(_delays_s(observed, self._calibrations), axis=0)
-        return fit(calibrating, float(submit_s), float(answer_s))
+        arrive_s, submit_s, deliver_s, answer_s = np.mean(_delays_s(observed, self._calibrations), axis=0).tolist()
+        return fit(calibrating, arrive_s + submit_s, deliver_s + answer_s, demand, NUM_CORES)
 
     def _compare(
         self,
@@ -122,7 +138,7 @@ class Bench:
         capacity: dict[str, float],
         runs: dict[tuple[str, float, int], tuple[_Run, int]],
     ) -> Comparison:
-        steps, settings = samples(observed), self._live.settings
+        steps, settings = samples(observed, timing.demand, timing.num_cores), self._live.settings
         # What is on the way waits for a core the longer, the more the instances have to do.
         delays_s = {
             load: _delays_s(observed, [one for one in self._calibrations if one.load == load]) for _, load, _ in runs
@@ -160,25 +176,31 @@ class Bench:
             )
             cell.repeats.append(
                 Repeat(
-                    live=figures(run.served, alone_s), simulated=by_speed[0], hindsight=by_speed[1],
+                    live=figures(run.sent.served, alone_s), simulated=by_speed[0], hindsight=by_speed[1],
                     speed=before, own_speed=own, others_share=run.others_share,
-                    client_late_s=run.client_late_s,
+                    client_late_s=run.sent.client_late_s, services_cores=run.sent.services_s / run.seconds,
                 )
             )  # fmt: skip
         return Comparison(cells=list(cells.values()), timing=timing, capacity_rps=capacity)
 
 
-def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> list[tuple[float, float]]:
-    """Delay of each request, from the client to the engine and back."""
+def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> list[Delays]:
+    """Delays of each request."""
     submitted = {prompt: at_s for one in observed for prompt, at_s in one.submitted_s.items()}
     first = {prompt: at_s for one in observed for prompt, at_s in one.first_s.items()}
     found = []
     for run in runs:
         ordered = sorted(run.requests, key=lambda request: request.request_id)
-        for request, served in zip(ordered, run.served, strict=True):
+        for request, served, arrived_s in zip(ordered, run.sent.served, run.sent.arrivals_s, strict=True):
             prompt = pack_tokens(prompt_token_ids(request, VOCABULARY, 0))
-            submit_s = submitted[prompt] - run.start_s - served.arrival_s
-            found.append((submit_s, served.first_s + run.start_s - first[prompt]))
+            submitted_s, first_s = submitted[prompt] - run.start_s, first[prompt] - run.start_s
+            written_s = arrived_s + served.server_ttft_s
+            found.append(
+                Delays(
+                    arrive_s=arrived_s - served.arrival_s, submit_s=submitted_s - arrived_s,
+                    deliver_s=written_s - first_s, answer_s=served.first_s - written_s,
+                )
+            )  # fmt: skip
     return found
 
 

@@ -10,16 +10,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
+
+import httpx
+import msgspec
 
 from bench import emulated as emulation
 from bench.coserving.testbed import make_checkpoint
 from bench.fidelity.observed import Observed, observe
 from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY, Served
-from bench.reporting import take_precedence
+from bench.reporting import busiest_thread_s, take_precedence, tree_processor_s
 from bench.stack import add_tokenizer
 from shared import recording
 from shared.engine.calls import SetCostModel
 from shared.engine.recording import CALLS
+from shared.messages.timeline import RequestTimelines, SequenceTimeline
 from shared.runtime.settings import SchedulerSettings, load
 from tests.e2e.stack import Stack
 from tideway.bench.arrivals import Poisson
@@ -38,6 +43,20 @@ PROFILE_TIMEOUT_S = 180.0
 
 class RunFailed(Exception):
     """A request did not get its tokens."""
+
+
+class Sent(NamedTuple):
+    """What became of a run's requests."""
+
+    served: list[Served]
+    arrivals_s: list[float]
+    """When the gateway had each, in seconds from the beginning of the run."""
+    start_s: float
+    """The run's beginning on the machine's monotonic clock."""
+    client_late_s: float
+    """Seconds by which the client's own event loop was late at most."""
+    services_s: float
+    """Processor time of services and client: of all processes beneath this one, without the threads that compute steps."""
 
 
 class LiveStack:
@@ -59,6 +78,7 @@ class LiveStack:
         self._recordings = root / "engine"
         environment = environment | {
             "TIDEWAY_NUM_THREADS": "1",
+            "TIDEWAY_MAX_TIMELINES": str(1 << 14),
             "TIDEWAY_RECORD_FILE": str(self._recordings),
             "TIDEWAY_RECORD_MAX_BYTES": str(1 << 30),
         }
@@ -97,13 +117,16 @@ class LiveStack:
         """What each instance did so far."""
         return [observe(path.read_bytes()) for path in self._paths()]
 
-    def send(self, requests: Sequence[PlannedRequest], *, seed: int = 0) -> tuple[list[Served], float, float]:
-        """At their times, until all have ended. Returns what became of them, when the run began on the machine's monotonic
-        clock, and by how many seconds at most the client's own event loop was late. Raises `RunFailed` where one had not
-        all of its tokens."""
+    def send(self, requests: Sequence[PlannedRequest], *, seed: int = 0) -> Sent:
+        """Sends them at their times, until all have ended. Served and arrivals are in the order of the requests' ids.
+        Raises `RunFailed` where one had not all of its tokens."""
         return asyncio.run(self._send(requests, seed))
 
-    async def _send(self, requests: Sequence[PlannedRequest], seed: int) -> tuple[list[Served], float, float]:
+    def _services_s(self) -> float:
+        steps_s = sum(busiest_thread_s(instance["pid"]) for instance in self._stack.instances())
+        return tree_processor_s(os.getpid()) - steps_s
+
+    async def _send(self, requests: Sequence[PlannedRequest], seed: int) -> Sent:
         target = Target(url=self._stack.url, ignore_eos=True, vocabulary=VOCABULARY)
         bodies = {one.request_id: make_body(one, _STREAM, target, TokensPerWord(), seed) for one in requests}
         async with Connections(num_ready=min(64, len(requests))) as connections:
@@ -111,18 +134,34 @@ class LiveStack:
             async def send_one(request: PlannedRequest, record: RequestRecord, now: object) -> None:
                 await send(connections, target, bodies.pop(request.request_id), record, run.now)
 
-            run = Run(requests, send_one, duration_s=None, drain_s=DRAIN_S)
+            run, before_s = Run(requests, send_one, duration_s=None, drain_s=DRAIN_S), self._services_s()
             records = await run.run(asyncio.Event())
-            began_s = time.monotonic() - run.now()
+            services_s, began_s = self._services_s() - before_s, time.monotonic() - run.now()
         planned = {one.request_id: one for one in requests}
         for record in records:
             if record.error or record.output_tokens != planned[record.request_id].output_tokens:
                 raise RunFailed(f"{record.request_id}: {record.output_tokens} tokens, {record.error_message!r}")
-        served = [
-            Served(one.model, one.arrival_s, one.first_token_s or 0.0, one.last_token_s or 0.0, one.output_tokens)
-            for one in sorted(records, key=lambda record: record.request_id)
-        ]
-        return served, began_s, run.lateness().loop_max_s
+        unix_s, served, arrivals_s = time.time() - time.monotonic() + began_s, [], []
+        with httpx.Client(base_url=self._stack.url) as client:
+            for one in sorted(records, key=lambda record: record.request_id):
+                timeline = _timeline(client, one.request_id)
+                assert timeline.ttft_s is not None, "it has its tokens"
+                arrivals_s.append(timeline.arrived_s - unix_s)
+                served.append(
+                    Served(
+                        one.model, one.arrival_s, one.first_token_s or 0.0, one.last_token_s or 0.0, one.output_tokens,
+                        server_ttft_s=timeline.ttft_s,
+                    )
+                )  # fmt: skip
+        return Sent(served, arrivals_s, began_s, run.lateness().loop_max_s, services_s)
+
+
+def _timeline(client: httpx.Client, request_id: str) -> SequenceTimeline:
+    """What the gateway noted of a request that has ended."""
+    answer = client.get(f"/admin/requests/{request_id}")
+    answer.raise_for_status()
+    (found,) = msgspec.json.decode(answer.content, type=RequestTimelines).requests
+    return found
 
 
 def _told(path: Path) -> set[str]:

@@ -26,6 +26,8 @@ class Step(NamedTuple):
     """Time at which its tokens were known."""
     is_followed: bool
     """Requests were still held then: the next step follows as soon as the host comes to it."""
+    num_tokens: int = 0
+    """Output tokens that came of it."""
 
 
 class Observed(NamedTuple):
@@ -79,7 +81,8 @@ class _Watched:
             # With two steps in flight the second begins when the first has ended.
             start_s, self._last_end_s = max(planned_s, self._last_end_s), now
             shape = shape_of(plan.starts, plan.counts)
-            seen.steps.append(Step(plan.model, shape, start_s, now, bool(self.engine.num_held())))
+            num_tokens = sum(plan.samples)
+            seen.steps.append(Step(plan.model, shape, start_s, now, bool(self.engine.num_held()), num_tokens))
 
     def decide(self, now: float) -> StepPlan | None:
         plan = self.engine.plan(now)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 METRICS = {
     "normalised_latency": "mean normalised latency",
     "p99_ttft_s": "P99 TTFT s",
+    "client_p99_ttft_s": "P99 TTFT at the client s",
     "throughput_tokens_s": "output tokens/s",
 }
 MEDIAN_ERROR, WORST_ERROR = 0.03, 0.08
@@ -37,6 +38,8 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the machine's processor time during the run that others took."""
     client_late_s: float
     """At most, of the client's event loop during the run: answers look so much later than they came."""
+    services_cores: float = 0.0
+    """Cores that services and client took on average during the run."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +117,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         header = ["workload", "load", "requests"]
         for name in METRICS.values():
             header += [f"{name}: live", "simulated", "error %", "live +- %", "simulated +- %"]
-        header += ["speed", "own speed", "others %", "client late ms"]
+        header += ["speed", "own speed", "others %", "services' cores", "client late ms"]
         rows = []
         for cell in self.cells:
             row: list[object] = [cell.workload, cell.load, cell.repeats[0].live.num_requests]
@@ -125,12 +128,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             row += [float(np.mean([one.speed for one in cell.repeats]))]
             row += [float(np.mean([one.own_speed for one in cell.repeats]))]
             row += [f"{100 * max(one.others_share for one in cell.repeats):.0f}"]
+            row += [float(np.mean([one.services_cores for one in cell.repeats]))]
             rows.append([*row, f"{1e3 * max(one.client_late_s for one in cell.repeats):.0f}"])
         timing = self.timing
         fitted = (
             f"Fitted to the other trace: a step takes {timing.beside:.2f} times as long while the other instance computes, "
             f"noise {timing.noise:.3f}, {1e3 * timing.submit_s:.1f} ms from the client to the engine, "
-            f"{1e3 * timing.answer_s:.1f} ms back. Capacity: "
+            f"{1e3 * timing.answer_s:.1f} ms back; services and client take {1e3 * timing.demand.request_s:.2f} ms of a "
+            f"core for a request and {1e6 * timing.demand.token_s:.0f} us for a token. Capacity: "
             + ", ".join(f"{name} {rate:.1f} requests/s" for name, rate in self.capacity_rps.items())
         )
         return "\n".join([*table(header, rows), "", fitted + "."])

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from bench.fidelity.observed import Observed
-from bench.fidelity.timing import Timing
+from bench.fidelity.timing import Delays, Timing
 from bench.fidelity.workloads import Mix, Served, planned
 from shared.engine.calls import SetCostModel
 from shared.engine.engine import Engine
@@ -18,6 +18,8 @@ from shared.engine.recording import Configuration
 from shared.runtime.settings import SchedulerSettings
 from shared.simulation.fleet import CONTROL_S, Device, Fleet, Instance, Model
 from shared.simulation.gateway import Job
+from shared.simulation.host import Host
+from shared.simulation.instance import VirtualStep
 from tideway.bench.workload import PlannedRequest
 
 BACKLOG_REQUESTS = 150
@@ -29,22 +31,31 @@ def run(
     settings: SchedulerSettings,
     requests: Sequence[PlannedRequest],
     *,
-    delays_s: Sequence[tuple[float, float]] = (),
+    delays_s: Sequence[Delays] = (),
     start_s: float = math.inf,
     speed: float = 1.0,
     seed: int = 0,
     build: Callable[[Configuration], Engine] = Configuration.build,
 ) -> list[Served]:
     """Instances are those that were observed; engines know the cost models that the live ones were told, and the execution
-    times of models that these had been told by `start_s`. `delays_s`: from the client to the engine and back, of which each
-    request draws one; empty: the mean ones. `speed`: factor of all step times, of the machine at that time. Raises
+    times of models that these had been told by `start_s`. `delays_s`: of which each request draws one; empty: the mean
+    ones, with a gateway at the client. `speed`: factor of all step times, of the machine at that time. Raises
     `RunFailed`."""
     # The fleet's noise has the median 1, a cost model says the mean.
     scale = speed / float(np.exp(timing.noise**2 / 2))
 
+    host = Host(timing.demand, num_cores=timing.num_cores, beside=timing.beside)
+
     def slowdown(instance: Instance) -> float:
-        others = (one for one in fleet.instances.values() if one is not instance)
-        return timing.beside if any(one.host.is_computing for one in others) else 1.0
+        num_others = sum(one.host.is_computing for one in fleet.instances.values() if one is not instance)
+        return host.slowdown(fleet.events.now, 1 + num_others)
+
+    def on_step(step: VirtualStep) -> None:
+        if not step.is_suspended:
+            host.load.add(fleet.events.now, num_tokens=sum(step.plan.samples))
+
+    def on_request() -> None:
+        host.load.add(fleet.events.now, num_requests=1)
 
     statistics = observed[0].statistics_at(start_s)
     # Live ones, of the last thousand requests, change on. Those of a run's end gave the same figures, within chance.
@@ -58,18 +69,27 @@ def run(
         ]
         instance = fleet.add_instance(f"instance-{number}", device, models, engine=build(one.configuration))
         _tell(instance.engine, one)
-    delays_s = delays_s or [(timing.submit_s, timing.answer_s)]
+        instance.on_step = on_step
+    delays_s = delays_s or [Delays(0.0, timing.submit_s, timing.answer_s, 0.0)]
     drawn = np.random.default_rng(seed).integers(len(delays_s), size=len(requests))
-    sent = [
-        (one.at_s + max(0.0, delays_s[at][0] - CONTROL_S), one, delays_s[at][1])
-        for one, at in zip(requests, drawn, strict=True)
-    ]
+    sent = []
+    for one, at in zip(requests, drawn.tolist(), strict=True):
+        delays = delays_s[at]
+        sent.append((one.at_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S), one, delays))
     sent.sort(key=itemgetter(0))
     jobs = [Job(at_s, one.prompt_tokens, one.output_tokens, model=one.model) for at_s, one, _ in sent]
-    return [
-        Served(one.model, one.at_s, record.first_s + answer_s, record.last_s + answer_s, record.num_tokens)
-        for (_, one, answer_s), record in zip(sent, fleet.run(jobs).records, strict=True)
-    ]
+    for job in jobs:
+        fleet.events.at(job.at_s, on_request)
+    found = []
+    for (_, one, delays), record in zip(sent, fleet.run(jobs).records, strict=True):
+        answer_s = delays.deliver_s + delays.answer_s
+        found.append(
+            Served(
+                one.model, one.at_s, record.first_s + answer_s, record.last_s + answer_s, record.num_tokens,
+                server_ttft_s=record.first_s + delays.deliver_s - one.at_s - delays.arrive_s,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _tell(engine: Engine, observed: Observed) -> None:

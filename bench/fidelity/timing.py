@@ -4,8 +4,9 @@
 |---|---|
 | step times of each model | steps of the engines, from plan to plan: with what the host does in between |
 | factor of a step while the other instance computes | the same steps: what those beside it took in sum, stalls and all |
+| what services and client take from steps | their processor time by request and by token (shared/simulation/host.py) |
 | noise of steps | what the fit leaves |
-| time from a client to the engine, and back | arrivals and tokens at the client against those at the engine |
+| times from a client to the gateway, to the engine, and back | when each had a request and its first token |
 | speed of the machine beside a run | its steps shortly before and after, over what the fit says of them |
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ import numpy as np
 from bench.fidelity.observed import Observed, Step
 from shared.costs import fit as cost_fit
 from shared.costs.model import CostModel, StepShape
+from shared.simulation.host import NO_DEMAND, Demand, Load, lost
 
 MOST_NOISE = 1.0
 """Logarithm of a step's time over the predicted one; beyond it, it was a stall of the machine."""
@@ -41,6 +44,23 @@ class Sample(msgspec.Struct, frozen=True):
     beside: float
     """Share of it in which another instance computed."""
     start_s: float
+    lost_alone: float = 0.0
+    """Share of its core that services took, by their demand, while no other instance computed."""
+    lost_beside: float = 0.0
+    """The same while another did."""
+
+
+class Delays(NamedTuple):
+    """A request's ways. Seconds."""
+
+    arrive_s: float
+    """From its time at the client until the gateway has it."""
+    submit_s: float
+    """From the gateway to the engine."""
+    deliver_s: float
+    """From the end of the step with its first token until the gateway has written that."""
+    answer_s: float
+    """From the gateway until the client has it."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,17 +69,29 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     cost_models: dict[str, CostModel]
     """Costs of a step while the other instance does nothing; its mean, noise included."""
     beside: float
-    """Factor of a step while the other computes."""
+    """Factor of a step while the other computes, services apart."""
     noise: float
     """Standard deviation of the logarithm of step times around the cost model."""
     submit_s: float
     """From a request's arrival at the client until the engine has it; mean."""
     answer_s: float
     """From the end of a step until the client has its tokens; mean."""
+    demand: Demand = NO_DEMAND
+    num_cores: int = 2
 
 
-def samples(observed: Sequence[Observed]) -> list[Sample]:
-    """Samples of one instance or several."""
+def fit_demand(runs: Sequence[tuple[float, int, int, float]]) -> Demand:
+    """Processor time by request and by token, from runs of (seconds, requests, output tokens, processor seconds of services
+    and client): least squares, none negative, with what they take of each second in any case. Runs whose outputs differ in
+    length tell requests from tokens."""
+    rows = np.array(runs, float)
+    coefficients = cost_fit.nnls(rows[:, :3], rows[:, 3])
+    return Demand(request_s=float(coefficients[1]), token_s=float(coefficients[2]))
+
+
+def samples(observed: Sequence[Observed], demand: Demand = NO_DEMAND, num_cores: int = 2) -> list[Sample]:
+    """Samples of one instance or several, on so many cores."""
+    loads = _loads(observed, demand)
     result = []
     for one in observed:
         others = _busy([step for other in observed if other is not one for step in other.steps])
@@ -70,8 +102,24 @@ def samples(observed: Sequence[Observed]) -> list[Sample]:
             end_s = after.start_s if followed and after is not None else step.end_s + pause_s
             seconds = end_s - step.start_s
             share = _overlap_s(others, step.start_s, end_s) / seconds
-            result.append(Sample(step.model, step.shape, seconds, share, step.start_s))
+            taken = (lost(loads.get(step.start_s, 0.0), num_cores, num) for num in (1, 2))
+            result.append(Sample(step.model, step.shape, seconds, share, step.start_s, *taken))
     return sorted(result, key=lambda sample: sample.start_s)
+
+
+def _loads(observed: Sequence[Observed], demand: Demand) -> dict[float, float]:
+    """Cores that services needed when each step began, by its start."""
+    came = [(at_s, 1, 0) for one in observed for at_s in one.submitted_s.values()]
+    came += [(step.end_s, 0, step.num_tokens) for one in observed for step in one.steps]
+    came.sort()
+    load, found, place = Load(demand), dict[float, float](), 0
+    for start_s in sorted({step.start_s for one in observed for step in one.steps}):
+        while place < len(came) and came[place][0] <= start_s:
+            at_s, num_requests, num_tokens = came[place]
+            load.add(at_s, num_requests=num_requests, num_tokens=num_tokens)
+            place += 1
+        found[start_s] = load.cores(start_s)
+    return found
 
 
 def _busy(steps: Sequence[Step]) -> np.ndarray:
@@ -87,7 +135,9 @@ def _overlap_s(busy: np.ndarray, start_s: float, end_s: float) -> float:
     return float((np.minimum(within[:, 1], end_s) - np.maximum(within[:, 0], start_s)).clip(0).sum())
 
 
-def fit(steps: Sequence[Sample], submit_s: float, answer_s: float) -> Timing:
+def fit(
+    steps: Sequence[Sample], submit_s: float, answer_s: float, demand: Demand = NO_DEMAND, num_cores: int = 2
+) -> Timing:
     """The factor is that under which steps beside the other instance, and those alone, take as long as the cost models say,
     in sum: what a typical step takes would leave out the stalls, which are another's doing. Raises `ValueError` without
     steps."""
@@ -99,7 +149,10 @@ def fit(steps: Sequence[Sample], submit_s: float, answer_s: float) -> Timing:
     costs = {name: _to_means(costs[name], of_model, beside) for name, of_model in by_model.items()}
     left = _logarithms(steps, costs, beside)
     noise = float(np.std(left[np.abs(left) < MOST_NOISE]))
-    return Timing(cost_models=costs, beside=beside, noise=noise, submit_s=submit_s, answer_s=answer_s)
+    return Timing(
+        cost_models=costs, beside=beside, noise=noise, submit_s=submit_s, answer_s=answer_s, demand=demand,
+        num_cores=num_cores,
+    )  # fmt: skip
 
 
 def _to_means(cost: CostModel, of_model: Sequence[Sample], beside: float) -> CostModel:
@@ -145,7 +198,8 @@ def _cost_models(by_model: Mapping[str, Sequence[Sample]], beside: float, max_kn
 
 
 def _factor(beside: float, sample: Sample) -> float:
-    return 1.0 / (1.0 - sample.beside + sample.beside / beside)
+    alone = (1.0 - sample.beside) * (1.0 - sample.lost_alone)
+    return 1.0 / (alone + sample.beside * (1.0 - sample.lost_beside) / beside)
 
 
 def _logarithms(steps: Sequence[Sample], costs: Mapping[str, CostModel], beside: float) -> np.ndarray:

@@ -79,6 +79,11 @@ CALIBRATION = Mix(
     prompt_tokens=Uniform(min_tokens=4, max_tokens=300), output_tokens=Uniform(min_tokens=2, max_tokens=50),
 )  # fmt: skip
 """Lengths are evenly spread, so that all kinds of steps are seen; pauses, in which one instance computes alone."""
+SHORT, LONG = (
+    msgspec.structs.replace(CALIBRATION, name=name, output_tokens=Uniform(min_tokens=least, max_tokens=most))
+    for name, least, most in (("short", 2, 4), ("long", 60, 100))
+)
+"""What requests and what tokens cost the services is told apart by these."""
 
 
 def planned(mix: Mix, rate_rps: float, duration_s: float, *, name: str, seed: int) -> list[PlannedRequest]:
@@ -98,6 +103,8 @@ class Served(msgspec.Struct, frozen=True):
     first_s: float
     last_s: float
     output_tokens: int
+    server_ttft_s: float = 0.0
+    """From the gateway's having the request to its writing the first token."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +113,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     normalised_latency: float
     """Mean over the requests of latency / mean execution time of the model (SeaLLM, equation 1)."""
     p99_ttft_s: float
+    """At the gateway."""
+    client_p99_ttft_s: float
+    """At the client, from the time at which the request was to be sent: late where the client is."""
     throughput_tokens_s: float
     """Output tokens from the first arrival to the last token."""
     num_requests: int
@@ -115,7 +125,8 @@ def figures(served: Sequence[Served], execution_s: Mapping[str, float]) -> Figur
     span_s = max(one.last_s for one in served) - min(one.arrival_s for one in served)
     return Figures(
         normalised_latency=float(np.mean([(one.last_s - one.arrival_s) / execution_s[one.model] for one in served])),
-        p99_ttft_s=float(np.percentile([one.first_s - one.arrival_s for one in served], 99)),
+        p99_ttft_s=float(np.percentile([one.server_ttft_s for one in served], 99)),
+        client_p99_ttft_s=float(np.percentile([one.first_s - one.arrival_s for one in served], 99)),
         throughput_tokens_s=sum(one.output_tokens for one in served) / span_s,
         num_requests=len(served),
     )
