@@ -31,6 +31,7 @@ from bench.fidelity.workloads import (
     MIXES,
     MODELS,
     SHORT,
+    TENANTS,
     VOCABULARY,
     Mix,
     figures,
@@ -216,7 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=0, help="live runs of each cell; default: 2, quick 1")
     parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals of a run; default: 24, quick 12")
     names = [mix.name for mix in MIXES]
-    parser.add_argument("--mixes", nargs="+", choices=names, default=names, help="workloads (%(default)s)")
+    parser.add_argument("--mixes", nargs="+", choices=[*names, TENANTS.name], default=names,
+                        help="workloads (%(default)s)")  # fmt: skip
     parser.add_argument(
         "--loads", nargs="+", type=float, help="shares of the capacity; default: 0.3 0.6 0.95, quick 0.3 0.95"
     )
@@ -234,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = SETTINGS | ({"TIDEWAY_MAX_RUNNING": str(options.max_running)} if options.max_running else {})
     with LiveStack(settings, num_instances=options.instances, precedence=options.precedence, emulated=emulated) as live:
         bench = Bench(live, run_s=run_s, calibration_s=min(6.0, run_s / 2), num_seeds=2 if quick else 4)
-        mixes = [mix for mix in MIXES if mix.name in options.mixes]
+        mixes = [mix for mix in (*MIXES, TENANTS) if mix.name in options.mixes]
         comparison = bench.run(mixes, loads, options.repeats or (1 if quick else 2))
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
     targets = comparison.targets()

@@ -18,7 +18,7 @@ import msgspec
 from bench import emulated as emulation
 from bench.coserving.testbed import make_checkpoint
 from bench.fidelity.observed import Observed, observe
-from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY, Served
+from bench.fidelity.workloads import EMULATED_MODELS, MODELS, VOCABULARY, Served, tenant_of
 from bench.reporting import busiest_thread_s, take_precedence, tree_processor_s
 from bench.stack import add_tokenizer
 from shared import recording
@@ -36,6 +36,7 @@ from tideway.bench.workload import PlannedRequest, StreamSpec
 
 _STREAM = StreamSpec(name="fidelity", models=dict.fromkeys(MODELS, 1.0), arrivals=Poisson(rate_rps=1.0))
 """Says nothing: requests are planned elsewhere."""
+TENANT_HEADER = "x-tideway-tenant"
 DRAIN_S = 120.0
 """After the last arrival, for all to end."""
 PROFILE_TIMEOUT_S = 180.0
@@ -79,6 +80,7 @@ class LiveStack:
         environment = environment | {
             "TIDEWAY_NUM_THREADS": "1",
             "TIDEWAY_MAX_TIMELINES": str(1 << 14),
+            "TIDEWAY_TRUST_TENANT_HEADER": "1",
             "TIDEWAY_RECORD_FILE": str(self._recordings),
             "TIDEWAY_RECORD_MAX_BYTES": str(1 << 30),
         }
@@ -129,6 +131,9 @@ class LiveStack:
     async def _send(self, requests: Sequence[PlannedRequest], seed: int) -> Sent:
         target = Target(url=self._stack.url, ignore_eos=True, vocabulary=VOCABULARY)
         bodies = {one.request_id: make_body(one, _STREAM, target, TokensPerWord(), seed) for one in requests}
+        for one in requests:
+            if tenant := tenant_of(one):
+                bodies[one.request_id].headers[TENANT_HEADER] = tenant
         async with Connections(num_ready=min(64, len(requests))) as connections:
 
             async def send_one(request: PlannedRequest, record: RequestRecord, now: object) -> None:

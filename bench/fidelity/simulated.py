@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.fidelity.observed import Observed
 from bench.fidelity.timing import Delays, Timing
-from bench.fidelity.workloads import Mix, Served, planned
+from bench.fidelity.workloads import Mix, Served, planned, tenant_of
 from shared.engine.calls import SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.recording import Configuration
@@ -77,7 +77,9 @@ def run(
         delays = delays_s[at]
         sent.append((one.at_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S), one, delays))
     sent.sort(key=itemgetter(0))
-    jobs = [Job(at_s, one.prompt_tokens, one.output_tokens, model=one.model) for at_s, one, _ in sent]
+    jobs = [
+        Job(at_s, one.prompt_tokens, one.output_tokens, model=one.model, tenant=tenant_of(one)) for at_s, one, _ in sent
+    ]
     for job in jobs:
         fleet.events.at(job.at_s, on_request)
     found = []

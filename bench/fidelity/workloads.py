@@ -31,6 +31,8 @@ MODELS: dict[str, dict[str, int]] = {
 EMULATED_MODELS = {"small": "llama-2-7b", "medium": "llama-3.1-8b", "large": "llama-2-13b"}
 """Whose step times the models have where another device's are emulated: shapes of `placement.facts`."""
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 448, 120
+TENANT_MARK = "-of-"
+"""Between the names of a run and of a tenant."""
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficient of variation of the intervals between arrivals."""
     phases: tuple[tuple[float, float], ...] = ()
     """(seconds, rate over the mean rate), in a circle; empty: one rate throughout."""
+    tenants: dict[str, float] = {}
+    """Shares of the requests, which come independently of each other's; empty: one that has no name."""
 
     def arrivals(self, rate_rps: float) -> Arrivals:
         if not self.phases:
@@ -74,6 +78,12 @@ MIXES = (
         prompt_tokens=_lengths(129, 0.37, MAX_PROMPT_TOKENS), output_tokens=_lengths(15, 1.82, MAX_OUTPUT_TOKENS),
     ),
 )  # fmt: skip
+TENANTS = Mix(
+    name="tenants",  # chats of one tenant beside three times as many requests of another, in bursts
+    models=dict.fromkeys(MODELS, 1.0), cv=1.3, phases=((3.0, 1.7), (4.0, 0.475)), tenants={"calm": 0.25, "busy": 0.75},
+    prompt_tokens=_lengths(115, 0.96, MAX_PROMPT_TOKENS), output_tokens=_lengths(21, 0.77, MAX_OUTPUT_TOKENS),
+)  # fmt: skip
+"""Only where it is asked for: earlier tables do not have it."""
 CALIBRATION = Mix(
     name="calibration", models={"small": 1.0, "medium": 1.0, "large": 1.0}, cv=1.0, phases=((2.0, 1.5), (1.0, 0.0)),
     prompt_tokens=Uniform(min_tokens=4, max_tokens=300), output_tokens=Uniform(min_tokens=2, max_tokens=50),
@@ -87,12 +97,20 @@ SHORT, LONG = (
 
 
 def planned(mix: Mix, rate_rps: float, duration_s: float, *, name: str, seed: int) -> list[PlannedRequest]:
-    """A function of its arguments. `name` becomes part of the requests' ids."""
-    stream = StreamSpec(
-        name=name, models=mix.models, arrivals=mix.arrivals(rate_rps),
-        prompt_tokens=mix.prompt_tokens, output_tokens=mix.output_tokens,
-    )  # fmt: skip
-    return plan_requests(Workload(streams=[stream], duration_s=duration_s, seed=seed))
+    """A function of its arguments. `name` becomes part of the requests' ids; `tenant_of` tells whose each is."""
+    streams = [
+        StreamSpec(
+            name=f"{name}{TENANT_MARK}{tenant}" if tenant else name, models=mix.models,
+            arrivals=mix.arrivals(share * rate_rps), prompt_tokens=mix.prompt_tokens, output_tokens=mix.output_tokens,
+        )
+        for tenant, share in (mix.tenants or {"": 1.0}).items()
+    ]  # fmt: skip
+    return plan_requests(Workload(streams=streams, duration_s=duration_s, seed=seed))
+
+
+def tenant_of(request: PlannedRequest) -> str:
+    """Empty: one that has no name."""
+    return request.stream.partition(TENANT_MARK)[2]
 
 
 class Served(msgspec.Struct, frozen=True):

@@ -469,6 +469,8 @@ class Fleet:
         """Changes of role that the scheduler told."""
         self.emptied_s: dict[str, float] = {}
         """Time at which each instance that was drained held nothing any more."""
+        self.on_submit: Callable[[GenerationRequest], None] = lambda _: None
+        """Hears of each request that the scheduler was given."""
         self.scale: Callable[[actions.ScalingAction], list[str]] | None = None
         """Carries out what the scheduler wants, and says which instances it released for that."""
         self.busy_s: defaultdict[str, float] = defaultdict(float)
@@ -632,6 +634,7 @@ class Fleet:
         # Where nobody serves, whoever takes over is told of it.
         if self.scheduler.is_serving and (refused := self.scheduler.apply(calls.Submit(request))):
             self.gateway.on_refused(request.request_id, refused.message)
+        self.on_submit(request)
 
     def tell(self, call: Call[None]) -> None:
         """Whoever is the scheduler when it arrives there."""

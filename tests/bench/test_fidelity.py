@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import msgspec
@@ -12,7 +13,19 @@ from bench.fidelity import simulated
 from bench.fidelity.observed import Observed, Step, observe
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order
 from bench.fidelity.timing import Delays, Sample, Timing, execution_s, fit, fit_demand, samples, speed
-from bench.fidelity.workloads import CALIBRATION, LONG, MIXES, MODELS, SHORT, Figures, Served, figures, planned
+from bench.fidelity.workloads import (
+    CALIBRATION,
+    LONG,
+    MIXES,
+    MODELS,
+    SHORT,
+    TENANTS,
+    Figures,
+    Served,
+    figures,
+    planned,
+    tenant_of,
+)
 from shared.costs.model import CostModel, StepShape
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
@@ -187,6 +200,20 @@ def test_ttft_is_that_of_the_gateway_whatever_the_client_is_late_by() -> None:
         and one.first_s - one.arrival_s == pytest.approx(one.server_ttft_s + 0.01 + 0.001)
         for one, two in zip(prompt, late, strict=True)
     )
+
+
+def test_tenants_have_their_shares_and_keep_their_names_in_simulations() -> None:
+    requests = planned(TENANTS, 8.0, 20.0, name="run", seed=2)
+    num = Counter(map(tenant_of, requests))
+    assert set(num) == {"calm", "busy"} and num["calm"] == pytest.approx(len(requests) / 4, rel=0.1)
+    assert {tenant_of(one) for one in planned(MIXES[0], 8.0, 1.0, name="run", seed=2)} == {""}
+    recordings: list[bytes] = []
+
+    def build(configuration: Configuration) -> Engine:
+        return recorded(configuration, recordings.append)
+
+    simulated.run([IDLE], TRUTH, SETTINGS, requests[:30], build=build)
+    assert b"calm" in b"".join(recordings) and b"busy" in b"".join(recordings)
 
 
 def test_figures_are_of_all_requests() -> None:
