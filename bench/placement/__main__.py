@@ -1,9 +1,9 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
-ranks plans as the faithful simulation does (`rank`), a day of several models' traffic with plans that follow it (`day`; with
-turns of the models' popularity: `turns`), a window of it on one plan in the order of different policies (`orders`), and how
-well traffic can be foretold (`forecast`).
+ranks plans as the faithful simulation does (`rank`), whether it leaves services behind (`floors`), a day of several models'
+traffic with plans that follow it (`day`; with turns of the models' popularity: `turns`), a window of it on one plan in the
+order of different policies (`orders`), and how well traffic can be foretold (`forecast`).
 
-python -m bench.placement {speed,optimum,rank,day,turns,orders,forecast} ... [--seed N] [--output DIR] [--load X]
+python -m bench.placement {speed,optimum,rank,floors,day,turns,orders,forecast} ... [--seed N] [--output DIR] [--load X]
                           [--window 10:00-11:30]
 """
 
@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.placement import day, experiments, forecasts, orders, window
+from bench.placement import day, experiments, floors, forecasts, orders, window
 from bench.reporting import judged, machine, save_figure, table_of, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
     parser.add_argument(
-        "experiments", nargs="+", choices=("speed", "optimum", "rank", "day", "turns", "orders", "forecast")
+        "experiments", nargs="+", choices=("speed", "optimum", "rank", "floors", "day", "turns", "orders", "forecast")
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "speed": experiments.speed,
         "optimum": experiments.optimum,
         "rank": experiments.rank,
+        "floors": floors.floors,
         "day": play,
         "turns": lambda seed: day.day(
             day.Asked(seed, options.load or day.TURNS_LOAD, options.day, course=day.TURNS),

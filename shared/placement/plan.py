@@ -16,6 +16,9 @@ FLOOR_SHARE = 0.8
 equation 5, relative, as no plan may reach an absolute one under overload)."""
 MOST_FLOOR_COST = 0.02
 """Share of the attainment of all requests that is given up at most so that no service is left behind."""
+FLOOR_WEIGHT = 0.06
+"""Share of the attainment of all requests that leaving services behind counts for at most. More than `MOST_FLOOR_COST`, so
+that one service at nothing is worth all that may be given up, and one just below the floor most of it."""
 DEFAULT_SLO_SCALE = 5.0
 """A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
 
@@ -57,17 +60,23 @@ def plan_of(groups: Iterable[Group]) -> Plan:
     return Plan(tuple(sorted(group for group in groups if group.models)))
 
 
-def unfairness(attainment: float, of_services: Iterable[float], most_cost: float = MOST_FLOOR_COST) -> float:
-    """Attainment that leaving services behind counts for, from 0 to `most_cost` of `attainment` (SeaLLM, equation 5, as a
+def is_affordable(attainment: float, most: float) -> bool:
+    """Whether a plan may be chosen that attains so much where another attains `most`: so that no service is left behind,
+    `MOST_FLOOR_COST` of it is given up and no more."""
+    return attainment >= (1.0 - MOST_FLOOR_COST) * most - 1e-9
+
+
+def unfairness(attainment: float, of_services: Iterable[float]) -> float:
+    """Attainment that leaving services behind counts for, from 0 to `FLOOR_WEIGHT` of `attainment` (SeaLLM, equation 5, as a
     penalty). `of_services`: attainments of those with requests.
 
-    Bounded: a plan that is chosen by `attainment` less this serves less than another by `most_cost` at most. The root makes
-    the last step up to the floor worth nearly half as much as all of the way; the exponential leaves something to gain by
-    helping one service where others are left behind as well."""
+    The root makes the last step up to the floor worth nearly half as much as all of the way; the exponential leaves
+    something to gain by helping one service where others are left behind as well. What is given up for it is bounded by
+    `is_affordable`."""
     floor = FLOOR_SHARE * attainment
     # Sums of weights may come out a rounding error above the number of requests.
     short = sum(math.sqrt(1.0 - one / floor) for one in (max(0.0, one) for one in of_services) if one < floor)
-    return most_cost * attainment * -math.expm1(-short)
+    return FLOOR_WEIGHT * attainment * -math.expm1(-short)
 
 
 class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):

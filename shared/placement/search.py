@@ -11,7 +11,8 @@
 For a small cluster all plans are estimated instead (enumeration.py).
 
 Plans are compared by attainment less a term for models left behind (`plan.unfairness`, SeaLLM's equation 5), in steps of
-`ATTAINMENT_GRAIN`, then by smaller normalised latency. In a cluster of many groups, a round of Algorithm 1 gives models to
+`ATTAINMENT_GRAIN`, then by smaller normalised latency. One that is not affordable beside the plan that attains most
+(`plan.is_affordable`) is not chosen. In a cluster of many groups, a round of Algorithm 1 gives models to
 several groups; the UI of a model that got one more of its c groups is multiplied by c / (c + 1). Moves are then drawn with a
 seed, and are made to several equal groups at once.
 
@@ -38,7 +39,15 @@ import numpy as np
 from shared.placement.enumeration import all_plans
 from shared.placement.estimator import MAX_FOLLOWED, NUM_BINS, NUM_TAIL_BINS, Estimator, Outcome
 from shared.placement.memory import Memory
-from shared.placement.plan import ATTAINMENT_GRAIN, FLOOR_SHARE, MOST_FLOOR_COST, Trial, plan_of
+from shared.placement.plan import (
+    ATTAINMENT_GRAIN,
+    FLOOR_SHARE,
+    FLOOR_WEIGHT,
+    MOST_FLOOR_COST,
+    Trial,
+    is_affordable,
+    plan_of,
+)
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
 from shared.placement.rehearsal import change_s
 from shared.placement.stretches import busier, lasting, mean_execution_s, thinned
@@ -88,9 +97,11 @@ MAX_MOVES = 256
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
 MOVE_PATIENCE, POLISH_PATIENCE = 3, 2
 """Moves end after this many rounds without a better plan."""
-EVEN_PRESSURES, EVEN_PATIENCE, EVEN_PAIRS = (3.0, 20.0), 4, 24_000
-"""Moves that help models left behind: factors by which these count more, rounds without a better plan after which the
-moves end, and pairs of a group with a model from each start."""
+TOTAL_PRESSURE = 1 / 3
+"""Factor on the term for models left behind in moves that look for the plan that serves most in total."""
+EVEN_PRESSURES, EVEN_PATIENCE, EVEN_PAIRS = (1.0, 7.0), 4, 24_000
+"""Moves that help models left behind: factors on that term, rounds without a better plan after which the moves end, and
+pairs of a group with a model from each start."""
 MAX_ENUMERATED = 512
 """Number of plans up to which all are estimated, which takes less time than a search."""
 NUM_EVALUATED = 4
@@ -168,8 +179,15 @@ def _find(searcher: Searcher, do: Callable[[Sequence[Asked]], Sequence[list[Foun
 
 
 def _distinct(found: Iterable[Found]) -> list[Found]:
+    """Best first; plans that give up more of the total than may be given up are after all others."""
+    found = list(found)
+    most = max((one.total for one in found), default=(0.0, 0.0))
+
+    def rank(one: Found) -> tuple[bool, Key]:
+        return one.total[0] == most[0] and is_affordable(one.total[1], most[1]), one.key
+
     known: dict[Slots, Found] = {}
-    for each in sorted(found, key=lambda one: one.key, reverse=True):
+    for each in sorted(found, key=rank, reverse=True):
         known.setdefault(each.slots, each)
     return list(known.values())
 
@@ -312,7 +330,7 @@ class Searcher:
         num = self.estimator.num_requests
         attained = 1.0 - outcome.missed / np.maximum(1, num)
         short = np.clip(1.0 - attained / max(FLOOR_SHARE * outcome.attainment, 1e-9), 0.0, 1.0) * (num > 0)
-        behind = MOST_FLOOR_COST * outcome.attainment * num.sum() * np.sqrt(short)
+        behind = FLOOR_WEIGHT * outcome.attainment * num.sum() * np.sqrt(short)
         return np.asarray(outcome.missed + behind + ALPHA * outcome.normalised)
 
     def _incumbent(self) -> Slots:
@@ -533,7 +551,13 @@ class Searcher:
         ]
 
     def _moved(
-        self, start: Slots, estimator: Estimator, patience: int, num_pairs: int, known: set[int], pressure: float = 1.0
+        self,
+        start: Slots,
+        estimator: Estimator,
+        patience: int,
+        num_pairs: int,
+        known: set[int],
+        pressure: float = TOTAL_PRESSURE,
     ) -> list[Found]:
         """By the best move of each round, also a bad one, until `patience` rounds have brought nothing better: the best
         plans. `num_pairs`: of a group with a model, over all plans that are tried, but for the least. `known`: signatures of
@@ -752,7 +776,7 @@ def _propose(
     if has_incumbent and incumbent not in plans:
         plans.append(incumbent)
     scores: dict[Plan, Scored] = dict(zip(plans, searcher.scores(plans, incumbent), strict=True))
-    plans.sort(key=lambda plan: searcher.key(plan.groups, scores[plan]), reverse=True)
+    plans.sort(key=_ranks(searcher, plans, scores).__getitem__, reverse=True)
     asked = plans[:NUM_EVALUATED]
     if has_incumbent and incumbent not in asked:
         asked.append(incumbent)
@@ -765,9 +789,9 @@ def _propose(
         scores = _corrected(searcher, scores, known)
     elif problem.evidence is None:
         scores |= known
-    keys = {plan: searcher.key(plan.groups, scores[plan]) for plan in asked}
-    best = max(asked, key=keys.__getitem__)
-    equals = [plan for plan in asked if keys[plan][0] == keys[best][0] and _is_as_good(scores[plan], scores[best])]
+    ranks = _ranks(searcher, asked, scores)
+    best = max(asked, key=ranks.__getitem__)
+    equals = [plan for plan in asked if ranks[plan][:2] == ranks[best][:2] and _is_as_good(scores[plan], scores[best])]
     if problem.incumbent is not None:
         best = min(equals, key=lambda plan: (searcher.change_s(plan), plan != incumbent, asked.index(plan)))
     trial = None
@@ -775,8 +799,7 @@ def _propose(
         best, trial = _tried(searcher, incumbent, best, _cheaper(searcher, plans, scores, best, incumbent))
         if best not in known:
             (known[best],) = [predict(best)] if evaluate is None else evaluated(evaluate, [best])
-            keys[best] = searcher.key(best.groups, scores[best])
-    others = sorted((plan for plan in asked if plan != best), key=keys.__getitem__, reverse=True)
+    others = sorted((plan for plan in asked if plan != best), key=ranks.__getitem__, reverse=True)
     others += [plan for plan in plans if plan not in known][: NUM_REJECTED - len(others)]
     return Proposal(
         plan=best,
@@ -790,6 +813,21 @@ def _propose(
         trial=trial,
         floor_cost=_floor_cost(searcher, plans, scores, best),
     )
+
+
+def _ranks(
+    searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Scored]
+) -> dict[Plan, tuple[float, bool, float, float]]:
+    """What plans are compared by, larger is better: groups that models lack, whether the plan is affordable beside the one
+    that attains most, attainment less the term for models left behind, and normalised latency."""
+    lacking = {plan: searcher.num_lacking(plan.groups) for plan in plans}
+    least = min(lacking.values())
+    most = max(scores[plan].attainment for plan in plans if lacking[plan] == least)
+    found = {}
+    for plan in plans:
+        lacks, served, latency = searcher.key(plan.groups, scores[plan])
+        found[plan] = (lacks, is_affordable(scores[plan].attainment, most), served, latency)
+    return found
 
 
 def _corrected(
@@ -841,6 +879,8 @@ def _cheaper(
 ) -> Plan:
     """The cheapest plan to change to, among those with at least half of the best one's gain."""
     now, most = scores[incumbent], scores[best]
+    ranks = _ranks(searcher, plans, scores)
+    plans = [plan for plan in plans if ranks[plan][1]]
     lacking = searcher.num_lacking(best.groups)
     gain = _served(most) - _served(now)
     if gain > ATTAINMENT_GRAIN:
@@ -882,6 +922,8 @@ def _reason(searcher: Searcher, plan: Plan, prediction: Prediction | None, best:
         return "less by the estimate than those that were simulated"
     if searcher.num_lacking(plan.groups) > searcher.num_lacking(best.groups):
         return "not every model has its groups"
+    if _served(prediction) > _served(taken) + ATTAINMENT_GRAIN and prediction.attainment < taken.attainment:
+        return f"attainment {prediction.attainment:.1%}: more than {MOST_FLOOR_COST:.0%} would be given up of the most"
     if _is_as_good(prediction, taken) and searcher.problem.incumbent is not None:
         cost_s, least_s = searcher.change_s(plan), searcher.change_s(best)
         cost, least = f"{cost_s:.3g} s", f"{least_s:.3g} s"

@@ -23,12 +23,13 @@ from bench.placement.day import (
     timeline,
 )
 from bench.placement.experiments import every_plan
+from bench.placement.floors import worst_share
 from bench.placement.forecasts import DAY, FORECASTS, errors
 from bench.placement.orders import compare
 from bench.placement.problems import draw, draw_models
 from bench.placement.window import Window, serve, window
 from shared.placement.estimator import Estimator
-from shared.placement.plan import plan_of
+from shared.placement.plan import ModelPrediction, Prediction, plan_of
 from shared.placement.problem import Group
 from shared.placement.rehearsal import Episode
 
@@ -143,3 +144,13 @@ def test_every_request_of_a_window_is_served_step_by_step(light):
     # One interval of ten minutes ended, and of so light a load nothing has to change.
     assert (served.row["searches"], served.changes) == (1, [])
     assert served.attainment == 1.0 and served.course == [1.0, 1.0]
+
+
+def test_the_worst_service_is_told_over_the_mean_and_few_requests_say_nothing():
+    def of(num: int, attainment: float) -> ModelPrediction:
+        return ModelPrediction(
+            num_requests=num, attainment=attainment, normalised_latency=1.0, mean_latency_s=1.0, p99_latency_s=1.0
+        )
+
+    models = {"busy": of(90, 0.9), "rare": of(9, 0.45), "once": of(1, 0.0)}
+    assert worst_share(Prediction(attainment=0.9, normalised_latency=1.0, models=models)) == pytest.approx(0.5)

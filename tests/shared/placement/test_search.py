@@ -14,7 +14,9 @@ from shared.placement.memory import Memory
 from shared.placement.plan import (
     ATTAINMENT_GRAIN,
     FLOOR_SHARE,
+    FLOOR_WEIGHT,
     MOST_FLOOR_COST,
+    is_affordable,
     plan_of,
     told_left_behind,
     unfairness,
@@ -108,7 +110,12 @@ def test_it_is_as_good_as_the_best_of_all_plans(monkeypatch, rates, seed):
     plans = [plan_of(slots).groups for slots in all_plans(asked.nodes, limits, searcher.fits, 1 << 14)]
     assert len(plans) > 400
     outcomes = searcher.estimator.outcomes(plans)
-    best = max(map(searcher.key, plans, outcomes))
+    most = max(one.attainment for one in outcomes)
+    best = max(
+        searcher.key(plan, one)
+        for plan, one in zip(plans, outcomes, strict=True)
+        if is_affordable(one.attainment, most)
+    )
     found = search(asked).prediction
     served = round((found.attainment - found.unfairness) / ATTAINMENT_GRAIN)
     assert served >= best[1] - 1
@@ -245,12 +252,20 @@ def test_to_leave_models_behind_costs_a_bounded_share_and_never_more_when_one_is
     attainment, of_services, place, more
 ):
     cost = unfairness(attainment, of_services)
-    assert 0.0 <= cost <= MOST_FLOOR_COST * attainment
+    assert 0.0 <= cost <= FLOOR_WEIGHT * attainment
     assert (cost == 0.0) == all(one >= FLOOR_SHARE * attainment for one in of_services) or cost < 1e-9
     if of_services:
         helped = list(of_services)
         helped[place % len(helped)] = max(helped[place % len(helped)], more)
         assert unfairness(attainment, helped) <= cost + 1e-12
+
+
+def test_a_model_at_nothing_is_worth_all_that_may_be_given_up_and_no_more_is():
+    assert unfairness(0.9, [0.0, 1.0]) > MOST_FLOOR_COST * 0.9
+    assert unfairness(0.9, [0.6 * 0.9, 1.0]) > MOST_FLOOR_COST * 0.9, "one that has six tenths of the mean"
+    assert is_affordable(0.9 * (1 - MOST_FLOOR_COST), 0.9) and not is_affordable(
+        0.9 * (1 - MOST_FLOOR_COST) - 1e-6, 0.9
+    )
 
 
 def test_rounding_errors_below_nothing_are_nothing():
