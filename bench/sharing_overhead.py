@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -32,24 +33,34 @@ from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 
-DECODES = {"cpu": (8, 256), "cuda": (32, 512)}
-"""(sequences, tokens in the cache of each) of a decode step."""
-PREFILL = {"cpu": 128, "cuda": 2048}
+
+class Held(NamedTuple):
+    """Sequences of a model that are held in the cache: those of a decode step, and one that is prefilled."""
+
+    num_sequences: int
+    context: int
+    """Tokens in the cache of each."""
+    prompt: int
+    """Tokens of the prefill."""
+
+    def num_blocks(self, block_size: int) -> int:
+        return sum(-(-length // block_size) for length in self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.context + 1] * self.num_sequences + [self.prompt]
+
+
+HELD = {"cpu": Held(8, 256, 128), "cuda": Held(32, 512, 2048)}
 MAX_OVERHEAD = 0.02
 """The paper stays below 8 %."""
 WARM_UP_ROUNDS = 3
 
 
-def num_blocks(kind: str, block_size: int) -> int:
-    """Blocks that the sequences of a model have."""
-    num_sequences, context = DECODES[kind]
-    return sum(-(-length // block_size) for length in [context + 1] * num_sequences + [PREFILL[kind]])
-
-
-def pool_bytes(blocks: Sequence[tuple[int, int]], merged_bytes: int, kind: str) -> int:
+def pool_bytes(blocks: Sequence[tuple[int, int]], merged_bytes: int, held: Held) -> int:
     """Pool for the sequences of models with KV blocks of (bytes, tokens)."""
     return sum(
-        -(-num_blocks(kind, block_size) // blocks_per_merged(merged_bytes, block_bytes)) * merged_bytes
+        -(-held.num_blocks(block_size) // blocks_per_merged(merged_bytes, block_bytes)) * merged_bytes
         for block_bytes, block_size in blocks
     )
 
@@ -57,14 +68,15 @@ def pool_bytes(blocks: Sequence[tuple[int, int]], merged_bytes: int, kind: str) 
 class Place:
     """A model on an executor, with sequences in the cache. Steps are those of the engine."""
 
-    def __init__(self, executor: Executor, shape: ModelShape, first_row: int, first_merged: int) -> None:
-        kind = executor.device.type
+    def __init__(
+        self, executor: Executor, shape: ModelShape, first_row: int, first_merged: int, held: Held | None = None
+    ) -> None:
         self.executor, self.shape = executor, shape
-        self.num_sequences, self.context = DECODES[kind]
+        self.held = held or HELD[executor.device.type]
         self.clock = step_clock(executor)
-        self._rows = list(range(first_row, first_row + self.num_sequences + 1))
+        self._rows = list(range(first_row, first_row + self.held.num_sequences + 1))
         self._step_id = 1000 * (first_row + 1)
-        lengths = [self.context + 1] * self.num_sequences + [PREFILL[kind]]
+        lengths = self.held.lengths
         first = first_merged * shape.blocks_per_merged
         blocks = iter(range(first, first + sum(-(-length // shape.block_size) for length in lengths)))
         tokens = pack_tokens([3 + number % 200 for number in range(max(lengths))])
@@ -75,18 +87,18 @@ class Place:
         ]  # fmt: skip
         self._run([self._rows[-1]], [0], [1], new)
         for row in self._rows[:-1]:
-            self._run([row], [0], [self.context], [])
+            self._run([row], [0], [self.held.context], [])
 
     @property
     def num_merged(self) -> int:
-        return -(-num_blocks(self.executor.device.type, self.shape.block_size) // self.shape.blocks_per_merged)
+        return -(-self.held.num_blocks(self.shape.block_size) // self.shape.blocks_per_merged)
 
     def decode_s(self) -> float:
         rows = self._rows[:-1]
-        return self._run(rows, [self.context] * len(rows), [1] * len(rows), [])
+        return self._run(rows, [self.held.context] * len(rows), [1] * len(rows), [])
 
     def prefill_s(self) -> float:
-        return self._run([self._rows[-1]], [0], [PREFILL[self.executor.device.type]], [])
+        return self._run([self._rows[-1]], [0], [self.held.prompt], [])
 
     def _run(self, rows: list[int], starts: list[int], counts: list[int], new: list[NewSequence]) -> float:
         self._step_id += 1
@@ -134,14 +146,15 @@ def compare(what: str, step: str, alone: Callable[[], float], other: Callable[[]
 def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list[Measured], dict[str, object]]:
     """The first checkpoint's model, alone on an executor and among all of them on another."""
     kind = torch.device(device).type
+    held = HELD[kind]
     specs = [ModelSpec(f"model-{number}", str(path)) for number, path in enumerate(checkpoints)]
     blocks = [kv_block(path, torch.device(device)) for path in checkpoints]
     sizes = [block_bytes for block_bytes, _ in blocks]
     alone_bytes, merged_bytes = choose_merged_bytes(sizes[:1], at_least=1), choose_merged_bytes(sizes)
     # Their own executor each, so that one and the same weights are beside nobody and beside others.
-    num_rows = (DECODES[kind][0] + 1) * (len(specs) + 1)
-    alone = Executor(device, pool_bytes(blocks[:1], alone_bytes, kind) // alone_bytes, alone_bytes, num_rows)
-    shared = Executor(device, pool_bytes(blocks, merged_bytes, kind) // merged_bytes, merged_bytes, num_rows)
+    num_rows = (held.num_sequences + 1) * (len(specs) + 1)
+    alone = Executor(device, pool_bytes(blocks[:1], alone_bytes, held) // alone_bytes, alone_bytes, num_rows)
+    shared = Executor(device, pool_bytes(blocks, merged_bytes, held) // merged_bytes, merged_bytes, num_rows)
     prepared = alone.prepare_model(specs[0])
     single = Place(alone, alone.add_model(prepared), 0, 0)
     if kind == "cpu":  # nothing of it belongs to the executor, so that the weights lie where they lay
@@ -152,7 +165,7 @@ def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list
     places: list[Place] = []
     for number, shape in enumerate(beside):
         first = sum(place.num_merged for place in places)
-        places.append(Place(shared, shape, number * (DECODES[kind][0] + 1), first))
+        places.append(Place(shared, shape, number * (held.num_sequences + 1), first))
     own, *others = places
 
     found = []
@@ -170,7 +183,7 @@ def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list
             ("prefill", single.prefill_s, others[0].prefill_s),
         ):
             found.append(compare("the other of both, one resident", step, of_single, of_other, rounds))
-    tables = _tables(own.shape, single.shape, own.context, checkpoints[0])
+    tables = _tables(own.shape, single.shape, own.held.context, checkpoints[0])
     facts: dict[str, object] = {
         "merged_bytes": merged_bytes,
         "block_bytes": sizes,

@@ -27,7 +27,7 @@ import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.reporting import Target, judged, machine, table_of, write
-from bench.sharing_overhead import DECODES, PREFILL, Place
+from bench.sharing_overhead import HELD, Place
 from services.worker.executor.executor import Executor, region_bytes
 from services.worker.ranks.group import RankGroup, Ranks
 from services.worker.ranks.shared_memory import RankMemory
@@ -122,7 +122,7 @@ def compute(
     prepared = one.prepare_model(spec)
     merged_bytes = choose_merged_bytes([prepared.model.kv_shape(prepared.block_size).block_bytes])
     merged_bytes += -merged_bytes % (NUM_RANKS * 64)
-    num_merged, num_rows = POOL_BYTES[kind] // merged_bytes, DECODES[kind][0] + 1
+    num_merged, num_rows = POOL_BYTES[kind] // merged_bytes, HELD[kind].num_sequences + 1
     single = Executor(device, num_merged, merged_bytes, num_rows)
     part = merged_bytes // NUM_RANKS
     double = Executor(
@@ -226,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "\n".join([
         f"# Two ranks on {options.device}, {date}", "",
         f"{machine()}, {options.dtype}, {'135M parameters, a thread a rank' if on_cpu else '8B parameters'}; decode of "
-        f"{DECODES[options.device][0]} sequences at {DECODES[options.device][1]} tokens, prefill of "
-        f"{PREFILL[options.device]}; {options.rounds} rounds{', sums over gloo' if options.gloo else ''}", "",
+        f"{HELD[options.device].num_sequences} sequences at {HELD[options.device].context} tokens, prefill of "
+        f"{HELD[options.device].prompt}; {options.rounds} rounds{', sums over gloo' if options.gloo else ''}", "",
         *table_of(rows), "", *map(str, targets),
     ])  # fmt: skip
     print(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
-from bench.sharing_overhead import compare, make_checkpoints, measure, pool_bytes, weights_memory
+from bench.sharing_overhead import HELD, compare, make_checkpoints, measure, pool_bytes, weights_memory
 from services.worker.executor.executor import Executor
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
@@ -38,7 +38,7 @@ def test_two_models_of_8b_and_one_of_them_alone_fit_one_gpu_of_80_gb() -> None:
     weights = 2 * (shape["vocab_size"] * shape["hidden_size"] + shape["num_hidden_layers"] * (attention + mlp))
     blocks = [(128 * token_bytes, 128)] * 2
     merged_bytes = choose_merged_bytes([block_bytes for block_bytes, _ in blocks])
-    pools = pool_bytes(blocks[:1], merged_bytes, "cuda") + pool_bytes(blocks, merged_bytes, "cuda")
+    pools = pool_bytes(blocks[:1], merged_bytes, HELD["cuda"]) + pool_bytes(blocks, merged_bytes, HELD["cuda"])
     assert 14e9 < weights < 17e9
     assert pools + 3 * weights < 0.8 * (78 << 30), "a fifth is left for graphs, workspaces and contexts"
 
