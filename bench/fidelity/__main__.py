@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from bench.fidelity import simulated
 from bench.fidelity.live import LiveStack, Sent
@@ -40,6 +41,7 @@ from bench.fidelity.workloads import (
 from bench.reporting import judged, machine, others_processor_s, save_figure, write
 from shared.messages.requests import pack_tokens
 from shared.placement.hardware import HARDWARE
+from shared.simulation.host import NO_DEMAND
 from tideway.bench.prompts import prompt_token_ids
 from tideway.bench.workload import PlannedRequest
 
@@ -68,8 +70,12 @@ class _Run(msgspec.Struct):
 
 
 class Bench:
-    def __init__(self, live: LiveStack, *, run_s: float, calibration_s: float, num_seeds: int) -> None:
+    def __init__(
+        self, live: LiveStack, *, run_s: float, calibration_s: float, num_seeds: int, has_own_device: bool = False
+    ) -> None:
+        """`has_own_device`: steps take no core, so services take none from them."""
         self._live, self._run_s, self._calibration_s, self._num_seeds = live, run_s, calibration_s, num_seeds
+        self._has_own_device = has_own_device
         self._calibrations: list[_Run] = []
 
     def _send(self, load: float, requests: list[PlannedRequest]) -> _Run:
@@ -121,12 +127,11 @@ class Bench:
 
     def _fit(self, observed: list[Observed]) -> Timing:
         """To all that was sent of the other trace."""
-        demand = fit_demand(
-            [
-                (run.seconds, len(run.requests), sum(one.output_tokens for one in run.requests), run.sent.services_s)
-                for run in self._calibrations
-            ]
-        )
+        runs = [
+            (run.seconds, len(run.requests), sum(one.output_tokens for one in run.requests), run.sent.services_s)
+            for run in self._calibrations
+        ]
+        demand = NO_DEMAND if self._has_own_device else fit_demand(runs)
         steps = samples(observed, demand, NUM_CORES)
         calibrating = [one for run in self._calibrations for one in _within(steps, run)]
         arrive_s, submit_s, deliver_s, answer_s = np.mean(_delays_s(observed, self._calibrations), axis=0).tolist()
@@ -235,7 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_s, loads = options.seconds or (12.0 if quick else 24.0), options.loads or ((0.3, 0.95) if quick else LOADS)
     settings = SETTINGS | ({"TIDEWAY_MAX_RUNNING": str(options.max_running)} if options.max_running else {})
     with LiveStack(settings, num_instances=options.instances, precedence=options.precedence, emulated=emulated) as live:
-        bench = Bench(live, run_s=run_s, calibration_s=min(6.0, run_s / 2), num_seeds=2 if quick else 4)
+        bench = Bench(
+            live, run_s=run_s, calibration_s=min(6.0, run_s / 2), num_seeds=2 if quick else 4,
+            has_own_device=bool(emulated) or torch.cuda.is_available(),
+        )  # fmt: skip
         mixes = [mix for mix in (*MIXES, TENANTS) if mix.name in options.mixes]
         comparison = bench.run(mixes, loads, options.repeats or (1 if quick else 2))
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")

@@ -37,6 +37,8 @@ from tideway.bench.workload import PlannedRequest, StreamSpec
 _STREAM = StreamSpec(name="fidelity", models=dict.fromkeys(MODELS, 1.0), arrivals=Poisson(rate_rps=1.0))
 """Says nothing: requests are planned elsewhere."""
 TENANT_HEADER = "x-tideway-tenant"
+MOST_REQUESTS = 1 << 12
+"""Requests of a run: so many timelines the gateway keeps, among which it looks for each by its HTTP request's id."""
 DRAIN_S = 120.0
 """After the last arrival, for all to end."""
 PROFILE_TIMEOUT_S = 180.0
@@ -51,7 +53,7 @@ class Sent(NamedTuple):
 
     served: list[Served]
     arrivals_s: list[float]
-    """When the gateway had each, in seconds from the beginning of the run."""
+    """Seconds from the beginning of the run until the gateway had each."""
     start_s: float
     """The run's beginning on the machine's monotonic clock."""
     client_late_s: float
@@ -79,7 +81,7 @@ class LiveStack:
         self._recordings = root / "engine"
         environment = environment | {
             "TIDEWAY_NUM_THREADS": "1",
-            "TIDEWAY_MAX_TIMELINES": str(1 << 14),
+            "TIDEWAY_MAX_TIMELINES": str(MOST_REQUESTS),
             "TIDEWAY_TRUST_TENANT_HEADER": "1",
             "TIDEWAY_RECORD_FILE": str(self._recordings),
             "TIDEWAY_RECORD_MAX_BYTES": str(1 << 30),
@@ -130,6 +132,10 @@ class LiveStack:
 
     async def _send(self, requests: Sequence[PlannedRequest], seed: int) -> Sent:
         target = Target(url=self._stack.url, ignore_eos=True, vocabulary=VOCABULARY)
+        if len(requests) > MOST_REQUESTS:
+            raise RunFailed(
+                f"{len(requests)} requests: the gateway keeps the times of {MOST_REQUESTS}; shorten --seconds"
+            )
         bodies = {one.request_id: make_body(one, _STREAM, target, TokensPerWord(), seed) for one in requests}
         for one in requests:
             if tenant := tenant_of(one):
@@ -148,14 +154,14 @@ class LiveStack:
                 raise RunFailed(f"{record.request_id}: {record.output_tokens} tokens, {record.error_message!r}")
         unix_s, served, arrivals_s = time.time() - time.monotonic() + began_s, [], []
         with httpx.Client(base_url=self._stack.url) as client:
-            for one in sorted(records, key=lambda record: record.request_id):
-                timeline = _timeline(client, one.request_id)
+            for record in sorted(records, key=lambda record: record.request_id):
+                timeline = _timeline(client, record.request_id)
                 assert timeline.ttft_s is not None, "it has its tokens"
                 arrivals_s.append(timeline.arrived_s - unix_s)
                 served.append(
                     Served(
-                        one.model, one.arrival_s, one.first_token_s or 0.0, one.last_token_s or 0.0, one.output_tokens,
-                        server_ttft_s=timeline.ttft_s,
+                        record.model, record.arrival_s, record.first_token_s or 0.0, record.last_token_s or 0.0,
+                        record.output_tokens, server_ttft_s=timeline.ttft_s,
                     )
                 )  # fmt: skip
         return Sent(served, arrivals_s, began_s, run.lateness().loop_max_s, services_s)

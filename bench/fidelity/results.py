@@ -11,6 +11,7 @@ import numpy as np
 from bench.fidelity.timing import Timing
 from bench.fidelity.workloads import Figures
 from bench.reporting import Target, table
+from shared.simulation.host import NO_DEMAND
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,11 +132,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
             row += [float(np.mean([one.services_cores for one in cell.repeats]))]
             rows.append([*row, f"{1e3 * max(one.client_late_s for one in cell.repeats):.0f}"])
         timing = self.timing
+        taken = (
+            ""
+            if timing.demand == NO_DEMAND
+            else (
+                f"; services and client take {1e3 * timing.demand.request_s:.2f} ms of a core for a request and "
+                f"{1e6 * timing.demand.token_s:.0f} us for a token"
+            )
+        )
         fitted = (
             f"Fitted to the other trace: a step takes {timing.beside:.2f} times as long while the other instance computes, "
             f"noise {timing.noise:.3f}, {1e3 * timing.submit_s:.1f} ms from the client to the engine, "
-            f"{1e3 * timing.answer_s:.1f} ms back; services and client take {1e3 * timing.demand.request_s:.2f} ms of a "
-            f"core for a request and {1e6 * timing.demand.token_s:.0f} us for a token. Capacity: "
+            f"{1e3 * timing.answer_s:.1f} ms back{taken}. Capacity: "
             + ", ".join(f"{name} {rate:.1f} requests/s" for name, rate in self.capacity_rps.items())
         )
         return "\n".join([*table(header, rows), "", fitted + "."])

@@ -73,22 +73,23 @@ def run(
     delays_s = delays_s or [Delays(0.0, timing.submit_s, timing.answer_s, 0.0)]
     drawn = np.random.default_rng(seed).integers(len(delays_s), size=len(requests))
     sent = []
-    for one, at in zip(requests, drawn.tolist(), strict=True):
+    for request, at in zip(requests, drawn.tolist(), strict=True):
         delays = delays_s[at]
-        sent.append((one.at_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S), one, delays))
+        sent.append((request.at_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S), request, delays))
     sent.sort(key=itemgetter(0))
     jobs = [
-        Job(at_s, one.prompt_tokens, one.output_tokens, model=one.model, tenant=tenant_of(one)) for at_s, one, _ in sent
+        Job(at_s, request.prompt_tokens, request.output_tokens, model=request.model, tenant=tenant_of(request))
+        for at_s, request, _ in sent
     ]
     for job in jobs:
         fleet.events.at(job.at_s, on_request)
     found = []
-    for (_, one, delays), record in zip(sent, fleet.run(jobs).records, strict=True):
+    for (_, request, delays), record in zip(sent, fleet.run(jobs).records, strict=True):
         answer_s = delays.deliver_s + delays.answer_s
         found.append(
             Served(
-                one.model, one.at_s, record.first_s + answer_s, record.last_s + answer_s, record.num_tokens,
-                server_ttft_s=record.first_s + delays.deliver_s - one.at_s - delays.arrive_s,
+                request.model, request.at_s, record.first_s + answer_s, record.last_s + answer_s, record.num_tokens,
+                server_ttft_s=record.first_s + delays.deliver_s - request.at_s - delays.arrive_s,
             )
         )  # fmt: skip
     return found

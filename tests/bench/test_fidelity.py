@@ -252,7 +252,9 @@ def test_errors_and_scatter_of_a_cell() -> None:
     )
     comparison = Comparison(cells=[cell], timing=TRUTH, capacity_rps={"chat": 3.0})
     assert [target.is_met for target in comparison.targets()] == [False, False, *[True] * 6]
-    assert "| chat" in comparison.markdown()
+    assert "| chat" in comparison.markdown() and "services and client take" not in comparison.markdown()
+    loaded = msgspec.structs.replace(comparison, timing=LOADED)
+    assert "20.00 ms of a core for a request and 400 us for a token" in loaded.markdown()
     assert msgspec.convert(msgspec.to_builtins(comparison), Comparison) == comparison
 
 
