@@ -81,7 +81,8 @@ def _none_of(client: AdminClient, model: str, missed: bool, running: bool) -> st
         told = f"No {what} {'that runs' if running else 'of the last minutes'} missed an objective"
     if model:
         states = client.models()
-        if model not in {one.name for one in (*states.models, *states.adapters)}:
+        names = {state.name for state in states.models} | {state.name for state in states.adapters}
+        if model not in names:
             told += "; no model of this name is served (tideway models)"
     return f"{told}."
 

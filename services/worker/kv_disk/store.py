@@ -173,7 +173,7 @@ class ModelFiles:
         file = self._store.take_room(unfinished, self._num_bytes)
         try:
             header = _HEADER.pack(_MAGIC, block_hash, len(block), checksum(block, LINE_BYTES))
-            parts = [header.ljust(HEADER_BYTES, b"\0"), block.data]
+            parts: list[bytes | memoryview] = [header.ljust(HEADER_BYTES, b"\0"), block.data]
             if os.pwritev(file, parts, 0) != self._num_bytes:
                 raise OSError(f"only a part of {unfinished} could be written")
             os.rename(unfinished, path)
