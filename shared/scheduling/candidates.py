@@ -447,11 +447,6 @@ class Seen:
         """Objective of a first token there; 0: none is told."""
         return self._standing.report.ttft_s
 
-    @property
-    def tpot_s(self) -> float:
-        """Objective of each later token there; 0: none is told."""
-        return self._standing.report.tpot_s
-
 
 class CandidatesFor:
     """Those for one request (`Candidates`)."""

@@ -116,7 +116,7 @@ class SchedulerCore:
             self.life.dispatch(tracked, instance_id, now)
         if not self.dispatcher.has_more:
             self.life.tell_who_waits(now)
-        actions = self._actions + self.rescheduler.due(now) + self.roles.due(self.dispatcher.prompt_load, now)
+        actions = self._actions + self.rescheduler.due(now) + self.roles.due(self.dispatcher.long_work, now)
         self._actions.clear()
         if self._record is not None:
             self._record(actions, now)

@@ -26,7 +26,7 @@ from typing import cast
 from shared.messages.cluster import LoadReport, NextMove
 from shared.policies.dispatch import GRAIN_S, DispatchPolicy
 from shared.policies.ordering import ModelView
-from shared.policies.roles import PhaseLoad, is_apart, is_handed_over, is_short
+from shared.policies.roles import is_apart, is_handed_over, is_short
 from shared.scheduling.candidates import CandidateIndex, CandidatesFor, Ranking, Seen
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.in_flight import InFlight, InFlightLedger
@@ -73,8 +73,8 @@ class Dispatcher:
     ) -> None:
         """`growth_steps`: decode steps for which all that runs on an instance is to have room to grow."""
         self._roles = roles
-        self._long_s, self._num_long = Outflow(WORK_WINDOW_S), Outflow(WORK_WINDOW_S)
-        """Predicted seconds of long prompts of online requests that were dispatched, and how many these were."""
+        self._long_s = Outflow(WORK_WINDOW_S)
+        """Predicted seconds of long prompts of online requests that were dispatched."""
         self.queue = queue
         self.ledger = InFlightLedger()
         self.ranking = Ranking(cluster, self.ledger, policy, max_waiting_per_model)
@@ -177,12 +177,10 @@ class Dispatcher:
             work[model] = per_s + lengths.get(Lane(model, True), 0) * mean_s / BACKLOG_S
         return work
 
-    def prompt_load(self, now: float) -> PhaseLoad:
-        """Long prompts (`roles.is_short`) and others that are dispatched each second lately, of all models; no long ones
-        unless roles follow the load. Nothing is said of decodes."""
-        prompts, num = self._long_s.per_second(now), self._num_long.per_second(now)
-        all_prompts = sum(outflow.per_second(now) for outflow in self._prompts_s.values())
-        return PhaseLoad(prompts, max(0.0, all_prompts - prompts), prompts / max(1e-9, num), 0.0)
+    def long_work(self, now: float) -> float:
+        """Predicted seconds of long prompts (`roles.is_short`) that are dispatched each second lately, of all models; 0
+        unless roles follow the load."""
+        return self._long_s.per_second(now)
 
     def picks(self, now: float, limit: int | None = None) -> Iterator[tuple[TrackedRequest, str]]:
         """Decides on every dispatch that is possible now, or the first `limit` (`has_more`), best place in the queue first
@@ -284,7 +282,7 @@ class Dispatcher:
         here = self._choice_of(tracked, candidates)
         candidates.narrow(roles.is_prefill, roles.prefills if len(roles.prefills) <= MAX_RANKED else None)
         there = self._choice_of(tracked, candidates)
-        if here is None or there is None or not is_apart(here, there, here.step_s, here.ttft_s, here.tpot_s):
+        if here is None or there is None or not is_apart(here, there, here.step_s, here.ttft_s):
             return here or there
         candidates.narrow(lambda name: self._may_decode(name, there))
         tokens_left = tracked.num_tokens_at_most - tracked.num_tokens
@@ -371,7 +369,6 @@ class Dispatcher:
         if tracked.is_online:
             if self._roles.follow_load and not is_short(entry.prompt_s, chosen.step_s):
                 self._long_s.count(now, entry.prompt_s)
-                self._num_long.count(now)
             for outflows, amount in (self._prompts_s, entry.prompt_s), (self._num_dispatched, 1.0):
                 outflows.setdefault(tracked.model, Outflow(WORK_WINDOW_S)).count(now, amount)
         if self._prefixes is not None and tracked.is_online and tracked.request is not None:

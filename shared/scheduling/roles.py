@@ -3,25 +3,18 @@ where settings say so, those that follow the load."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
 from shared.messages.cluster import Role
-from shared.policies.roles import PhaseLoad, RoleView, decode_load, next_roles
+from shared.policies.roles import RoleView, next_role
 from shared.scheduling.actions import TellRole
 from shared.scheduling.cluster import ClusterView, InstanceState
 
 LOOK_S = 0.5
-"""Between two looks at roles that follow the load."""
+"""Between two looks at roles that follow the load; each changes one of them at most."""
 SETTLE_S = 1.0
 """After a change, until its effect shows in the reports."""
-BEGIN_S, AGAIN_S = 2.0, 15.0
-"""The first roles are wanted for so long before they are given; and so long after roles have ended: each change costs
-requests that run."""
-DECODES_WINDOW_S, DECODES_AHEAD_S = 4.0, 8.0
-"""Over which the load of decodes is averaged, as requests that run at a moment say little; and how far ahead it is looked
-where it grows: streams of a new load add up until the first of them end."""
 
 
 class Roles:
@@ -32,13 +25,6 @@ class Roles:
         self._chosen: dict[str, tuple[str, Role]] = {}
         """Incarnations and roles of instances that follow the load."""
         self._look_s = 0.0
-        self._looked_s: float | None = None
-        self._wanted_s: float | None = None
-        """Since when a first role is wanted."""
-        self._ended_s = -math.inf
-        """Time at which the last role ended."""
-        self._decodes = self._growth = 0.0
-        """Load of decodes, averaged, and what it grows by in a second."""
         self.prefills: set[str] = set()
         """Instances that are to compute prompts for others."""
 
@@ -89,43 +75,23 @@ class Roles:
     def next_wakeup(self) -> float | None:
         return self._look_s if self.follow_load else None
 
-    def due(self, load_at: Callable[[float], PhaseLoad], now: float) -> list[TellRole]:
-        """What to tell instances, if it is time to look. `load_at`: the load of prompts, at a time."""
+    def due(self, work_at: Callable[[float], float], now: float) -> list[TellRole]:
+        """What to tell instances, if it is time to look. `work_at`: seconds of long prompts that come each second, at a
+        time."""
         if not self.follow_load or now < self._look_s:
             return []
         self._look_s = now + LOOK_S
         views = [view for name, state in self._cluster if (view := self._view_of(name, state)) is not None]
-        changes = next_roles(views, self._load(views, load_at(now), now))
-        if not self._are_due(changes, now):
+        change = next_role(views, work_at(now))
+        if change is None:
             return []
         self._look_s = now + SETTLE_S
-        for instance_id, role in changes:
-            state = self._cluster.get(instance_id)
-            assert state is not None
-            self._chosen[instance_id] = state.info.incarnation, role
-            self._note(instance_id)
-        if not self.is_split:
-            self._ended_s = now
-        return [TellRole(*change) for change in changes]
-
-    def _are_due(self, changes: list[tuple[str, Role]], now: float) -> bool:
-        """Whether instances are to have other roles now, where others are better."""
-        if not changes or self.is_split:
-            self._wanted_s = None
-            return bool(changes)
-        if self._wanted_s is None:
-            self._wanted_s = now
-        return now - self._wanted_s >= BEGIN_S and now - self._ended_s >= AGAIN_S
-
-    def _load(self, views: list[RoleView], load: PhaseLoad, now: float) -> PhaseLoad:
-        decodes = decode_load(views, load.prompts, load.short_prompts)
-        passed_s = 0.0 if self._looked_s is None else now - self._looked_s
-        if passed_s:
-            weight, before = 1.0 - math.exp(-passed_s / DECODES_WINDOW_S), self._decodes
-            self._decodes += weight * (decodes - before)
-            self._growth += weight * ((self._decodes - before) / passed_s - self._growth)
-        self._looked_s = now
-        return load._replace(decodes=self._decodes + DECODES_AHEAD_S * max(0.0, self._growth))
+        instance_id, role = change
+        state = self._cluster.get(instance_id)
+        assert state is not None
+        self._chosen[instance_id] = state.info.incarnation, role
+        self._note(instance_id)
+        return [TellRole(instance_id, role)]
 
     def _view_of(self, instance_id: str, state: InstanceState) -> RoleView | None:
         """None: it takes no requests."""
@@ -146,6 +112,5 @@ class Roles:
             prompts_s=report.prompts_s,
             step_s=step_s,
             request_s=request_s,
-            ttft_s=report.ttft_s,
             tpot_s=report.tpot_s,
         )

@@ -10,7 +10,6 @@ import pytest
 import shared.scheduling.dispatching as dispatching
 from shared.messages.cluster import MigrationOutcome, Role
 from shared.messages.requests import HeldRequest
-from shared.policies.roles import PhaseLoad, RoleView, decode_load
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, AskHeld, Dispatch, NotifyLost, TellRole
 from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, Submit
@@ -36,7 +35,7 @@ def make_core(mode: str = "fixed", roles: dict[str, Role] = ROLES, **fields: obj
 def report(core: SchedulerCore, name: str, sequence: int, now: float = 0.0, **fields: object) -> None:
     fields = {"num_running": 1, "running": {"m": 1}, "token_s": TOKEN_S, "decode_s": STEP_S, **fields}
     made = make_report(name, sequence, **fields)  # type: ignore[arg-type]
-    core.apply(OnReport(msgspec.structs.replace(made, ttft_s=10.0, tpot_s=0.02)), now)
+    core.apply(OnReport(msgspec.structs.replace(made, ttft_s=10.0, tpot_s=0.1)), now)
 
 
 def dispatch_all(
@@ -138,7 +137,7 @@ def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
     told: list[Action] = []
     for number in range(40):
         now = 0.5 * number
-        told += [action for action in dispatch_all(core, f"r{number}", 600, now) if isinstance(action, TellRole)]
+        told += [action for action in dispatch_all(core, f"r{number}", 900, now) if isinstance(action, TellRole)]
         for name in ROLES:
             report(core, name, number + 2, now, admitted=[f"r{number}"], ended=[f"r{number}"], freeness=90.0)
     assert told and told[0].role is Role.PREFILL
@@ -154,21 +153,6 @@ def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
     again = make_info("p", incarnation="2", num_merged=100)
     heir.apply(OnRegistry("p", again), 1.0)
     assert not heir.roles.is_prefill("p"), "a new process begins with both"
-
-
-def test_streams_that_add_up_count_as_what_they_will_be() -> None:
-    core = make_core("adaptive", dict.fromkeys(ROLES, Role.BOTH))
-    views = [
-        RoleView(name, Role.BOTH, False, frozenset("m"), 0, 0.0, 100, 0.0, STEP_S, 1e-4, 10.0, 0.1) for name in ROLES
-    ]
-    of, found = PhaseLoad(0.5, 0.0, 0.9, 0.0), []
-    for look in range(60):
-        num = min(60, 2 * look)
-        busy = [view._replace(num_running=num) for view in views]
-        found.append(core.roles._load(busy, of, 0.5 * look).decodes)
-    real = decode_load([view._replace(num_running=60) for view in views], 0.5, 0.0)
-    assert found[16] > decode_load([view._replace(num_running=32) for view in views], 0.5, 0.0)
-    assert found[-1] == pytest.approx(real, rel=0.05), "they are what they are once they grow no more"
 
 
 def test_few_prefill_instances_are_found_without_a_look_at_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
