@@ -65,7 +65,7 @@ class CallCopy(msgspec.Struct, frozen=True, array_like=True):
 
     record: KeptCall
     digest: bytes
-    """As an `IdempotencyClaim` has it; empty: the client gave no key."""
+    """Digest of the request, as in an `IdempotencyClaim`; empty: the client gave no key."""
     is_waiting: bool = False
     """The sender has taken the record of the receiver's call under the same key, and waits for what becomes of that."""
 

@@ -28,7 +28,7 @@ RETRY_AFTER_S = 2.0
 KEPT_S = 120.0
 """Time within which JetStream takes the record; an election takes up to 9 s."""
 MAX_BYTES = 32 * 1024 * 1024
-"""Of all copies here; the oldest make room."""
+"""The most bytes of all copies here; the oldest make room."""
 
 
 class _Asking:

@@ -29,7 +29,7 @@ class FairTurns:
         self._num_free = num_turns
         self._now = now
         self._used_s: dict[str, float] = {}
-        """Of owners that hold turns or wait, and of others as long as anybody does."""
+        """Time of owners that hold turns or wait, and of others as long as anybody does."""
         self._least_s = 0.0
         """What the last owner that was next had had."""
         self._held: set[Turn] = set()
