@@ -191,6 +191,7 @@ REASONS = {
         r"timings|exceed_context_size_error|verbose|return_progress|prompt_progress|llama_telemetry|system_fingerprint"
     ),
     "it wants the words of llama.cpp's test model": r"match_regex|_tokens[\"']\] == n_|is None\b[\s\S]*ChoiceDelta\(content",
+    "it is an endpoint of vLLM's own": r"/(invocations|tokenizer_info)\b|test_server_load",
     "a template of llama.cpp's own is asked for, or one that the model has not": r"chat_template(?!_kwargs)",
     "the model is too weak: it does not answer, call or reason as is wanted": _WEAK,
     "it is refused by name": (
@@ -200,7 +201,6 @@ REASONS = {
     "it wants vLLM's own fields": (
         r"no attribute '(prompt_logprobs|input_messages|output_messages)'|'prompt_token_ids' in|cache_creation_input_tokens"
     ),
-    "it is an endpoint of vLLM's own": r"/(invocations|tokenizer_info)\b|test_server_load",
     "it wants a server that was started with a flag of vLLM's": (
         r"test_root_path::|force_include_usage|return_tokens_as_token_ids_completion\[True\]|test_show_version"
     ),

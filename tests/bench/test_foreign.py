@@ -112,6 +112,17 @@ def test_a_fault_is_not_explained_away() -> None:
     assert reason_of(Case("t::x", "failed", "There is no batch 'batch_17'.")) == ""
 
 
+def test_a_reason_is_what_failed_and_not_a_word_of_the_answer() -> None:
+    info = "test_tokenization::test_tokenizer_info_chat_template"
+    gone = "requests.exceptions.HTTPError: 404 Client Error: Not Found for url: http://127.0.0.1:8000/tokenizer_info"
+    assert reason_of(Case(info, "failed", gone)) == "it is an endpoint of vLLM's own"
+    said = "AssertionError: assert 'An image of memory is a program.' == '2'"
+    assert "image" not in reason_of(Case("test_chat::test_complex_message_content", "failed", said))
+    assert "image" not in reason_of(Case("test_chat::test_other", "failed", said))
+    asked = "400 - Invalid value for 'messages[0].content[0].type': 'image_url' is not supported by this server."
+    assert "images" in reason_of(Case("test_x", "failed", asked))
+
+
 def test_what_is_not_there_is_skipped_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
