@@ -31,7 +31,7 @@ LEAST_SPEED = 0.98
 OTHERS_SHARE = 0.25
 TURNS = 10
 WARM_SHARE = 0.3
-"""Of the duration, which fills the tiers and is not counted."""
+"""Share of the duration that fills the tiers and is not counted."""
 
 LLAMA_8B = msgspec.structs.replace(
     A100,

@@ -41,7 +41,7 @@ class VirtualDisk:
         host.apply(FoundOnDisk(model, [block_hash for name, block_hash in self._files if name == model]))
 
     def begin(self, copy: KvCopy, now: float) -> tuple[float, float]:
-        """When the copy ends, and how long it takes from its turn on."""
+        """Returns the time at which the copy ends, and how long it takes from its turn on."""
         seconds = self._block_s[copy.kind] * len(copy.hashes)
         self._free_s[copy.kind] = max(now, self._free_s[copy.kind]) + seconds
         return self._free_s[copy.kind], seconds

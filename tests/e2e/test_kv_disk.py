@@ -52,9 +52,16 @@ def test_a_worker_that_began_anew_answers_from_disk_with_the_same_text(stack: St
     stack.wait_until(lambda: not stack.instances(), "the end of the instance")
     stack.start("worker-0")
     stack.wait_ready()
-    stack.wait_until(lambda: sum(metric(stack, "tideway_kv_disk_used_bytes").values()) > 0, "a look at the folder")
+    stack.wait_until(
+        lambda: sum(metric(stack, "tideway_kv_disk_known_blocks").values()) == len(files), "a look at the folder"
+    )
     after = answers(stack, prompts)
     assert [text for text, _ in after] == [text for text, _ in before]
     assert all(cached >= NUM_PROMPT - 64 for _, cached in after)
-    assert sum(metric(stack, "tideway_instance_cached_tokens_total", 'tier="disk"').values()) > 2 * NUM_PROMPT
+    cached = "tideway_instance_cached_tokens_total"
+    stack.wait_until(
+        lambda: sum(metric(stack, cached, 'tier="disk"').values()) > 2 * NUM_PROMPT,
+        "the count of tokens from disk",
+        10.0,
+    )
     assert sum(metric(stack, "tideway_instance_disk_read_bytes_total").values()) > 0

@@ -50,6 +50,9 @@ class DiskTier(KvUsers):
 
         self._used = gauge("tideway_kv_disk_used_bytes", "Bytes of the files in the folder of KV blocks")
         gauge("tideway_kv_disk_limit_bytes", "Bytes that the folder of KV blocks may have").set(store.max_bytes)
+        self._known = gauge("tideway_kv_disk_known_blocks", "KV blocks on disk that the instance could read")
+        self._num_known: dict[str, int] = {}
+        """By model."""
         self._refused = Counter(
             "tideway_kv_disk_refused_blocks", "KV blocks that the disk did not take", ("engine",), registry=registry
         ).labels(instance_id)
@@ -66,6 +69,7 @@ class DiskTier(KvUsers):
 
     def remove_model(self, model: str) -> None:
         self.copies.remove_model(model)
+        self._count(model, -self._num_known.get(model, 0))
 
     def clear(self) -> None:
         """Removes the files of all models that are here."""
@@ -78,6 +82,11 @@ class DiskTier(KvUsers):
             self.loop.apply(LostOnDisk(model, changes.lost))
         if changes.found:
             self.loop.apply(FoundOnDisk(model, changes.found))
+        self._count(model, len(changes.found) - len(changes.lost))
+
+    def _count(self, model: str, num_more: int) -> None:
+        self._num_known[model] = self._num_known.get(model, 0) + num_more
+        self._known.set(sum(self._num_known.values()))
 
     async def flush(self) -> None:
         """Lets what is worth it go to disk, for `FLUSH_S` at most."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.messages.cluster import NextMove
@@ -17,6 +17,7 @@ from shared.policies.rebalancing import (
     choose,
     cost_there_s,
     is_gain,
+    least_left,
     preferred,
 )
 from shared.policies.token_cost import Resident, is_as_cheap
@@ -155,6 +156,7 @@ instances = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(95_000, 110_000), st.integers(1, 8000), instances)
+@example(99_361, 1, [(0, 1, 1, 0), (89_769, 40, 0, 0)])  # the second is not free enough for anybody
 def test_a_prefix_decides_among_gains_at_a_like_cost_and_nothing_else(
     used: int, num_tokens: int, drawn: list[tuple[int, int, int, int]]
 ) -> None:
@@ -170,7 +172,8 @@ def test_a_prefix_decides_among_gains_at_a_like_cost_and_nothing_else(
     assert pairs.keys() == without.keys(), "a prefix makes no move that would not be made, and prevents none"
     if "source" in pairs:
         (name,) = pairs["source"]
-        able = [one for one in others if is_gain(source, one, LOW)]
+        bar = least_left(source.freeness, LOW) * HIGH / LOW
+        able = [one for one in others if one.freeness >= bar and is_gain(source, one, LOW)]
         assert name in {one.instance_id for one in able}
         costs = {one.instance_id: cost_there_s(source, one) for one in able}
         first = without["source"][0]
