@@ -33,8 +33,8 @@ class Stage(ABC):
     async def open_bus(self, name: str) -> Bus: ...
 
     @abstractmethod
-    async def restart_server(self) -> None:
-        """kill -9 of the server, half a second without, and a new one with the durable state."""
+    async def restart_server(self, outage_s: float) -> None:
+        """kill -9 of the server, so long without, and a new one with the durable state."""
 
     async def bus(self, name: str) -> Bus:
         bus = await self.open_bus(name)
@@ -85,10 +85,10 @@ class NatsStage(Stage):
     async def open_bus(self, name: str) -> Bus:
         return await NatsBus.connect(self._settings, "test", name)
 
-    async def restart_server(self) -> None:
+    async def restart_server(self, outage_s: float) -> None:
         assert self._server is not None, "the shared server is not to be killed"
         self._server.kill()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(outage_s)
         await asyncio.to_thread(self._server.start)
 
 
@@ -100,7 +100,7 @@ class VirtualStage(Stage):
     async def open_bus(self, name: str) -> MemoryBus:
         return self.hub.connect(name)
 
-    async def restart_server(self) -> None:
+    async def restart_server(self, outage_s: float) -> None:
         self.hub.kill()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(outage_s)
         self.hub.start()
