@@ -105,6 +105,8 @@ KINDS = {"type": "object", "properties": {"kind": {"enum": ["run", "ask"]}, "com
         ({"type": "array", "items": {"enum": ["x", "y", "z"]}, "uniqueItems": True, "minItems": 1},
          [["x"], ["z", "x"], ["y", "z", "x"]], [[], ["x", "x"], ["x", "y", "x"]]),
         ({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, [[], [True, False]], [[True, True]]),
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 1.0}, [[2, 1]], [[], [1, 1]]),
+        ({"type": "object", "propertyNames": {"minLength": 2.0, "maxLength": 3}}, [{"ab": 1}], [{"a": 1}, {"abcd": 1}]),
         ({**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
         ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]}, ["a", "abcd"], ["ab", "abc"]),
         ({"not": {"enum": [0, 2]}}, [1, -1, 1.5, 20, True, "x"], [0, 2, 2.0, -0.0]),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.openai.patterns import are_apart, finds_nothing
+from services.gateway.openai.structured import json_grammar
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,23 @@ def test_comparing_takes_a_bounded_time() -> None:
         for other in hard:
             are_apart(one, other)
     assert time.process_time() - begun_s < 2
+
+
+def test_a_schema_of_many_large_expressions_takes_a_bounded_time() -> None:
+    """They are looked at on the event loop. `deep` would take Python's whole stack."""
+    many = [{"type": "string", "pattern": f"^(a?b?c?){{90}}{number}z$"} for number in range(24)]
+    members = {
+        f"m{place}": {"oneOf": [{**one, "pattern": one["pattern"] + f"{place}"} for one in many]} for place in range(40)
+    }
+    deep = [{"type": "string", "pattern": f"^[a-z]{{0,{number}}}{end}$"} for number in (299, 900) for end in "xy"]
+    words = [
+        {"enum": ["x" * 190 + str(number) for number in range(400)]},
+        {"type": "string", "pattern": "^(x?){180}y$"},
+    ]
+    begun_s = time.process_time()
+    for schema in ({"oneOf": many}, {"type": "object", "properties": members}, {"oneOf": deep}, {"oneOf": words}):
+        json_grammar(schema, "schema")
+    assert time.process_time() - begun_s < 1
 
 
 ATOMS = st.sampled_from(["a", "b", "[ab]", "[^a]", ".", "\\d", "\\W", "\\.", "(a|bc)", "(?:ab|)", "[a-c1]"])

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.openai.patterns import MAX_STEPS, compared, finds_nothing
+from services.gateway.openai.patterns import Steps, are_apart, finds_nothing
 
 MAX_LOOKED = 20_000
 """Most schemas that are looked at, and comparisons, for one whole schema."""
 MAX_PATTERN_STEPS = 40_000
-"""Most steps that regular expressions are compared by, for one whole schema."""
+"""Most steps that regular expressions are compared by, for one whole schema: some 50 ms."""
 MAX_PARTS = 64
 """Most schemas that say together what one value is."""
 MAX_DEPTH = 4
@@ -71,7 +71,7 @@ class Exclusion:
         """`resolve`: gives what a schema refers to, an empty one where that is not known."""
         self._resolve = resolve
         self._num_left = MAX_LOOKED
-        self._num_steps_left = MAX_PATTERN_STEPS
+        self._steps = Steps(MAX_PATTERN_STEPS)
         self._known: dict[tuple[int, ...], tuple[Schemas, _Facts]] = {}
         """Facts by the identities of the schemas, which are kept so that these stay theirs."""
 
@@ -144,8 +144,10 @@ class Exclusion:
         match kind:
             case "string":
                 if any(bounds.get("string", _UNBOUNDED)[1][0] == 0 for bounds in (mine.bounds, theirs.bounds)):
-                    return any(finds_nothing(pattern, "") for pattern in (*mine.patterns, *theirs.patterns))
-                return any(self._find_apart(a, b) for a in mine.patterns for b in theirs.patterns) or any(
+                    return any(
+                        finds_nothing(pattern, "", self._steps) for pattern in (*mine.patterns, *theirs.patterns)
+                    )
+                return any(are_apart(a, b, self._steps) for a in mine.patterns for b in theirs.patterns) or any(
                     frozenset((a, b)) in _EXCLUSIVE_FORMATS for a in mine.formats for b in theirs.formats
                 )
             case "array":
@@ -157,11 +159,6 @@ class Exclusion:
             case "object":
                 return self._contradict_as_objects(mine, theirs, depth)
         return False
-
-    def _find_apart(self, one: str, other: str) -> bool:
-        are_apart, num_steps = compared(one, other, min(MAX_STEPS, self._num_steps_left))
-        self._num_steps_left -= num_steps
-        return are_apart
 
     def _contradict_as_objects(self, mine: _Facts, theirs: _Facts, depth: int) -> bool:
         for facts, others in ((mine, theirs), (theirs, mine)):
@@ -185,7 +182,7 @@ class Exclusion:
                 return True
         match value:
             case str():
-                return any(finds_nothing(pattern, value) for pattern in facts.patterns)
+                return any(finds_nothing(pattern, value, self._steps) for pattern in facts.patterns)
             case dict():
                 return not facts.required <= value.keys() or not (facts.names is None or value.keys() <= facts.names)
         return False

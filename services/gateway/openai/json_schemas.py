@@ -85,9 +85,27 @@ class SchemaError(ValueError):
 def prepared(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, Any]:
     """The schema for llguidance. `is_lenient`: what cannot be enforced is left out. Raises `SchemaError`."""
     try:
-        return _Preparation(schema, is_lenient).whole()
+        return _Preparation(_with_whole_counts(schema), is_lenient).whole()
     except (AttributeError, TypeError):
         raise SchemaError("a keyword has a value of a type that it does not take") from None
+
+
+_COUNTS = frozenset(f"{end}{what}" for end in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
+
+
+def _with_whole_counts(value: Any) -> Any:
+    """The schema with counts as integers: to JSON Schema 1.0 is one."""
+    match value:
+        case dict():
+            return {
+                name: int(each)
+                if name in _COUNTS and isinstance(each, float) and each.is_integer()
+                else _with_whole_counts(each)
+                for name, each in value.items()
+            }
+        case list():
+            return [_with_whole_counts(each) for each in value]
+    return value
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

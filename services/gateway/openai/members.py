@@ -134,7 +134,9 @@ class Names:
                 return self._opposite(other)
             case {"anyOf": list() as choice, **rest} if not rest:
                 return _union([self._allowed(one) for one in choice])
-            case {**rest} if not rest.keys() - {"minLength", "maxLength"}:
+            case {**rest} if not rest.keys() - {"minLength", "maxLength"} and all(
+                type(each) is int for each in rest.values()
+            ):
                 return f"^[\\s\\S]{{{rest.get('minLength', 0)},{rest.get('maxLength', '')}}}$"
         return None
 

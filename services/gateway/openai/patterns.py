@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_LENGTH = 500
 """Most characters of an expression that is looked at."""
-MAX_SIZE = 1000
+MAX_SIZE = 300
 """Most parts that it has once repetitions are written out."""
-MAX_STEPS = 2000
-"""Most characters that are followed to compare two expressions."""
+MAX_STEPS = 10_000
+"""Steps of one comparison at most; a step takes about a microsecond."""
 MAX_TEXT = 200
 """Most characters of a text that is followed."""
 _LAST = 0x10FFFF
@@ -28,108 +28,177 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 Ranges = tuple[tuple[int, int], ...]
 """Characters, as ranges in order, with both ends."""
 Node = tuple[Any, ...]
-NOTHING: Node = ("nothing",)
-EMPTY: Node = ("empty",)
+"""A kind of expression and what it consists of: ranges, or numbers of other expressions."""
+NOTHING, EMPTY = 0, 1
+"""Numbers of the expressions that describe no text and the empty one."""
 
 
 class _UnknownError(Exception):
-    """The expression has something that is not known here."""
+    """The expression has something that is not known here, or too many steps would be needed."""
 
 
-def are_apart(one: str, other: str) -> bool:
+class Steps:
+    """Steps that may still be made, in several comparisons together."""
+
+    def __init__(self, num_left: int = MAX_STEPS) -> None:
+        self.num_left = num_left
+
+    def take(self, num_steps: int) -> None:
+        """Raises `_UnknownError` where there are no more."""
+        self.num_left -= num_steps
+        if self.num_left < 0:
+            raise _UnknownError
+
+
+def are_apart(one: str, other: str, steps: Steps | None = None) -> bool:
     """Whether no text has a part that each of the expressions describes; False: it is not known."""
-    return compared(one, other, MAX_STEPS)[0]
-
-
-def compared(one: str, other: str, max_steps: int) -> tuple[bool, int]:
-    """What `are_apart` gives, and how many steps that took: at most so many."""
     first, second = _parsed(one), _parsed(other)
     if first is None or second is None:
-        return False, 0
-    firsts = sorted({0, *_bounds(first), *_bounds(second)})
-    seen, left, num_steps = {(first, second)}, [(first, second)], 0
-    while left:
-        a, b = left.pop()
-        if _may_end(a) and _may_end(b):
-            return False, num_steps
-        for character in firsts:
-            if num_steps == max_steps:
-                return False, num_steps
-            num_steps += 1
-            pair = (_after(a, character), _after(b, character))
-            if NOTHING not in pair and pair not in seen:
-                seen.add(pair)
-                left.append(pair)
-    return True, num_steps
-
-
-def finds_nothing(pattern: str, text: str) -> bool:
-    """Whether the expression describes no part of the text; False: it is not known."""
-    node = _parsed(pattern)
-    if node is None or len(text) > MAX_TEXT:
         return False
-    for character in text:
-        node = _after(node, ord(character))
-    return not _may_end(node)
+    try:
+        return _have_no_text_in_common(first, second, Steps() if steps is None else steps)
+    except (_UnknownError, RecursionError):
+        return False
+
+
+def _have_no_text_in_common(first: _Parsed, second: _Parsed, steps: Steps) -> bool:
+    here = Steps(min(MAX_STEPS, steps.num_left))
+    num_before = here.num_left
+    try:
+        expressions = _Expressions(here)
+        pair = expressions.copy(*first), expressions.copy(*second)
+        bounds = sorted({0, *_bounds(first[0]), *_bounds(second[0])})
+        seen, left = {pair}, [pair]
+        while left:
+            a, b = left.pop()
+            if expressions.may_end[a] and expressions.may_end[b]:
+                return False
+            for character in bounds:
+                here.take(1)
+                pair = expressions.after(a, character), expressions.after(b, character)
+                if NOTHING not in pair and pair not in seen:
+                    seen.add(pair)
+                    left.append(pair)
+        return True
+    finally:
+        steps.num_left -= num_before - max(0, here.num_left)
+
+
+def finds_nothing(pattern: str, text: str, steps: Steps | None = None) -> bool:
+    """Whether the expression describes no part of the text; False: it is not known."""
+    parsed = _parsed(pattern)
+    if parsed is None or len(text) > MAX_TEXT:
+        return False
+    try:
+        expressions = _Expressions(Steps() if steps is None else steps)
+        left = expressions.copy(*parsed)
+        for character in text:
+            left = expressions.after(left, ord(character))
+    except (_UnknownError, RecursionError):
+        return False
+    return not expressions.may_end[left]
 
 
 # ----------------------------------------------------------------------------------------------------- expressions
 
 
-def _joined(nodes: Iterable[Node]) -> Node:
-    found = EMPTY
-    for node in reversed([*nodes]):
-        if NOTHING in (node, found):
+class _Expressions:
+    """Expressions by number: equal ones have one, and parts have lower ones than what they are parts of."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.nodes: list[Node] = []
+        self.may_end: list[bool] = []
+        """Whether the empty text is one of each expression's."""
+        self._numbers: dict[Node, int] = {}
+        self._after: dict[tuple[int, int], int] = {}
+        self._steps = steps
+        self._add(("nothing",), False)
+        self._add(("empty",), True)
+
+    def _add(self, node: Node, may_end: bool) -> int:
+        number = self._numbers.get(node)
+        if number is None:
+            self._steps.take(1)
+            number = self._numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+            self.may_end.append(may_end)
+        return number
+
+    def one(self, ranges: Ranges) -> int:
+        return self._add(("one", ranges), False)
+
+    def repeat(self, inner: int) -> int:
+        return self._add(("repeat", inner), True)
+
+    def then(self, first: int, second: int) -> int:
+        if NOTHING in (first, second):
             return NOTHING
-        found = found if node == EMPTY else node if found == EMPTY else ("then", node, found)
-    return found
+        if EMPTY in (first, second):
+            return second if first == EMPTY else first
+        return self._add(("then", first, second), self.may_end[first] and self.may_end[second])
+
+    def joined(self, parts: Sequence[int]) -> int:
+        return functools.reduce(lambda rest, part: self.then(part, rest), reversed(parts), EMPTY)
+
+    def either(self, branches: Iterable[int]) -> int:
+        flat: set[int] = set()
+        for branch in branches:
+            node = self.nodes[branch]
+            flat.update(node[1] if node[0] == "either" else (branch,))
+        flat.discard(NOTHING)
+        self._steps.take(len(flat))
+        if len(flat) < 2:
+            return flat.pop() if flat else NOTHING
+        return self._add(("either", frozenset(flat)), any(self.may_end[branch] for branch in flat))
+
+    def copy(self, nodes: Sequence[Node], number: int) -> int:
+        """The expression of that number among others' `nodes`."""
+        mine: list[int] = []
+        for node in nodes:
+            match node:
+                case ("nothing",) | ("empty",):
+                    mine.append(len(mine))
+                case ("one", ranges):
+                    mine.append(self.one(ranges))
+                case ("repeat", inner):
+                    mine.append(self.repeat(mine[inner]))
+                case ("then", first, second):
+                    mine.append(self.then(mine[first], mine[second]))
+                case _:
+                    mine.append(self.either(mine[branch] for branch in node[1]))
+        return mine[number]
+
+    def after(self, number: int, character: int) -> int:
+        """What is left of an expression after a character."""
+        key = (number, character)
+        found = self._after.get(key)
+        if found is None:
+            self._steps.take(1)
+            found = self._after[key] = self._found_after(self.nodes[number], number, character)
+        return found
+
+    def _found_after(self, node: Node, number: int, character: int) -> int:
+        match node:
+            case ("one", ranges):
+                return EMPTY if any(low <= character <= high for low, high in ranges) else NOTHING
+            case ("then", first, second):
+                rest = self.then(self.after(first, character), second)
+                return self.either((rest, self.after(second, character))) if self.may_end[first] else rest
+            case ("either", branches):
+                return self.either([self.after(branch, character) for branch in branches])
+            case ("repeat", inner):
+                return self.then(self.after(inner, character), number)
+        return NOTHING
 
 
-def _either(nodes: Iterable[Node]) -> Node:
-    flat = {inner for node in nodes for inner in (node[1] if node[0] == "either" else (node,))} - {NOTHING}
-    return NOTHING if not flat else next(iter(flat)) if len(flat) == 1 else ("either", frozenset(flat))
+_Parsed = tuple[list[Node], int]
+"""The nodes of an `_Expressions`, and the number of the expression among them."""
 
 
-def _may_end(node: Node) -> bool:
-    match node[0]:
-        case "then":
-            return _may_end(node[1]) and _may_end(node[2])
-        case "either":
-            return any(map(_may_end, node[1]))
-        case kind:
-            return bool(kind in ("empty", "repeat"))
-
-
-@functools.lru_cache(50_000)
-def _after(node: Node, character: int) -> Node:
-    """What is left of an expression after a character."""
-    match node[0]:
-        case "one":
-            return EMPTY if any(low <= character <= high for low, high in node[1]) else NOTHING
-        case "then":
-            rest = _joined((_after(node[1], character), node[2]))
-            return _either((rest, _after(node[2], character))) if _may_end(node[1]) else rest
-        case "either":
-            return _either(_after(inner, character) for inner in node[1])
-        case "repeat":
-            return _joined((_after(node[1], character), node))
-        case _:
-            return NOTHING
-
-
-def _bounds(node: Node) -> set[int]:
+def _bounds(nodes: Iterable[Node]) -> set[int]:
     """Characters with which ranges begin or that follow them."""
-    match node[0]:
-        case "one":
-            return {bound for low, high in node[1] for bound in (low, high + 1) if bound <= _LAST}
-        case "then":
-            return _bounds(node[1]) | _bounds(node[2])
-        case "either":
-            return set[int]().union(*map(_bounds, node[1]))
-        case "repeat":
-            return _bounds(node[1])
-        case _:
-            return set()
+    ranges = itertools.chain.from_iterable(node[1] for node in nodes if node[0] == "one")
+    return {bound for low, high in ranges for bound in (low, high + 1) if bound <= _LAST}
 
 
 # ----------------------------------------------------------------------------------------------------- characters
@@ -159,7 +228,6 @@ _CLASSES: dict[str, Ranges] = {
 """Their characters in ASCII; dialects differ in which others belong to them."""
 _BEYOND: Ranges = ((128, _LAST),)
 _ALL: Ranges = ((0, _LAST),)
-_ANY: Node = ("repeat", ("one", _ALL))
 
 
 def _class(name: str, *, widest: bool) -> Ranges:
@@ -174,8 +242,8 @@ def _class(name: str, *, widest: bool) -> Ranges:
 
 
 @functools.lru_cache(1000)
-def _parsed(pattern: str) -> Node | None:
-    """All texts in which the expression finds something."""
+def _parsed(pattern: str) -> _Parsed | None:
+    """All texts in which the expression finds something; None: it is not known."""
     try:
         return _Reader(pattern).whole() if len(pattern) <= MAX_LENGTH else None
     except (_UnknownError, RecursionError, IndexError, ValueError):
@@ -187,12 +255,14 @@ class _Reader:
         self._pattern = pattern
         self._place = 0
         self._size = 0
+        self._expressions = _Expressions(Steps())
+        self._any = self._expressions.repeat(self._expressions.one(_ALL))
 
-    def whole(self) -> Node:
-        node = self._choice(is_whole=True)
+    def whole(self) -> _Parsed:
+        number, _ = self._choice(is_whole=True)
         if self._place < len(self._pattern):
             raise _UnknownError
-        return node
+        return self._expressions.nodes, number
 
     def _next(self) -> str:
         return self._pattern[self._place : self._place + 1]
@@ -203,23 +273,27 @@ class _Reader:
         self._place += len(text)
         return True
 
-    def _choice(self, *, is_whole: bool = False) -> Node:
+    def _choice(self, *, is_whole: bool = False) -> tuple[int, int]:
+        """The expression, and how many parts it has."""
         branches = [self._sequence(is_whole)]
         while self._takes("|"):
             branches.append(self._sequence(is_whole))
-        return _either(branches)
+        return self._expressions.either(number for number, _ in branches), sum(size for _, size in branches)
 
-    def _sequence(self, is_whole: bool) -> Node:
-        parts: list[Node] = [] if not is_whole or self._takes("^") else [_ANY]
+    def _sequence(self, is_whole: bool) -> tuple[int, int]:
+        parts = [] if not is_whole or self._takes("^") else [self._any]
+        size_before = self._size
         while self._next() not in ("", "|", ")"):
             if is_whole and self._takes("$"):
                 if self._next() not in ("", "|"):
                     raise _UnknownError
-                return _joined(parts)
-            parts.append(self._repeated(self._atom()))
-        return _joined([*parts, _ANY] if is_whole else parts)
+                break
+            parts.append(self._repeated(*self._atom()))
+        else:
+            parts += [self._any] if is_whole else []
+        return self._expressions.joined(parts), self._size - size_before
 
-    def _repeated(self, atom: Node) -> Node:
+    def _repeated(self, atom: int, size: int) -> int:
         sign = self._next()
         if sign == "{":
             end = self._pattern.index("}", self._place)
@@ -230,45 +304,47 @@ class _Reader:
             bounds = _QUANTIFIERS[sign]
             self._place += 1
         else:
-            return self._sized(atom, 1)
+            self._grow(size, 1)
+            return atom
         self._takes("?")
         if self._next() in ("+", "*", "?", "{"):
             raise _UnknownError
-        self._sized(atom, bounds[1] or bounds[0] + 1)
-        needed = [atom] * bounds[0]
+        self._grow(size, bounds[1] or bounds[0] + 1)
+        needed, expressions = [atom] * bounds[0], self._expressions
         if bounds[1] is None:
-            return _joined([*needed, ("repeat", atom)])
+            return expressions.joined([*needed, expressions.repeat(atom)])
         rest = EMPTY
         for _ in range(bounds[1] - bounds[0]):
-            rest = _either((EMPTY, _joined((atom, rest))))
-        return _joined([*needed, rest])
+            rest = expressions.either((EMPTY, expressions.then(atom, rest)))
+        return expressions.joined([*needed, rest])
 
-    def _sized(self, node: Node, times: int) -> Node:
-        self._size += times * max(1, _size(node))
+    def _grow(self, size: int, times: int) -> None:
+        self._size += times * max(1, size)
         if self._size > MAX_SIZE:
             raise _UnknownError
-        return node
 
-    def _atom(self) -> Node:
+    def _atom(self) -> tuple[int, int]:
         character = self._next()
         self._place += 1
         match character:
             case "(":
                 if self._takes("?") and not self._takes(":"):
                     raise _UnknownError
-                node = self._choice()
+                size_before = self._size
+                number, size = self._choice()
                 if not self._takes(")"):
                     raise _UnknownError
-                return node
+                self._size = size_before
+                return number, size
             case "[":
-                return ("one", self._set())
+                return self._expressions.one(self._set()), 1
             case ".":
-                return ("one", _others(((10, 10),)))
+                return self._expressions.one(_others(((10, 10),))), 1
             case "\\":
-                return ("one", self._escape(widest=True))
+                return self._expressions.one(self._escape(widest=True)), 1
             case "^" | "$" | "*" | "+" | "?" | "{":
                 raise _UnknownError
-        return ("one", ((ord(character), ord(character)),))
+        return self._expressions.one(((ord(character), ord(character)),)), 1
 
     def _escape(self, *, widest: bool) -> Ranges:
         character = self._pattern[self._place]
@@ -313,15 +389,3 @@ class _Reader:
         code = ord(self._pattern[self._place])
         self._place += 1
         return ((code, code),)
-
-
-def _size(node: Node) -> int:
-    match node[0]:
-        case "then":
-            return _size(node[1]) + _size(node[2])
-        case "either":
-            return sum(map(_size, node[1]))
-        case "repeat":
-            return 1 + _size(node[1])
-        case _:
-            return 1
