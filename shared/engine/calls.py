@@ -116,15 +116,11 @@ class ReturnBlocks(Call[None], frozen=True):
 
 
 class ClearPrefixCache(Call[None], frozen=True):
-    """Makes every unreferenced block unfindable, in all tiers."""
+    """Makes every unreferenced block unfindable, in all tiers, and what is on its way between them."""
 
     def on(self, engine: Engine, now: float) -> None:
-        host = engine.memory.host
         engine.pool.clear_cache()
-        if host.pool is not None:
-            host.pool.clear_cache()
-        if host.disk is not None:
-            host.disk.clear()
+        engine.memory.host.clear_cache()
 
 
 class FoundOnDisk(Call[None], frozen=True):
@@ -147,6 +143,13 @@ class LostOnDisk(Call[None], frozen=True):
     def on(self, engine: Engine, now: float) -> None:
         if (disk := engine.memory.host.disk) is not None:
             disk.lose(self.model, self.hashes)
+
+
+class GiveUpReads(Call[None], frozen=True):
+    """The disk hangs: what waits for it is computed, and nothing is read until blocks are found there anew."""
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.memory.give_up_reads(now)
 
 
 class FlushTiers(Call[bool], frozen=True):

@@ -116,7 +116,6 @@ class Sequence:
         "num_migrations",
         "num_preemptions",
         "num_prompt",
-        "num_read_blocks",
         "num_recomputed",
         "num_restored_blocks",
         "num_suspensions",
@@ -126,6 +125,7 @@ class Sequence:
         "priority_class",
         "promised_s",
         "prompt_logprobs",
+        "read_hashes",
         "request",
         "restore",
         "row",
@@ -211,7 +211,7 @@ class Sequence:
         """Tokens that had been computed when it was last preempted."""
         self.num_recomputed = 0
         self.num_restored_blocks = 0
-        self.num_read_blocks = 0
+        self.read_hashes: set[bytes] = set()
         """Blocks of it that were being read from disk when they were found."""
         self.num_host_tokens = self.num_disk_tokens = 0
         """The part of its cached tokens that came from there."""

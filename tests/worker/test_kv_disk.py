@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import threading
@@ -9,16 +10,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
+from services.worker.instance import disk_tier
+from services.worker.instance.disk_tier import DiskTier
+from services.worker.instance.engine_loop import EngineLoop
 from services.worker.kv.kv_store import BlockParts
+from services.worker.kv_disk import store as store_module
 from services.worker.kv_disk.copies import DiskCopies
 from services.worker.kv_disk.store import HEADER_BYTES, Changes, DiskStore, ModelFiles
 from services.worker.kv_transport.staging import KvPool
+from shared.engine.calls import Call, FoundOnDisk, GiveUpReads
 from shared.engine.plan import CopyKind, KvCopy
+from tests.shared.bus_contract import eventually
 from tests.small_disk import SmallDisk, SmallDiskError
 
 BLOCK_BYTES = 12 * 1024
@@ -107,9 +117,40 @@ def test_unfinished_files_count_and_go_when_they_are_old(tmp_path: Path) -> None
     store = DiskStore(tmp_path, 1 << 30)
     assert store.used_bytes == FILE_BYTES + 1000 and unfinished.exists()
     os.utime(unfinished, (1.0, 1.0))
-    DiskStore(tmp_path, 1 << 30)
-    assert not unfinished.exists()
     assert DiskStore(tmp_path, 1 << 30).used_bytes == FILE_BYTES
+    assert not unfinished.exists()
+
+
+def test_what_else_lies_in_the_folder_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("photos/2020/a.jpg", "model/ab/notes.kv", "model/list.kv", "ab/c0.kv")]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * FILE_BYTES)
+    files = files_of(tmp_path, 2 * FILE_BYTES)
+    assert files._store.used_bytes == 0
+    for number in range(6):
+        files.write(name(number), content(number))
+    files._store.clear()
+    assert all(path.exists() for path in others) and files._store.used_bytes == 0 and not files.look().found
+
+
+def test_two_that_write_one_block_at_once_have_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks before the other has written."""
+    files = files_of(tmp_path)
+    files.write(name(1), content(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, "_touch", lambda path: os.stat(path + ".not there"))
+        files.write(name(1), content(1))
+    assert files._store.used_bytes == FILE_BYTES and len(paths(tmp_path)) == 1 and is_read(files, 1)
+
+
+def test_one_folder_that_fails_hides_no_other(tmp_path: Path) -> None:
+    files = files_of(tmp_path)
+    for number in (1, 2, 3):
+        files.write(name(number), content(number))
+    (tmp_path / "model" / name(2).hex()[:2] / "ab.kv").mkdir()  # of another size, and no file that could be removed
+    again = files_of(tmp_path)
+    assert sorted(again.look().found) == sorted(map(name, (1, 3))) and again.num_known == 2
 
 
 def test_the_folder_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path: Path) -> None:
@@ -177,12 +218,19 @@ class Copies:
         self.told = threading.Event()
         self.copies = DiskCopies(DiskStore(folder, options.pop("max_bytes", 1 << 30)), self._on_change, **options)
         self.copies.add_model("m", "key", KvPool(self.rows))
+        self.pass_writes()
         self.num = 0
         assert isinstance(self.rows, BlockParts) or self.rows.is_contiguous()
 
     def _on_change(self, model: str, changes: Changes) -> None:
         self.changes.append(changes)
         self.told.set()
+
+    def pass_writes(self) -> None:
+        """Until the thread that writes has done what it was given before."""
+        passed = threading.Event()
+        self.copies._writes.put(passed.set)
+        assert passed.wait(30)
 
     def copy(self, kind: CopyKind, blocks: list[int], numbers: list[int], model: str = "m") -> bool:
         self.num += 1
@@ -235,6 +283,46 @@ def test_an_instance_is_told_of_what_another_writes_and_removes(tmp_path: Path) 
         one.copies.clear()
         assert other.told.wait(30) and other.changes[1:] == [Changes([], [name(1)])]
         assert not paths(tmp_path)
+
+
+def test_the_writer_outlives_what_fails(tmp_path: Path) -> None:
+    with copies(tmp_path) as it:
+        it.rows[0] = torch.from_numpy(content(1))
+        obstacle = tmp_path / "key" / name(1).hex()[:2] / "ab.kv"
+        obstacle.mkdir()
+        it.copies.clear()
+        it.pass_writes()
+        obstacle.rmdir()
+        assert it.copy(CopyKind.WRITE, [0], [1]) and it.copy(CopyKind.READ, [1], [1])
+
+
+async def test_what_waits_for_a_disk_that_hangs_is_given_up_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe under the name of a block: whoever opens it to read waits for one that writes."""
+    monkeypatch.setattr(disk_tier, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(disk_tier, "METRICS_S", 0.1)
+    pipe = tmp_path / "key" / name(1).hex()[:2] / f"{name(1).hex()}.kv"
+    calls: list[Call[Any]] = []
+    store = DiskStore(tmp_path, 1 << 30)
+    tier = DiskTier(store, cast("disk_tier.KeyedPools", None), CollectorRegistry(), "i", is_polite=False)
+    tier.loop = cast("EngineLoop", SimpleNamespace(apply=calls.append))
+    tier.copies.add_model("m", "key", KvPool(torch.zeros(8, BLOCK_BYTES, dtype=torch.uint8)))
+    watching = asyncio.create_task(tier.keep_watch())
+    try:
+        passed = threading.Event()
+        tier.copies._writes.put(passed.set)
+        await eventually(passed.is_set)
+        files_of(tmp_path, key="key").write(name(2), content(2))
+        os.mkfifo(pipe)
+        tier.copies.start_copy(KvCopy(1, CopyKind.READ, "m", [], [0], hashes=[name(1)]))
+        await eventually(lambda: calls.count(GiveUpReads()) >= 2)
+        os.close(os.open(pipe, os.O_WRONLY))
+        await eventually(lambda: FoundOnDisk("m", [name(2)]) in calls[calls.index(GiveUpReads()) :])
+        assert [ended[:2] for ended in tier.copies.finished_copies()] == [(1, False)]
+    finally:
+        watching.cancel()
+        await tier.close()
 
 
 def test_a_full_disk_refuses_blocks_for_a_while_and_reads_go_on(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from services.worker.kv.kv_store import KvBlocks
 from services.worker.kv_disk.copies import DiskCopies
 from services.worker.kv_disk.store import Changes, DiskStore
 from services.worker.kv_transport.staging import KvPool
-from shared.engine.calls import FlushTiers, FoundOnDisk, LostOnDisk
+from shared.engine.calls import FlushTiers, FoundOnDisk, GiveUpReads, LostOnDisk
+from shared.models.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ FLUSH_S = 10.0
 """Time for what is worth it to go to disk, when an instance ends."""
 POLL_S = 0.05
 METRICS_S = 2.0
+READ_TIMEOUT_S = 5.0
+"""A block that was not read by then is computed, as all others that wait for the disk."""
 
 
 class KeyedPools(Protocol):
@@ -51,28 +54,26 @@ class DiskTier(KvUsers):
         self._used = gauge("tideway_kv_disk_used_bytes", "Bytes of the files in the folder of KV blocks")
         gauge("tideway_kv_disk_limit_bytes", "Bytes that the folder of KV blocks may have").set(store.max_bytes)
         self._known = gauge("tideway_kv_disk_known_blocks", "KV blocks on disk that the instance could read")
-        self._num_known: dict[str, int] = {}
-        """By model."""
         self._refused = Counter(
             "tideway_kv_disk_refused_blocks", "KV blocks that the disk did not take", ("engine",), registry=registry
         ).labels(instance_id)
 
     def add_model(self, model: str) -> None:
-        key, rows = self._executor.kv_key(model), self._executor.block_rows(model, True)
+        try:
+            key, rows = self._executor.kv_key(model), self._executor.block_rows(model, True)
+        except (CheckpointError, OSError) as error:
+            log.error("KV blocks of %s are not kept on disk: %s", model, error)
+            return
         if not key or not len(rows):
             log.warning("KV blocks of %s are not kept on disk: %s", model, "no host memory" if key else "no files")
             return
-        try:
-            self.copies.add_model(model, key, KvPool(rows))
-        except OSError as error:
-            log.error("KV blocks of %s are not kept on disk: %s", model, error)
+        self.copies.add_model(model, key, KvPool(rows))
 
     def remove_model(self, model: str) -> None:
         self.copies.remove_model(model)
-        self._count(model, -self._num_known.get(model, 0))
 
     def clear(self) -> None:
-        """Removes the files of all models that are here."""
+        """Removes all files."""
         self.copies.clear()
 
     def _on_change(self, model: str, changes: Changes) -> None:
@@ -82,11 +83,6 @@ class DiskTier(KvUsers):
             self.loop.apply(LostOnDisk(model, changes.lost))
         if changes.found:
             self.loop.apply(FoundOnDisk(model, changes.found))
-        self._count(model, len(changes.found) - len(changes.lost))
-
-    def _count(self, model: str, num_more: int) -> None:
-        self._num_known[model] = self._num_known.get(model, 0) + num_more
-        self._known.set(sum(self._num_known.values()))
 
     async def flush(self) -> None:
         """Lets what is worth it go to disk, for `FLUSH_S` at most."""
@@ -101,11 +97,32 @@ class DiskTier(KvUsers):
     async def keep_measured(self) -> None:
         """Keeps the metrics up to date."""
         while True:
-            self._used.set(await asyncio.to_thread(lambda: self.copies.store.used_bytes))
+            try:
+                self._used.set(await asyncio.to_thread(lambda: self.copies.store.used_bytes))
+            except OSError as error:
+                log.error("the folder of KV blocks does not say how much it holds: %s", error)
+            self._known.set(self.copies.num_known)
             num_refused = self.copies.num_refused
             self._refused.inc(num_refused - self._num_refused)
             self._num_refused = num_refused
             await asyncio.sleep(METRICS_S)
+
+    async def keep_watch(self) -> None:
+        """Has what waits for a disk that hangs computed instead, and finds the blocks again when it goes on."""
+        assert self.loop is not None
+        while True:
+            await asyncio.sleep(POLL_S)
+            since_s = self.copies.reading_since_s
+            if since_s is None or time.monotonic() < since_s + READ_TIMEOUT_S:
+                continue
+            log.error(
+                "the disk of KV blocks has not answered for %.0f s: what waits for it is computed", READ_TIMEOUT_S
+            )
+            while self.copies.reading_since_s == since_s:
+                self.loop.apply(GiveUpReads())
+                await asyncio.sleep(METRICS_S)
+            log.warning("the disk of KV blocks answers again")
+            self.copies.find_again()
 
     async def close(self) -> None:
         """After the engine's loop has ended."""

@@ -71,7 +71,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         "host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, pool_merged(plan)
     )
     engine = build_engine(settings, pool_merged(plan), device, num_host_merged, plan.group.num_stages)
-    store = open_disk(settings)
+    store = await asyncio.to_thread(open_disk, settings)
     executor = await asyncio.to_thread(make_executor, settings, plan, num_host_merged, other_ranks)
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)

@@ -221,6 +221,7 @@ class InstanceService:
         self._tasks.start(self._registration.keep(), "registry")
         if self._disk is not None:
             self._tasks.start(self._disk.keep_measured(), "metrics of the disk")
+            self._tasks.start(self._disk.keep_watch(), "watch over the disk")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
 
     async def drain_before_exit(self) -> None:

@@ -87,6 +87,10 @@ class DiskCopies:
         self._on_change = on_change
         self._look_s = look_s
         self._models: dict[str, _Model] = {}
+        self._pools: dict[str, KvPool] = {}
+        """Of models that are here, also of those whose folders are still to be made."""
+        self.reading_since_s: float | None = None
+        """Time at which the read under way began; None: there is none."""
         self._finished: deque[EndedCopy] = deque()
         self._paused_until_s = 0.0
         self._is_closing = False
@@ -99,24 +103,46 @@ class DiskCopies:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def num_known(self) -> int:
+        """Blocks on disk of the models here, as of the last look."""
+        return sum(model.files.num_known for model in list(self._models.values()))
+
     def add_model(self, model: str, model_key: str, pool: KvPool) -> None:
-        """`pool`: the model's blocks in host memory. What lies on disk of it is told soon. Raises `OSError`."""
-        self._models[model] = _Model(pool, ModelFiles(self.store, model_key, pool.block_bytes))
-        self._writes.put(self._look)
+        """`pool`: the model's blocks in host memory. What lies on disk of it is told soon."""
+        self._pools[model] = pool
+
+        def add() -> None:
+            if self._pools.get(model) is pool:
+                self._models[model] = _Model(pool, ModelFiles(self.store, model_key, pool.block_bytes))
+                self._look()
+
+        self._writes.put(add)
 
     def remove_model(self, model: str) -> None:
         """No copy of it is under way any more; its files stay."""
+        self._pools.pop(model, None)
         self._models.pop(model, None)
 
     def clear(self) -> None:
-        """Removes the files of all models that are here, after what is to be written."""
+        """Removes all files, after what is to be written."""
 
         def clear() -> None:
-            for model in list(self._models.values()):
-                model.files.clear()
+            self._look()  # what was written since is told as lost, too
+            self.store.clear()
             self._look()
 
         self._writes.put(clear)
+
+    def find_again(self) -> None:
+        """Tells of all files anew."""
+
+        def find() -> None:
+            for model in list(self._models.values()):
+                model.files.forget()
+            self._look()
+
+        self._writes.put(find)
 
     def start_copy(self, copy: KvCopy) -> None:
         lane = self._reads if copy.kind == CopyKind.READ else self._writes
@@ -144,7 +170,9 @@ class DiskCopies:
 
     def _read_all(self) -> None:
         while (job := self._reads.get()) is not None:
+            self.reading_since_s = time.monotonic()
             job()
+            self.reading_since_s = None
 
     def _write_all(self, niceness: int) -> None:
         if niceness:
@@ -159,7 +187,10 @@ class DiskCopies:
                 job = self._look
             if job is None:
                 return
-            job()
+            try:
+                job()
+            except Exception:
+                logger.exception("the folder of KV blocks %s", self.store.folder)
             if time.monotonic() >= look_at_s:
                 self._look()
                 look_at_s = time.monotonic() + self._look_s
@@ -193,11 +224,7 @@ class DiskCopies:
 
     def _look(self) -> None:
         for name, model in list(self._models.items()):
-            try:
-                changes = model.files.look()
-            except OSError as error:
-                logger.error("the files of %s cannot be looked for: %s", name, error)
-                continue
+            changes = model.files.look()
             for at in range(0, max(len(changes.found), len(changes.lost)), MAX_TOLD):
                 part = slice(at, at + MAX_TOLD)
                 self._on_change(name, Changes(changes.found[part], changes.lost[part]))

@@ -7,6 +7,7 @@ A file is written under another name and renamed when it is whole, so whoever fi
 chained hash of its block, so two instances that write the same block write the same file. Nothing is synced: a crash of the
 machine may leave files that are not what they should be, which their checksums show; such a file is removed by whoever reads
 it. Where the folder would become too large the files that were longest not read go first, of whatever model and instance.
+What else lies in the folder is not counted and never removed.
 
 Blocking; from any thread. The operating system caches what is read and written for all instances of the node.
 """
@@ -18,6 +19,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import struct
 import time
 import uuid
@@ -39,6 +41,8 @@ _HEADER = struct.Struct("<8s16sQI")
 _MAGIC = b"TWKV0001"
 _SUFFIX = ".kv"
 _UNFINISHED = ".part"
+_PART = re.compile("[0-9a-f]{2}")
+_NAME = re.compile(r"[0-9a-f]+(\.kv|\.[0-9a-f]+\.part)")
 KEPT_SHARE = 0.9
 """Share of the limit that stays when files are removed: the folder is not looked through for each block."""
 ABANDONED_S = 600.0
@@ -58,6 +62,14 @@ class _File(NamedTuple):
     num_bytes: int
     path: str
 
+    @property
+    def is_unfinished(self) -> bool:
+        return self.path.endswith(_UNFINISHED)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self.is_unfinished and time.time() - self.at_s > ABANDONED_S
+
 
 class DiskStore:
     """All files of a folder."""
@@ -70,11 +82,13 @@ class DiskStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._used_path = folder / "used"
         with self._locked() as used:
-            files = list(self._files())
-            for file in files:
-                if file.path.endswith(_UNFINISHED) and time.time() - file.at_s > ABANDONED_S:
+            total = 0
+            for file in self._files():
+                if file.is_abandoned:
                     _remove(file.path)
-            self._set(used, sum(file.num_bytes for file in files))
+                else:
+                    total += file.num_bytes
+            self._set(used, total)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -103,10 +117,14 @@ class DiskStore:
     def _files(self) -> Iterator[_File]:
         for model in _folders(self.folder):
             for part in _folders(model):
+                if not _PART.fullmatch(os.path.basename(part)):
+                    continue
                 with contextlib.suppress(FileNotFoundError):
                     for entry in os.scandir(part):
+                        if not _NAME.fullmatch(entry.name):
+                            continue
                         with contextlib.suppress(FileNotFoundError):
-                            stat = entry.stat()
+                            stat = entry.stat(follow_symlinks=False)
                             yield _File(stat.st_mtime, stat.st_size, entry.path)
 
     def take_room(self, path: str, num_bytes: int) -> int:
@@ -136,13 +154,30 @@ class DiskStore:
         for file in files:
             if total <= most_bytes:
                 break
-            if not file.path.endswith(_UNFINISHED) or time.time() - file.at_s > ABANDONED_S:
+            if not file.is_unfinished or file.is_abandoned:
                 total -= _remove(file.path) * file.num_bytes
         return total
 
     def remove(self, path: str, num_bytes: int) -> None:
         with self._locked() as used:
             self._set(used, self._get(used) - _remove(path) * num_bytes)
+
+    def finish(self, unfinished: str, path: str, num_bytes: int) -> None:
+        """Gives a whole file its name. Another instance may have been sooner: then that one's stays."""
+        with self._locked() as used:
+            if os.path.exists(path):
+                self._set(used, self._get(used) - _remove(unfinished) * num_bytes)
+            else:
+                os.rename(unfinished, path)
+
+    def clear(self) -> None:
+        """Removes the blocks of all models, also of such as no instance has."""
+        with self._locked() as used:
+            total = self._get(used)
+            for file in self._files():
+                if not file.is_unfinished or file.is_abandoned:
+                    total -= _remove(file.path) * file.num_bytes
+            self._set(used, total)
 
 
 class ModelFiles:
@@ -159,6 +194,15 @@ class ModelFiles:
         for first in range(256):
             (self._folder / f"{first:02x}").mkdir(mode=0o700, exist_ok=True)
 
+    @property
+    def num_known(self) -> int:
+        """Blocks that were there at the last look."""
+        return sum(len(there) for _, there in self._known.values())
+
+    def forget(self) -> None:
+        """The next look finds all of them again."""
+        self._known = {}
+
     def _path(self, block_hash: bytes) -> str:
         name = block_hash.hex()
         return f"{self._folder}/{name[:2]}/{name}{_SUFFIX}"
@@ -166,8 +210,8 @@ class ModelFiles:
     def write(self, block_hash: bytes, block: np.ndarray) -> None:
         """`block`: `[block_bytes]` uint8. Nothing happens where it is there already. Raises `OSError`."""
         path = self._path(block_hash)
-        if os.path.exists(path):
-            os.utime(path)
+        with contextlib.suppress(FileNotFoundError):
+            _touch(path)
             return
         unfinished = f"{path[: -len(_SUFFIX)]}.{uuid.uuid4().hex}{_UNFINISHED}"
         file = self._store.take_room(unfinished, self._num_bytes)
@@ -176,7 +220,7 @@ class ModelFiles:
             parts: list[bytes | memoryview] = [header.ljust(HEADER_BYTES, b"\0"), block.data]
             if os.pwritev(file, parts, 0) != self._num_bytes:
                 raise OSError(f"only a part of {unfinished} could be written")
-            os.rename(unfinished, path)
+            self._store.finish(unfinished, path, self._num_bytes)
         except OSError:
             self._store.remove(unfinished, self._num_bytes)
             raise
@@ -193,51 +237,52 @@ class ModelFiles:
         except FileNotFoundError:
             return False
         try:
+            num_there = os.fstat(file).st_size
             num_bytes = os.preadv(file, [header, block.data], 0)
         finally:
             os.close(file)
         known = (_MAGIC, block_hash, len(block), checksum(block, LINE_BYTES))
         if num_bytes != self._num_bytes or _HEADER.unpack_from(header) != known:
             logger.warning("%s is damaged and removed", path)
-            self._store.remove(path, self._num_bytes)
+            self._store.remove(path, num_there)
             return False
-        with contextlib.suppress(OSError):  # it is not ours alone
-            os.utime(path)
+        with contextlib.suppress(FileNotFoundError):
+            _touch(path)
         return True
 
     def look(self) -> Changes:
-        """Changes since the last call. Files of another size are damaged, and removed."""
+        """Changes since the last call. Files of another size are damaged, and removed; a folder that cannot be read is left
+        for the next call."""
         found: list[tuple[float, bytes]] = []
         lost: list[bytes] = []
         for part in _folders(self._folder):
-            changed_ns = os.stat(part).st_mtime_ns
-            known_ns, known = self._known.get(part, (0, set()))
-            if changed_ns == known_ns and time.time_ns() - changed_ns > 10**9:
-                continue
-            here: set[bytes] = set()
-            for entry in os.scandir(part):
-                name, suffix = os.path.splitext(entry.name)
-                if suffix != _SUFFIX:
+            try:
+                changed_ns = os.stat(part).st_mtime_ns
+                known_ns, known = self._known.get(part, (0, set()))
+                if changed_ns == known_ns and time.time_ns() - changed_ns > 10**9:
                     continue
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    stat, block_hash = entry.stat(), bytes.fromhex(name)
-                    if stat.st_size != self._num_bytes:
-                        logger.warning("%s is damaged and removed: it has %d bytes", entry.path, stat.st_size)
-                        self._store.remove(entry.path, stat.st_size)
-                        continue
-                    here.add(block_hash)
-                    if block_hash not in known:
-                        found.append((stat.st_mtime, block_hash))
-            lost += known - here
-            self._known[part] = changed_ns, here
+                here = dict(self._there(part))
+            except OSError as error:
+                logger.error("%s cannot be looked through: %s", part, error)
+                continue
+            found += [(at_s, block_hash) for block_hash, at_s in here.items() if block_hash not in known]
+            lost += known - here.keys()
+            self._known[part] = changed_ns, set(here)
         return Changes([block_hash for _, block_hash in sorted(found)], lost)
 
-    def clear(self) -> None:
-        """Removes all of them."""
-        for part in _folders(self._folder):
-            for entry in os.scandir(part):
-                if entry.name.endswith(_SUFFIX):
-                    self._store.remove(entry.path, self._num_bytes)
+    def _there(self, part: str) -> Iterator[tuple[bytes, float]]:
+        """Hashes of the blocks in one of the folders, and when they were read last."""
+        for entry in os.scandir(part):
+            name, suffix = os.path.splitext(entry.name)
+            if suffix != _SUFFIX:
+                continue
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                stat, block_hash = entry.stat(), bytes.fromhex(name)
+                if stat.st_size == self._num_bytes:
+                    yield block_hash, stat.st_mtime
+                else:
+                    logger.warning("%s is damaged and removed: it has %d bytes", entry.path, stat.st_size)
+                    self._store.remove(entry.path, stat.st_size)
 
 
 def _folders(folder: Path | str) -> list[str]:
@@ -245,6 +290,12 @@ def _folders(folder: Path | str) -> list[str]:
         return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
+
+
+def _touch(path: str) -> None:
+    """Raises `FileNotFoundError`."""
+    with contextlib.suppress(PermissionError):  # another user's, whose instances keep it
+        os.utime(path)
 
 
 def _remove(path: str) -> bool:

@@ -184,6 +184,14 @@ class Allocator:
             self.end_restore(*ended, now)
         return False
 
+    def give_up_reads(self, now: float) -> None:
+        """Nobody waits for a disk any more, and nothing is known to lie there; reads under way still end some day."""
+        disk = self.host.disk
+        if disk is not None:
+            for copy in disk.give_up_reads():
+                self._cut_restores(copy, now)
+            disk.clear()
+
     def _cut_restores(self, copy: KvCopy, now: float) -> None:
         """What was to be read is not there: those that wait for it compute from there on."""
         for sequence in list(self.queues[copy.model].restoring.values()):
@@ -532,7 +540,7 @@ class Allocator:
             queue.restored[sequence.number] = sequence
             if sequence.num_preemptions == 0:
                 num_tokens = sequence.restore[0] * sequence.block_size - sequence.num_computed
-                sequence.num_disk_tokens = min(num_tokens, sequence.num_read_blocks * sequence.block_size)
+                sequence.num_disk_tokens = min(num_tokens, len(sequence.read_hashes) * sequence.block_size)
                 sequence.num_host_tokens = num_tokens - sequence.num_disk_tokens
             self.set_computed(sequence, sequence.restore[0])
             self.events.add(sequence, EventKind.RESTORED, now)

@@ -1,8 +1,8 @@
 """Disk as the third tier of the KV pool: which blocks lie there, and the copies between it and host memory.
 
-The files belong to a store (`services/worker/kv/disk.py`), which instances may share; what is here is an instance's view of
-it. A block is found by its chained hash, in which the salt of its tenant is, as in the other tiers. That a block lies there
-is a belief: another instance may have dropped its file, and a read that fails ends it.
+The files belong to a store (`services/worker/kv_disk/store.py`), which instances may share; what is here is an instance's
+view of it. A block is found by its chained hash, in which the salt of its tenant is, as in the other tiers. That a block
+lies there is a belief: another instance may have dropped its file, and a read that fails ends it.
 
     host block, cached  --write-->  on disk  --read-->  host block, cached  --restore-->  device
 
@@ -35,6 +35,8 @@ class DiskKv:
         self._known: dict[str, OrderedDict[bytes, None]] = {}
         """By model: hashes of the blocks on disk, the one that was longest not named first."""
         self._copies: dict[int, KvCopy] = {}
+        self._void: set[int] = set()
+        """Copies of which nothing is to be found when they end."""
         self._started: list[KvCopy] = []
         self._coming: dict[tuple[str, bytes], int] = {}
         """By model and hash: the host block into which it is being read."""
@@ -96,9 +98,17 @@ class DiskKv:
                 self._news.note(block_hash)
 
     def clear(self) -> None:
-        """Forgets all that lies there, but for what is being copied."""
+        """Forgets all that lies there; what is being copied will not be found either."""
+        self._void.update(self._copies)
         for model, known in self._known.items():
             self.lose(model, list(known))
+
+    def give_up_reads(self) -> list[KvCopy]:
+        """Nobody is to wait for what is being read: returns these copies, whose host blocks remain theirs."""
+        copies = [self._copies[copy_id] for copy_id in self._copies if self._copies[copy_id].kind == CopyKind.READ]
+        self._void.update(copy.copy_id for copy in copies)
+        self._coming.clear()
+        return copies
 
     def holds(self, model: str, block_hash: bytes) -> bool:
         """Whether it lies there, or is being written."""
@@ -168,18 +178,23 @@ class DiskKv:
         if copy is None:
             return None
         model, (host_block,), (block_hash,) = copy.model, copy.host_blocks, copy.hashes
+        is_void = copy_id in self._void
+        self._void.discard(copy_id)
         if copy.kind == CopyKind.WRITE:
             self._leaving.discard((model, block_hash))
             if ok:
-                self.add(model, [block_hash])
                 self._counters.written_blocks[model] += 1
+                if not is_void:
+                    self.add(model, [block_hash])
         else:
-            del self._coming[model, block_hash]
+            if self._coming.get((model, block_hash)) == host_block:
+                del self._coming[model, block_hash]
             self._unread[model].discard(host_block)
             if ok:
-                self._host.register(model, [host_block], [block_hash])
                 self._counters.read_blocks[model] += 1
-                self.touch(model, block_hash)
+                if not is_void:
+                    self._host.register(model, [host_block], [block_hash])
+                    self.touch(model, block_hash)
             else:
                 self._counters.unreadable_blocks[model] += 1
                 self.lose(model, [block_hash])

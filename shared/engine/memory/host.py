@@ -27,7 +27,7 @@ from shared.engine.sequence import Sequence, State
 class _Copy:
     """A copy under way, and for whom."""
 
-    __slots__ = ("effect", "first_block", "hashes", "restore", "sequence")
+    __slots__ = ("effect", "first_block", "hashes", "is_void", "restore", "sequence")
 
     def __init__(self, effect: KvCopy, sequence: Sequence | None, first_block: int, hashes: list[bytes]) -> None:
         self.effect = effect
@@ -35,6 +35,8 @@ class _Copy:
         """None: of blocks whose requests have ended."""
         self.first_block = first_block
         self.hashes = hashes
+        self.is_void = False
+        """Nothing of it is to be found when it ends."""
         self.restore = None if sequence is None else sequence.restore[1]
         """Identifies the restore it is part of: a sequence that is preempted meanwhile begins another."""
 
@@ -160,6 +162,19 @@ class HostKv:
         self._offloading.update((model, block_hash) for block_hash in hashes)
         self.num_checkpointing_blocks += len(device)
 
+    def clear_cache(self) -> None:
+        """Makes what nobody has a reference to unfindable, here and on disk, and what is on its way."""
+        if self.pool is not None:
+            self.pool.clear_cache()
+        for copy in self._copies.values():
+            if copy.sequence is None:
+                copy.is_void = True
+                _forget_alone(self.device, copy.effect.model, copy.effect.device_blocks)
+        if self.disk is not None and self.pool is not None:
+            self.disk.clear()
+            for model, block in self.disk.references():
+                _forget_alone(self.pool, model, [block])
+
     def is_offloading(self, model: str, block_hash: bytes) -> bool:
         return (model, block_hash) in self._offloading
 
@@ -254,7 +269,8 @@ class HostKv:
             self._offloading.difference_update((effect.model, block_hash) for block_hash in copy.hashes)
             if ok:
                 self._counters.offloaded_blocks[effect.model] += count
-                pool.register(effect.model, effect.host_blocks, copy.hashes)
+                if not copy.is_void:
+                    pool.register(effect.model, effect.host_blocks, copy.hashes)
             pool.release(effect.model, effect.host_blocks)
             return
         sequence.num_checkpointing -= count
@@ -302,3 +318,8 @@ class HostKv:
         if self.backups is not None:
             for model, block in self.backups.references():
                 yield False, model, block
+
+
+def _forget_alone(pool: BlockPool, model: str, blocks: list[int]) -> None:
+    """Makes those blocks of a copy unfindable to which nobody else has a reference."""
+    pool.forget(model, [block for block in blocks if pool.num_references(model, block) == 1])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from shared.costs.model import prompt_s
@@ -32,10 +33,12 @@ MAX_COPYING = 64
 """Blocks on their way to host memory."""
 MAX_WRITING = 16
 """Blocks on their way to disk."""
+MAX_LOOKED = 256
+"""Blocks that are looked at beside a step."""
 MAX_READING = 512
 """Blocks on their way from disk, of all prompts."""
 FIRST_BLOCKS = 8
-"""Whose copies begin where nobody knows how long a block takes."""
+"""Blocks that are copied at once while nobody knows how long one takes."""
 DISK_HORIZON = 1 << 16
 """Blocks that a disk holds, as far as the share of blocks that are found again asks for it."""
 
@@ -144,7 +147,7 @@ class Tiers:
         self._write_down()
 
     def _is_short(self, pool: BlockPool) -> bool:
-        return self.is_flushing or pool.blank_share < self._blank_share
+        return self.is_flushing or pool.blank_share <= self._blank_share
 
     def _is_worth(self, key: Key, noted: _Noted, out: CopyKind, back: tuple[CopyKind, ...]) -> bool:
         model = key[0]
@@ -170,18 +173,25 @@ class Tiers:
             return
         block_s = self._times.slowest(CopyKind.CHECKPOINT)
         most = FIRST_BLOCKS if block_s is None else int(budget_s / block_s) if block_s > 0 else MAX_COPYING
-        left = min(most, MAX_COPYING - host.num_checkpointing_blocks)
+        # One at least: else none would go down beside steps that are shorter than a copy.
+        num_under_way = host.num_checkpointing_blocks
+        left = min(max(most, 0 if num_under_way else 1), MAX_COPYING - num_under_way)
         chosen: dict[str, list[tuple[bytes, int]]] = {}
-        while self._noted and left > 0:
-            key, noted = next(iter(self._noted.items()))
+        full: set[str] = set()
+        for key, noted in list(islice(self._noted.items(), MAX_LOOKED)):
             model, block_hash = key
+            if left <= 0:
+                break
+            if model in full:
+                continue
             block = self._device.find_one(model, block_hash)
             is_below = pool.find_one(model, block_hash) is not None or host.is_offloading(model, block_hash)
             if block is not None and not is_below:
                 self._rates[model].leaves(block_hash, noted.kind)
                 if self._is_worth(key, noted, CopyKind.CHECKPOINT, (CopyKind.RESTORE,)):
                     if len(chosen.get(model, ())) >= pool.num_available(model):
-                        break
+                        full.add(model)
+                        continue
                     chosen.setdefault(model, []).append((block_hash, block))
                     left -= 1
                     is_below = True
@@ -192,17 +202,20 @@ class Tiers:
                 if len(self._on_host) > MAX_NOTED:
                     self._on_host.popitem(last=False)
         for model, blocks in chosen.items():
-            host.offload(model, blocks)
+            # Models have room in common, of which those before it have taken theirs.
+            if blocks := blocks[: pool.num_available(model)]:
+                host.offload(model, blocks)
 
     def _write_down(self) -> None:
         disk, pool = self.disk, self._host.pool
         if disk is None or pool is None or not self._is_short(pool):
             return
-        while self._on_host and disk.num_writing < MAX_WRITING:
-            key, noted = next(iter(self._on_host.items()))
+        for key, noted in list(islice(self._on_host.items(), MAX_LOOKED)):
             model, block_hash = key
+            if disk.num_writing >= MAX_WRITING:
+                break
             if self._host.is_offloading(model, block_hash):
-                break  # those behind it are no nearer
+                continue
             del self._on_host[key]
             block = pool.find_one(model, block_hash)
             if disk.holds(model, block_hash):
@@ -312,7 +325,7 @@ class Tiers:
                     break
                 pool.retain(model, [block])
             if disk is not None and disk.is_unread(model, block):
-                sequence.num_read_blocks += 1
+                sequence.read_hashes.add(block_hash)
             found.append(block)
         taken = set(found)
         pool.release(model, [block for block in here if block not in taken] + ([] if holds else found))

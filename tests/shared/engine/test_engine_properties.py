@@ -10,7 +10,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from shared.engine.calls import (
     AddModel,
     Cancel,
+    ClearPrefixCache,
     FoundOnDisk,
+    GiveUpReads,
     LostOnDisk,
     OnCopy,
     OnStep,
@@ -247,9 +249,19 @@ class EngineMachine(RuleBasedStateMachine):
         assert wakeup is None or wakeup > self.now
         self.collect()
 
+    @rule(in_all_tiers=st.booleans())
+    def forget_cache(self, in_all_tiers):
+        if in_all_tiers:
+            self.engine.apply(ClearPrefixCache(), self.now)
+        else:
+            self.engine.pool.clear_cache()
+
     @rule()
-    def forget_cache(self):
-        self.engine.pool.clear_cache()
+    def disk_hangs(self):
+        self.engine.apply(GiveUpReads(), self.now)
+        assert not any(
+            self.engine.memory.host.disk and self.engine.memory.host.disk.num_known(name) for name in ("a", "b")
+        )
 
     @rule(is_known=st.booleans(), data=st.data())
     def files_vanish(self, is_known, data):

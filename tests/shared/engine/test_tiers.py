@@ -13,6 +13,7 @@ from shared.engine.calls import (
     ClearPrefixCache,
     FlushTiers,
     FoundOnDisk,
+    GiveUpReads,
     OnCopy,
     OnStep,
     RemoveModel,
@@ -184,6 +185,50 @@ def test_two_prompts_share_the_reads_of_what_they_have_in_common():
     it.settle()
     assert it.copies[CopyKind.READ] == 7
     assert [it.ended[name].num_disk_tokens for name in ("one", "two")] == [28, 28]
+
+
+def test_what_waits_for_a_disk_that_hangs_is_computed():
+    it = Instance(offload_start=0.0)
+    it.answer("first", PROMPT)
+    it.lose_device()
+    it.lose_host()
+    it.held = {CopyKind.READ}
+    it.submit("waits", [*PROMPT, 1, 2, 3])
+    it.settle()
+    assert "waits" not in it.ended
+    it.engine.apply(GiveUpReads(), it.now)
+    it.settle()
+    assert it.ended["waits"].num_cached_tokens == 0
+    assert it.answer("beside", [*PROMPT, 4, 5, 6]).num_disk_tokens == 0, "nobody asks the disk"
+    assert len(it.waiting) == 7
+    it.held = set()
+    it.settle()
+    it.engine.apply(FoundOnDisk("a", it.hashes_of(PROMPT)), it.now)
+    it.lose_device()
+    it.lose_host()
+    assert it.answer("again", [*PROMPT, 7, 8, 9]).num_disk_tokens == 28
+
+
+def test_blocks_of_host_memory_and_of_disk_are_told_apart():
+    it = Instance(offload_start=0.0)
+    it.answer("short", PROMPT[:16])
+    it.lose_device()
+    it.lose_host()
+    it.answer("long", [*PROMPT, 1], stop_token_ids=[])
+    it.lose_device()
+    again = it.answer("again", [*PROMPT, 2])
+    assert (again.num_host_tokens, again.num_disk_tokens) == (28, 0)
+
+
+def test_what_is_on_its_way_when_the_cache_is_cleared_is_not_found():
+    it = Instance(offload_start=0.0)
+    it.held = {CopyKind.CHECKPOINT}
+    it.submit("first", PROMPT)
+    it.settle()
+    it.engine.apply(ClearPrefixCache(), it.now)
+    it.held = set()
+    it.settle()
+    assert it.answer("again", PROMPT).num_cached_tokens == 0
 
 
 def test_what_a_waiting_prompt_needs_is_read_before_it_is_admitted():
