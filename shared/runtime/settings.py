@@ -438,7 +438,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Share of the KV pool, and of host memory, with something in it from which on they go; 0: at once."""
     kv_disk_folder: str = ""
     """Folder for KV blocks, which the instances of a node may share, and which survives them."""
-    kv_disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 16 << 30
+    kv_disk_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
     """Size of that folder at most, over all instances that share it."""
     prefix_fetch: Literal["auto", "off"] = "off"
     """auto: the beginning of a prompt is fetched from the instance that has it where that is predicted to be faster"""

@@ -57,17 +57,17 @@ async def test_tokens_per_minute() -> None:
 
 def test_an_output_fits_a_minute() -> None:
     key = Key(tokens_per_minute=100)
-    assert key.fitted_output(40, 1, 60, is_fixed=True) == 60
-    assert key.fitted_output(40, 1, 4096, is_fixed=False) == 60
-    assert key.fitted_output(40, 3, 4096, is_fixed=False) == 20
-    assert key.fitted_output(99, 3, 4096, is_fixed=False) == 1
-    assert Key().fitted_output(40, 128, 1500, is_fixed=True) == 1500
+    assert key.fitted_output(40, 1, 60, "max_tokens") == 60
+    assert key.fitted_output(40, 1, 4096, "") == 60
+    assert key.fitted_output(40, 3, 4096, "") == 20
+    assert key.fitted_output(99, 3, 4096, "") == 1
+    assert Key().fitted_output(40, 128, 1500, "n") == 1500
     with pytest.raises(
         ApiError, match=r"40 tokens of prompts and an output of up to 61; .* 100 tokens per minute"
     ) as one:
-        key.fitted_output(40, 1, 61, is_fixed=True)
+        key.fitted_output(40, 1, 61, "max_tokens")
     with pytest.raises(ApiError, match="128 outputs of up to 1500") as many:
-        key.fitted_output(1, 128, 1500, is_fixed=True)
+        key.fitted_output(1, 128, 1500, "n")
     assert [(each.value.status, each.value.param) for each in (one, many)] == [(400, "max_tokens"), (400, "n")]
 
 

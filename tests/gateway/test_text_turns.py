@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.text.turns import FairTurns
+from services.gateway.text.turns import MAX_ABSENT, FairTurns
 from shared.messages.cluster import ModelSpec
 from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
@@ -70,6 +70,25 @@ async def test_who_has_gone_holds_no_turn() -> None:
     async with asyncio.timeout(5):
         await work.do("last", 1.0)
     assert work.order == ["last"]
+
+
+async def test_owners_that_have_gone_leave_nothing_behind() -> None:
+    """On a gateway that is never idle."""
+    work = Work(1)
+    held = await work.turns.take("first")
+    for number in range(100):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await work.turns.take(f"impatient {number}")
+    assert not work.turns._waiting
+    for number in range(5000):
+        given = asyncio.create_task(work.turns.take(f"tenant {number}"))
+        await asyncio.sleep(0)
+        work.now_s += 1.0
+        held.end()
+        held = await given
+    assert len(work.turns._used_s) <= 2 * MAX_ABSENT + 2
+    held.end()
 
 
 @pytest.fixture

@@ -210,13 +210,14 @@ class Key:
             )
         self.window.add(num_tokens, now)
 
-    def fitted_output(self, num_prompt_tokens: int, num_sequences: int, max_tokens: int, *, is_fixed: bool) -> int:
+    def fitted_output(self, num_prompt_tokens: int, num_sequences: int, max_tokens: int, fixed_by: str) -> int:
         """The most tokens that each output of one request may have: `max_tokens`, or what the tokens per minute leave.
-        Raises `ApiError` 400 where the client fixed them (`is_fixed`) and they exceed those by themselves."""
+        `fixed_by`: the field with which the client fixed how many there are, or what; empty: it did not. Raises `ApiError`
+        400 where these exceed the tokens per minute by themselves."""
         limit = self.tokens_per_minute
         if limit is None or num_prompt_tokens + num_sequences * max_tokens <= limit:
             return max_tokens
-        if not is_fixed:
+        if not fixed_by:
             return max(1, (limit - num_prompt_tokens) // num_sequences)
         outputs = (
             f"an output of up to {max_tokens}"
@@ -224,7 +225,7 @@ class Key:
             else f"{num_sequences} outputs of up to {max_tokens}"
         )
         raise invalid(
-            "max_tokens" if num_sequences == 1 else "n",
+            fixed_by,
             f"The request has {num_prompt_tokens} tokens of prompts and {outputs}; this API key may use {limit} tokens per "
             "minute at most.",
         )

@@ -225,7 +225,7 @@ async def begin(
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     num_tokens = sum(len(prompt.tokens) for prompt in prompts)
     if not isinstance(message, PooledRequest):
-        prompts = _fitted(key, prompts, options.num_choices, is_fitted=bool(getattr(message, "fit_max_tokens", False)))
+        prompts = _fitted(key, prompts, options.num_choices, message)
     charged = await exchange.unless_gone(context.admission.charge_prompt(key, num_tokens, context.bus.now()))
 
     context.timelines.name(call.call_id, request.state.request_id)
@@ -258,14 +258,23 @@ async def begin(
     return generation, plan, headers
 
 
-def _fitted(key: Key, prompts: list[Prompt], num_choices: int, *, is_fitted: bool) -> list[Prompt]:
-    """The prompts with outputs that the key may have in a minute. `is_fitted`: the client takes what fits. Raises
-    `ApiError` 400."""
+def _limit_field(message: ChatRequest | CompletionRequest) -> str:
+    """The field in which the client limits the output."""
+    is_newer = isinstance(message, ChatRequest) and message.max_completion_tokens is not None
+    return "max_completion_tokens" if is_newer else "max_tokens"
+
+
+def _fitted(
+    key: Key, prompts: list[Prompt], num_choices: int, message: ChatRequest | CompletionRequest
+) -> list[Prompt]:
+    """The prompts with outputs that the key may have in a minute. Raises `ApiError` 400."""
     num_tokens, num_sequences = sum(len(prompt.tokens) for prompt in prompts), len(prompts) * num_choices
+    fixed_by = "n" if num_choices > 1 else "prompt" if len(prompts) > 1 else _limit_field(message)
+    is_fitted = isinstance(message, ChatRequest) and message.fit_max_tokens
 
     def fitted(prompt: Prompt) -> Prompt:
-        is_fixed = not (is_fitted or prompt.is_open_ended)
-        most = key.fitted_output(num_tokens, num_sequences, prompt.sampling.max_tokens, is_fixed=is_fixed)
+        field = "" if is_fitted or prompt.is_open_ended else fixed_by
+        most = key.fitted_output(num_tokens, num_sequences, prompt.sampling.max_tokens, field)
         if most == prompt.sampling.max_tokens:
             return prompt
         return dataclasses.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, max_tokens=most))
@@ -335,11 +344,8 @@ async def make_prompts(
         check_options(message, grammar)
         grammar = await context.tokenizers.try_grammar(tokenizer, grammar)
         max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - grammar.num_bytes) // 4)
-    limit_field = "max_tokens"
     if isinstance(message, ChatRequest):
-        requested = message.max_tokens
-        if message.max_completion_tokens is not None:
-            requested, limit_field = message.max_completion_tokens, "max_completion_tokens"
+        requested = message.max_tokens if message.max_completion_tokens is None else message.max_completion_tokens
         default = None
         if message.fit_max_tokens:
             requested, default = None, requested
@@ -365,7 +371,7 @@ async def make_prompts(
         sampling = sampling_of(
             message,
             options,
-            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param, limit_field),
+            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param, _limit_field(message)),
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
             grammar="" if grammar is None else grammar.text,

@@ -400,10 +400,12 @@ class KeptCalls:
             raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
         kept = Kept(self, record, wish.digest)
         kept.writing = self.tasks.start(self._begin_record(record, wish.digest))
+        is_spread = False
         try:
             await asyncio.wait({kept.writing}, timeout=SILENCE_S)
             if not kept.writing.done() and wish.asked_by:
                 await self._spread(kept, wish)
+                is_spread = True
         except BaseException:
             kept.writing.cancel()
             self.tasks.start(self._purge(record))
@@ -411,6 +413,8 @@ class KeptCalls:
         if kept.writing.done() and (failure := kept.writing.result()) is not None:
             if not wish.asked_by:
                 return None
+            if is_spread:
+                self._copies.drop(record.call_id)
             raise failure
         self._here[record.call_id] = kept
         return kept

@@ -219,10 +219,10 @@ class TextPool:
         if (left_s := until - time.monotonic()) > 0:
             raise _broken(reason, left_s)
 
-    async def _take(self, turns: FairTurns) -> Turn:
-        """Raises `ApiError`."""
+    async def _take(self, turns: FairTurns, until: float) -> Turn:
+        """`until`: a time of the event loop. Raises `ApiError`."""
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
+            async with asyncio.timeout_at(until):
                 return await turns.take(WORKING_FOR.get())
         except TimeoutError:
             message = f"Other texts were worked on for {self._settings.request_timeout_s:g} s."
@@ -232,18 +232,19 @@ class TextPool:
         self, task: bytes, num_characters: int, *, folder: str | None = None, tokenizer: ModelSpec | None = None
     ) -> Result:
         """`tokenizer`: the one that the task needs."""
+        until = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         if len(task) <= SMALL_BYTES:
-            return await self._run_next(task, num_characters, folder, tokenizer)
-        turn = await self._take(self._long_turns)
+            return await self._run_next(task, num_characters, folder, tokenizer, until)
+        turn = await self._take(self._long_turns, until)
         try:
-            return await self._run_next(task, num_characters, folder, tokenizer)
+            return await self._run_next(task, num_characters, folder, tokenizer, until)
         finally:
             turn.end()
 
     async def _run_next(
-        self, task: bytes, num_characters: int, folder: str | None, tokenizer: ModelSpec | None
+        self, task: bytes, num_characters: int, folder: str | None, tokenizer: ModelSpec | None, until: float
     ) -> Result:
-        turn = await self._take(self._turns)
+        turn = await self._take(self._turns, until)
         try:
             if folder is not None:
                 self._check_pause(folder)  # it may have been killed while this one waited

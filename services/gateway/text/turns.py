@@ -6,6 +6,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+
+MAX_ABSENT = 1000
+"""Owners that neither hold turns nor wait, whose time is remembered."""
 
 
 class Turn:
@@ -29,7 +33,9 @@ class FairTurns:
         self._num_free = num_turns
         self._now = now
         self._used_s: dict[str, float] = {}
-        """Time of owners that hold turns or wait, and of others as long as anybody does."""
+        """Time of owners that hold turns or wait, and of others that had more than the last that was next."""
+        self._num_looked = 0
+        """Owners from which on those that are absent are looked through."""
         self._least_s = 0.0
         """What the last owner that was next had had."""
         self._held: set[Turn] = set()
@@ -47,11 +53,22 @@ class FairTurns:
         except asyncio.CancelledError:
             if given.done() and not given.cancelled():
                 given.result().end()
+            else:
+                self._leave(owner, given)
             raise
+
+    def _leave(self, owner: str, given: asyncio.Future[Turn]) -> None:
+        waiting = self._waiting.get(owner, deque())
+        with suppress(ValueError):
+            waiting.remove(given)
+        if not waiting:
+            self._waiting.pop(owner, None)
 
     def give_back(self, turn: Turn) -> None:
         self._held.remove(turn)
         self._used_s[turn.owner] += self._now() - turn.began_s
+        if len(self._used_s) > max(MAX_ABSENT, self._num_looked):
+            self._forget_absent()
         while self._waiting:
             owner = min(self._waiting, key=self._time_of)
             waiting = self._waiting[owner]
@@ -66,6 +83,17 @@ class FairTurns:
         if not self._held:
             self._used_s.clear()
             self._least_s = 0.0
+
+    def _forget_absent(self) -> None:
+        """Forgets owners that would begin with the least time if they came back, and of the others those that had least, if
+        they are many."""
+        present = {turn.owner for turn in self._held} | self._waiting.keys()
+        absent = sorted(self._used_s.keys() - present, key=self._used_s.__getitem__)
+        num_extra = len(absent) - MAX_ABSENT
+        for place, owner in enumerate(absent):
+            if place < num_extra or self._used_s[owner] <= self._least_s:
+                del self._used_s[owner]
+        self._num_looked = 2 * len(self._used_s)
 
     def _begin(self, owner: str) -> Turn:
         turn = Turn(self, owner, self._now())
