@@ -179,32 +179,47 @@ class ModelQueue:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))
 
-    def claims(self, now: float, classes: Collection[PriorityClass] = ONLINE_CLASSES) -> list[tuple[float, float]]:
+    def claims(
+        self,
+        now: float,
+        classes: Collection[PriorityClass] = ONLINE_CLASSES,
+        *,
+        prompt_steps: float = PROMPT_STEPS,
+        serving_steps: float = SERVING_STEPS,
+    ) -> list[tuple[float, float]]:
         """What its online sequences of the ranks need for their objectives, as `room_s` takes it: the time left until the
-        earliest next token of their streams is due by its TPOT objective, with the time of a step of all its streams; and
-        `first_claim`."""
+        earliest next token of their streams is due by its TPOT objective, with the time of `serving_steps` steps of all its
+        streams; and `first_claim`."""
         streams = [sequence for sequence in self._runnable_online() if sequence.first_token_s is not None]
-        claims = [] if (first := self.first_claim(now, classes)) is None else [first]
+        first = self.first_claim(now, classes, prompt_steps)
+        claims = [] if first is None else [first]
         if streams:
-            claims.append((self.token_left_s(now, classes), SERVING_STEPS * self._decodes_s(streams)))
+            claims.append((self.token_left_s(now, classes), serving_steps * self._decodes_s(streams)))
         return claims
 
     def first_claim(
-        self, now: float, classes: Collection[PriorityClass] = ONLINE_CLASSES
+        self,
+        now: float,
+        classes: Collection[PriorityClass] = ONLINE_CLASSES,
+        prompt_steps: float = PROMPT_STEPS,
     ) -> tuple[float, float] | None:
         """The time left to the first first token of the ranks that can still be in time, and the time that the prompts for
-        which that holds, and those before them, take beside others' steps."""
+        which that holds, and those before them, take beside others' steps: `prompt_steps` times what they take alone. While
+        that is a guess, there is none to lose."""
         streams: list[Sequence] = []
         prompts_s, left_s, need_s = 0.0, math.inf, 0.0
         for sequence in sorted(self._runnable_online(), key=lambda sequence: sequence.row < 0):
             if sequence.first_token_s is not None:
                 streams.append(sequence)
             elif sequence.priority_class in classes:
-                if self.cost_model is not None:
+                sequence_left_s = sequence.ttft_due_s - now
+                if self.cost_model is not None and self.is_cost_known:
                     missing = sequence.total - sequence.num_computed
                     prompts_s += prompt_s(self.cost_model.prompt_cost, missing, sequence.num_computed)
-                if sequence.ttft_due_s - now >= prompts_s:
-                    left_s, need_s = min(left_s, sequence.ttft_due_s - now), PROMPT_STEPS * prompts_s
+                elif self.cost_model is not None:
+                    prompts_s = max(0.0, sequence_left_s)
+                if sequence_left_s >= prompts_s:
+                    left_s, need_s = min(left_s, sequence_left_s), prompt_steps * prompts_s
         return None if left_s == math.inf else (left_s, self._decodes_s(streams) + need_s)
 
     def _decodes_s(self, streams: list[Sequence]) -> float:

@@ -22,7 +22,7 @@ from shared.engine.candidate import Candidate
 from shared.engine.drafting import Drafting
 from shared.engine.favours import Favours
 from shared.engine.memory.allocator import Allocator
-from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue, Objectives
+from shared.engine.model_queue import ONLINE_CLASSES, PROMPT_STEPS, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.sequence import PriorityClass, Sequence, State
 from shared.messages.timeline import EventKind
@@ -45,6 +45,10 @@ SHORT_STEP_SHARE = 0.02
 
 HIGH_WEIGHT = 8.0
 """Turns of a model with requests of high priority for each of another with normal ones, whose streams keep their pace."""
+
+HIGH_STEPS = 1.1
+"""Time kept for the streams of a model with requests of high priority, in steps of them alone: their objectives are planned
+with a margin already."""
 
 WORTH_STEPS = 4.0
 """An offline step of its own, beside online work, takes at least so many times what its least one would, where waiting for
@@ -361,18 +365,43 @@ class Planner:
 
     def _due(self, high: list[Candidate], normal: list[Candidate], begins_s: float) -> list[Candidate]:
         """Models with normal requests that must lead now to keep their objectives, while those with requests of high
-        priority keep theirs; favoured tenants' prompts first."""
-        claims = {one.name: one.queue.claims(begins_s) for one in normal}
+        priority keep theirs; favoured tenants' prompts first. Where these leave no time for them yet, the one of high
+        priority that is due first: its streams have then run for the longest that may be."""
+        period_s, left_s = self._time_beside_high(high, begins_s)
+        # A guess is no reason not to try: steps are short until they are known.
+        least_s = {one.name: self._least_online_s(one.queue) if one.queue.is_cost_known else 0.0 for one in normal}
+        claims = {}
+        for one in normal:
+            free_s = left_s - least_s[one.name]
+            prompt_steps = max(PROMPT_STEPS, period_s / free_s) if 0.0 < free_s < math.inf else PROMPT_STEPS
+            claims[one.name] = one.queue.claims(begins_s, prompt_steps=prompt_steps)
         step_s = max(self._step_s(one, begins_s) for one in high)
         if room_s([claim for of_model in claims.values() for claim in of_model]) >= step_s:
             return []
         room_of_high_s = self._room_of_high_s(begins_s)
-        due = [
-            (not self._favours.prompts(one.queue, one.priority_class), room_s(claims[one.name]), index)
-            for index, one in enumerate(normal)
-            if claims[one.name] and room_of_high_s >= self._least_online_s(one.queue)
-        ]
+        due, waits = [], False
+        for index, one in enumerate(normal):
+            room_of_model_s, asked_s = room_s(claims[one.name]), least_s[one.name]
+            if room_of_model_s == math.inf:
+                continue
+            if one.queue.token_left_s(begins_s) - asked_s >= step_s and left_s < math.inf:
+                # A prompt: each chunk reads the weights, so half of what there is at best is waited for.
+                asked_s = max(asked_s, left_s / 2)
+            if room_of_high_s >= asked_s:
+                due.append((not self._favours.prompts(one.queue, one.priority_class), room_of_model_s, index))
+            elif room_of_model_s < step_s and least_s[one.name] < left_s < math.inf:
+                waits = True
+        if waits and not due:
+            return [min(high, key=lambda one: one.queue.token_left_s(begins_s, (PriorityClass.ONLINE_HIGH,)))]
         return [normal[index] for *_, index in sorted(due)]
+
+    def _time_beside_high(self, high: list[Candidate], begins_s: float) -> tuple[float, float]:
+        """The longest time that streams of high priority may stand still, and what of it their steps leave; inf without
+        such streams."""
+        tpot_s = min(one.queue.objectives(begins_s).tpot_s for one in high)
+        period_s = PLANNED_SHARE * tpot_s
+        steps_s = sum(one.queue.streams(begins_s)[1] for one in high) / SERVING_STEPS
+        return period_s, period_s - HIGH_STEPS * steps_s
 
     def _step_s(self, candidate: Candidate, begins_s: float) -> float:
         """What a step that it leads would take."""
@@ -385,7 +414,10 @@ class Planner:
     def _room_of_high_s(self, begins_s: float) -> float:
         """How long something else may run without breaking an objective of a request of high priority."""
         queues = [queue for queue in self._queues.values() if queue.has_work(PriorityClass.ONLINE_HIGH)]
-        return room_s([claim for queue in queues for claim in queue.claims(begins_s, (PriorityClass.ONLINE_HIGH,))])
+        classes = (PriorityClass.ONLINE_HIGH,)
+        return room_s(
+            [claim for queue in queues for claim in queue.claims(begins_s, classes, serving_steps=HIGH_STEPS)]
+        )
 
     def _least_online_s(self, queue: ModelQueue) -> float:
         """Seconds of a step with its streams and a bit of a prompt."""

@@ -227,6 +227,22 @@ def test_normal_requests_of_several_models_keep_theirs_beside_high_ones():
         assert sum(gaps) / len(gaps) <= TPOT_S
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(("num_high", "num_prompt"), [(3, 1500), (3, 3000), (5, 300), (5, 1500)])
+def test_a_normal_prompt_is_in_time_beside_high_streams_of_several_models(num_high, num_prompt, is_known):
+    """These leave it a part of each of their objectives, if each of them runs once in that time."""
+    models = "ABCDEF"[: num_high + 1]
+    world = World(models, is_known=is_known)
+    for index, model in enumerate(models[1:]):
+        world.submit(f"high{model}", model, 200, 3000, 0.1 * index, priority=HIGH)
+    world.submit("normal", "A", num_prompt, 20, 5.0)
+    world.run(8.0)
+    assert world.ttft_s("normal") <= TTFT_S
+    for model in models[1:]:
+        gaps = world.gaps(f"high{model}", 2.0)
+        assert sum(gaps) / len(gaps) <= TPOT_S
+
+
 def test_beyond_what_the_device_can_do_normal_requests_have_their_share_of_the_turns():
     """Ten streams of high priority leave others' prompts no time within objectives, yet these get on."""
     world = World("AB", tpot_s=0.014)
