@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,14 @@ def take_precedence(pid: int, niceness: int) -> None:
         if _descends(each, stats, pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 Path(f"/proc/{each}/autogroup").write_text(str(niceness))
+
+
+def asked_to_end() -> Callable[[], bool]:
+    """Returns whether SIGTERM or SIGINT has come since: a long measurement then ends with what it has."""
+    came: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda which, _: came.append(which))
+    return lambda: bool(came)
 
 
 def others_processor_s() -> float:

@@ -2,34 +2,38 @@
 
     python -m bench.engines.kills [--rounds 20]
 
-Each round kills one of the busiest instance's processes (instance, adapter, vLLM's engine core), or drains it, while eight
-greedy streams run in float32. All streams must end, with the text of an undisturbed run.
+Each round kills each process of the busiest instance in turn (instance, adapter, vLLM's engine core), then drains it,
+while eight greedy streams run in float32. All streams must end, with the text of an undisturbed run. SIGTERM ends the run
+with what it has found.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
-from bench.reporting import Target, judged, machine, table, write
+from bench.reporting import Target, asked_to_end, judged, machine, table, write
 from tests.worker.engines.hosted_stack import NUM_STREAMS, VICTIMS, hosted_stack, streams, struck
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = (*VICTIMS, "drain")
 
 
-async def measure(address: str, num_rounds: int) -> list[tuple[str, int, int]]:
-    """Returns for each round what was struck, how many streams broke, and how many differ."""
+async def measure(address: str, num_rounds: int, is_told: Callable[[], bool]) -> list[tuple[str, int, int]]:
+    """Returns for each strike what was struck, how many streams broke, and how many differ."""
     found = []
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=50)) as http:
         expected = await streams(http, address)
-        for number in range(num_rounds):
-            kind = KINDS[number % len(KINDS)]
+        for number, kind in itertools.product(range(num_rounds), KINDS):
+            if is_told():
+                break
             outputs = await struck(http, address, kind)
             broken = sum(reason != "length" for _, reason in outputs)
             differing = sum(one != other for one, other in zip(outputs, expected, strict=True))
@@ -44,7 +48,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "bench/results")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tideway-kills-") as folder, hosted_stack(Path(folder)) as address:
-        found = asyncio.run(measure(address, arguments.rounds))
+        found = asyncio.run(measure(address, arguments.rounds, asked_to_end()))
     rows = [
         (kind, len(of), NUM_STREAMS * len(of), sum(one[1] for one in of), sum(one[2] for one in of))
         for kind in KINDS

@@ -5,7 +5,7 @@
 Streams decode greedily in float32 and move all the time; each output is compared with that of a run without moves. The pause
 of a move is the gap between the last token of one instance and the first of the other, in mean gaps of streams that stay.
 With --faults every round has a fault at a named point of the migration at either end, half of them delays. In the end no
-slot of the staging memory and no KV block of vLLM may be in use.
+slot of the staging memory and no KV block of vLLM may be in use. SIGTERM ends the run with what it has found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.peers.checkpoints import NUM_SINGLE, SHAPES, make_checkpoint
-from bench.reporting import Target, judged, machine, write
+from bench.reporting import Target, asked_to_end, judged, machine, write
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.starting import hosted_vllm
 from services.worker.kv_transport import KvTransport, UcxNetwork
@@ -136,10 +136,11 @@ async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, 
         steps_s: list[float] = []
         pauses_s: list[float] = []
         num_differing = num_requests = number = 0
+        is_told = asked_to_end()
         reference = requests(arguments, "reference", vocabulary)
         await run_all(pair, reference, arguments, moves=False)
         expected = [pair.output(one) for one in reference]
-        while pair.num_moved < arguments.moves and number < arguments.rounds:
+        while pair.num_moved < arguments.moves and number < arguments.rounds and not (number and is_told()):
             sent = requests(arguments, f"round{number}", vocabulary)
             await run_all(pair, sent, arguments, moves=True)
             outputs = [pair.output(one) for one in sent]
