@@ -130,8 +130,8 @@ class Client:
     ) -> Turn:
         """Online requests at Poisson times; beside them a batch, of which `batch_streams` requests are always unanswered,
         from `ramp_s` before. `seed` is of the times. Raises `LoadError`."""
-        arrivals = _arrivals(rate, duration_s, seed)
-        bodies = [self._body(lengths, number, prompts_seed, {}) for number in range(len(arrivals))]
+        times_s = arrivals(rate, duration_s, seed)
+        bodies = [self._body(lengths, number, prompts_seed, {}) for number in range(len(times_s))]
         online: list[RequestRecord] = []
         offline: list[RequestRecord] = []
 
@@ -152,7 +152,7 @@ class Client:
                     record.error = ""
                 number += batch_streams
 
-        async with Connections(len(arrivals) + batch_streams) as connections:
+        async with Connections(len(times_s) + batch_streams) as connections:
             workers = []
             if batch is not None:
                 workers = [asyncio.create_task(work(connections, batch, number)) for number in range(batch_streams)]
@@ -160,7 +160,7 @@ class Client:
             others_s, began_s = _others_s(), self._now()
             try:
                 await asyncio.gather(
-                    *(one(connections, number, began_s + at_s) for number, at_s in enumerate(arrivals)),
+                    *(one(connections, number, began_s + at_s) for number, at_s in enumerate(times_s)),
                     asyncio.sleep(duration_s),
                 )
             finally:
@@ -175,7 +175,7 @@ class Client:
         return Turn(online, offline, passed_s, began_s, (_others_s() - others_s) / passed_s)
 
 
-def _arrivals(rate: float, duration_s: float, seed: int) -> list[float]:
+def arrivals(rate: float, duration_s: float, seed: int) -> list[float]:
     """At least one."""
     random = np.random.default_rng(seed)
     times: list[float] = []

@@ -29,6 +29,8 @@ class Capability(StrEnum):
     KV_MOVES = "kv_moves"
     PREEMPTS = "preempts"
     """Online requests take rows and memory of offline ones at the next step."""
+    INTERRUPTS = "interrupts"
+    """An online request that arrives ends a running step of offline work."""
     BUDGETS = "budgets"
     """Offline tokens of a step are bounded by what the objectives of online requests leave."""
     SEVERAL_MODELS = "several_models"

@@ -17,8 +17,15 @@ from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 from shared.policies.token_budget import StepBudget, StepView, TokenBudgetPolicy
 
 WAIT_SHARE = 0.15
-"""Share of the TTFT objective that a step with offline work takes at most: no engine of others interrupts a step, and an
-online request that arrives waits for its end."""
+"""Share of the TTFT objective for which an online request that arrives waits at most for the end of a step with offline
+work. A step that cannot be interrupted takes no longer."""
+
+MOST_INTERRUPTIONS = 3
+"""Steps in a row that one online request may interrupt: it may arrive at the scheduler a little after its number."""
+
+
+SHARE_GROWTH = 1.25
+"""By which interruptible steps grow again with each one that ended."""
 
 
 class SequenceView(NamedTuple):
@@ -50,6 +57,38 @@ class StepDecision(NamedTuple):
     """Running offline sequences that are passed over."""
     limit_s: float
     """Predicted duration that it has at most; inf: none."""
+    patience_s: float = math.inf
+    """Time that the step may go on for after an online arrival, else it is given up; inf: it is not interruptible."""
+
+
+def interruptible_step_s(start_s: float, arrivals_per_s: float, patience_s: float) -> float:
+    """Duration of offline steps that loses least time, if online requests arrive at random and a step that would go on for
+    more than `patience_s` after an arrival is lost.
+
+    Of each second, steps of s seconds lose start_s / s because each begins anew, and arrivals_per_s * (s - patience_s)^2 /
+    (2 s) because they are given up. `start_s`: what a step costs before its first token."""
+    if arrivals_per_s <= 0:
+        return math.inf
+    return math.sqrt(patience_s**2 + 2 * start_s / arrivals_per_s)
+
+
+class StepShare:
+    """`share`: of `interruptible_step_s` that steps take. Requests that do not arrive at random, but one soon after the
+    other's end, could interrupt every step. So steps become shorter with each that is lost, until they end."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def on_lost(self) -> None:
+        self.share /= 2
+
+    def on_done(self) -> None:
+        self.share = min(1.0, SHARE_GROWTH * self.share)
+
+
+def is_given_up(elapsed_s: float, num_done: int, num_layers: int, patience_s: float) -> bool:
+    """Whether a step that has computed `num_done` of its equal layers ends here for an online request that has arrived."""
+    return not num_done or elapsed_s * (num_layers - num_done) > patience_s * num_done
 
 
 def slack_s(sequences: Iterable[SequenceView], now: float) -> tuple[float, float]:
@@ -71,9 +110,12 @@ def decide(
     now: float,
     max_tokens: int,
     ttft_s: float = math.inf,
+    arrivals_per_s: float | None = None,
+    step_share: float = 1.0,
 ) -> StepDecision:
     """`sequences`: those that run in the scheduler's order, then those that wait in theirs. `max_tokens`: of a step at most.
-    `cost_model`: None while nothing is known. `ttft_s`: the objective of online requests that may arrive; inf: none."""
+    `cost_model`: None while nothing is known. `ttft_s`: the objective of online requests that may arrive; inf: none.
+    `arrivals_per_s`: of these; None: steps cannot be interrupted. `step_share`: a `StepShare`'s."""
     online = [one for one in sequences if one.is_online]
     tpot_s, slack = slack_s(online, now)
     before = [one for one in online if not one.is_decode]
@@ -91,13 +133,19 @@ def decide(
         online=_shape(online),
     )
     limits = policy.limits(view)
+    patience_s = math.inf
     if cost_model is not None:
-        limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, WAIT_SHARE * ttft_s))
+        wait_s = WAIT_SHARE * ttft_s
+        if not online and arrivals_per_s is not None and ttft_s < math.inf:
+            patience_s = wait_s
+            start_s = cost_model.fixed_s + cost_model.prefill_s
+            wait_s = max(patience_s, step_share * interruptible_step_s(start_s, arrivals_per_s, patience_s))
+        limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, wait_s))
     budget = StepBudget(limits._replace(max_tokens=min(limits.max_tokens, max_tokens)), cost_model)
     _fill(budget, online)
     offline = [one for one in sequences if not one.is_online]
     if not online and limits.offline_limit_s == math.inf:
-        return StepDecision(max(1, budget.tokens_left), (), math.inf)
+        return StepDecision(max(1, budget.tokens_left), (), math.inf, patience_s)
     budget.begin_offline()
     if before and any(not one.is_running for one in before):
         # Whoever runs is served before whoever waits: a prompt of offline work would take the tokens of the online one.
@@ -109,7 +157,7 @@ def decide(
         held = set()  # not even a token is short enough: the step has one
     running = {one.key for one in offline if one.is_running}
     limit_s = min(limits.limit_s, limits.offline_limit_s)
-    return StepDecision(max(1, budget.shape.num_tokens), tuple(sorted(held & running)), limit_s)
+    return StepDecision(max(1, budget.shape.num_tokens), tuple(sorted(held & running)), limit_s, patience_s)
 
 
 def _fill(budget: StepBudget, sequences: Sequence[SequenceView]) -> set[str]:

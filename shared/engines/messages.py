@@ -120,6 +120,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step
     """Fields of a `StepShape`; None: it is not known."""
     seconds: float = 0.0
     """Seconds that the step took; 0: it is not known."""
+    is_interrupted: bool = False
+    """Whether it was given up for an online request."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
+
 import pytest
 
-from bench.engines import results
+from bench.engines import harvest, results
 from bench.engines.load import Client, Lengths, LoadError, Turn
 from bench.engines.results import ALONE, BESIDE, HOSTED, PRIORITY, STOCK, Measured
+from bench.reporting import asked_to_end
 from shared.messages.requests import RequestClass
 from tests.worker.engines.completions_server import completions_server
 from tideway.bench.records import RequestRecord
@@ -71,3 +76,24 @@ def test_targets_compare_the_hosted_engine_with_vllm_itself() -> None:
         "batch tokens per second over vllm serve's": (0.8, False),
     }
     assert len(results.page(rows)) == 2 + len(rows)
+
+
+def test_interrupted_steps_leave_more_to_a_batch_and_users_wait_less() -> None:
+    """In virtual time, where little is left to users: the same on every machine."""
+    arguments = argparse.Namespace(runs=3, seed=1, rate=0.25, duration=40.0, prompt=64, batch_streams=16)
+    to_their_end, interrupted = harvest.measure(arguments)
+    assert interrupted.num_interrupted > 2 and to_their_end.num_interrupted == 0
+    assert interrupted.harvest > 0.7 > 0.3 > to_their_end.harvest
+    assert interrupted.ttft_ratio < 1.25 and interrupted.tpot_ratio < 1.1
+
+
+def test_a_long_measurement_is_asked_to_end() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        is_told = asked_to_end()
+        assert not is_told()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert is_told()
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)

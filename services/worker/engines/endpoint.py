@@ -51,6 +51,7 @@ LACKS = (
     Capability.PREFIX_SALTS,
     Capability.KV_MOVES,
     Capability.PREEMPTS,
+    Capability.INTERRUPTS,
     Capability.BUDGETS,
     Capability.SEVERAL_MODELS,
     Capability.GRAMMAR_RESUME,

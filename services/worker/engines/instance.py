@@ -121,6 +121,12 @@ class EngineInstance:
             ["engine"],
             registry=telemetry.registry,
         )
+        self._interrupted = Counter(
+            "tideway_engine_interrupted_steps",
+            "Steps of offline work that were given up for an online request",
+            ["engine"],
+            registry=telemetry.registry,
+        )
         self._events = EventPost(bus, self._id)
         self._outputs = OutputLog(settings.resume_s)
         self._reports = LoadReports(self._id, self.incarnation)
@@ -376,6 +382,8 @@ class EngineInstance:
                 num_decodes[not held.is_online] += 1
         effects = book.step(step, self._bus.now())
         self._carry_out(effects)
+        if step.is_interrupted:
+            self._interrupted.labels(self._id).inc()
         if step.shape is not None:
             num_tokens = step.shape[0] + step.shape[2]
             self._metrics.on_step(

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from shared.engines.admission import num_to_send, offline_rows
 from shared.engines.capabilities import Capability, asked, refusal
-from shared.engines.harvest import WAIT_SHARE, SequenceView, Victim, decide, victims
+from shared.engines.harvest import (
+    WAIT_SHARE,
+    SequenceView,
+    StepShare,
+    Victim,
+    decide,
+    interruptible_step_s,
+    is_given_up,
+    victims,
+)
 from shared.engines.resuming import Diverged, Resumption, repeats_for
 from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, Pooled, SamplingParams, pack_tokens
 from shared.policies.slo_budget import SloTokenBudget
@@ -107,7 +116,7 @@ def test_offline_work_fills_what_the_pace_of_online_decodes_leaves():
     late = decide([online, *offline], policy, COST, 9.0, 256)
     assert len(ahead.held) < len(late.held) == 200 and late.max_tokens == 1
     assert COST.fixed_s + 0.001 * ahead.max_tokens <= ahead.limit_s
-    assert decide(offline, policy, COST, 1.2, 256) == (256, (), math.inf)
+    assert decide(offline, policy, COST, 1.2, 256) == (256, (), math.inf, math.inf)
 
 
 def test_a_step_with_offline_work_is_short_enough_for_an_online_request_that_arrives():
@@ -122,6 +131,49 @@ def test_a_step_with_offline_work_is_short_enough_for_an_online_request_that_arr
     # Not even a token is short enough.
     assert decide([*decodes, prompt], policy, COST, 1.2, 512, 1e-6)[:2] == (1, ())
     assert decide([*decodes, prompt], policy, None, 1.2, 512, 1.0).max_tokens == 512
+
+
+def test_a_step_that_can_be_interrupted_is_as_long_as_loses_least():
+    start_s, rate, patience_s = 0.03, 0.5, 0.07
+
+    def lost(step_s: float) -> float:
+        return start_s / step_s + rate * max(0.0, step_s - patience_s) ** 2 / (2 * step_s)
+
+    best_s = interruptible_step_s(start_s, rate, patience_s)
+    assert all(lost(best_s) < lost(factor * best_s) for factor in (0.5, 0.9, 1.1, 2.0))
+    assert interruptible_step_s(start_s, 0.0, patience_s) == math.inf
+    assert interruptible_step_s(start_s, 1e9, patience_s) == pytest.approx(patience_s)
+
+
+def test_only_steps_of_offline_work_alone_are_interrupted_and_these_are_longer():
+    prompt = view("p", is_online=False, is_running=False, num_new=500, num_output=0, context=0)
+    policy = SloTokenBudget(512)
+    alone = decide([prompt], policy, COST, 1.2, 512, 1.0, arrivals_per_s=0.2)
+    assert alone.patience_s == WAIT_SHARE
+    assert alone.limit_s == interruptible_step_s(COST.fixed_s + COST.prefill_s, 0.2, WAIT_SHARE) > WAIT_SHARE
+    assert decide([prompt], policy, COST, 1.2, 512, 1.0, arrivals_per_s=0.0)[:2] == (512, ())
+    beside = decide([view("on", tpot_s=1.0), prompt], policy, COST, 1.2, 512, 1.0, arrivals_per_s=0.2)
+    assert beside.patience_s == math.inf and beside.limit_s <= WAIT_SHARE
+    for cost, ttft_s in ((None, 1.0), (COST, math.inf)):
+        assert decide([prompt], policy, cost, 1.2, 512, ttft_s, 0.2).patience_s == math.inf
+
+
+def test_steps_that_are_lost_one_after_the_other_become_as_short_as_nothing_interrupts():
+    prompt = view("p", is_online=False, is_running=False, num_new=500, num_output=0, context=0)
+    share, limits = StepShare(), []
+    for _ in range(12):
+        limits.append(decide([prompt], SloTokenBudget(512), COST, 1.2, 512, 1.0, 0.02, share.share).limit_s)
+        share.on_lost()
+    assert limits[0] > limits[1] > limits[2] >= limits[-1] == WAIT_SHARE
+    for _ in range(60):
+        share.on_done()
+    assert share.share == 1.0
+
+
+def test_a_step_near_its_end_goes_on():
+    assert is_given_up(0.0, 0, 30, 1.0), "nothing is lost"
+    assert is_given_up(0.1, 10, 30, 0.19) and not is_given_up(0.1, 10, 30, 0.21)
+    assert not is_given_up(0.1, 30, 30, 0.0)
 
 
 def test_a_running_prompt_of_offline_work_yields_to_an_online_one_that_waits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,9 @@ import pytest
 from services.worker.engines.frames import FrameReader, FrameWriter
 from services.worker.engines.vllm import adapter
 from services.worker.engines.vllm.adapter import Adapter
+from services.worker.engines.vllm.interrupting import NUMBER_BYTES, ArrivalNumber
 from shared.engines.messages import (
+    OFFLINE_PRIORITY,
     Command,
     Export,
     Exported,
@@ -45,11 +48,14 @@ class FailingClient:
 
 
 @asynccontextmanager
-async def running(client: FailingClient) -> AsyncIterator[tuple[FrameWriter, FrameReader[Report]]]:
+async def running(
+    client: FailingClient, arrivals: ArrivalNumber | None = None
+) -> AsyncIterator[tuple[FrameWriter, FrameReader[Report]]]:
     """An adapter; its other end."""
     ends = [await asyncio.open_connection(sock=one) for one in socket.socketpair()]
     (reader, writer), (others_reader, others_writer) = ends
-    made = Adapter(client, 100, FrameReader(others_reader, Command), FrameWriter(others_writer))  # type: ignore[arg-type]
+    reading: FrameReader[Command] = FrameReader(others_reader, Command)  # type: ignore[arg-type]
+    made = Adapter(client, 100, reading, FrameWriter(others_writer), arrivals)
     task = asyncio.create_task(made.run())
     try:
         yield FrameWriter(writer), FrameReader(reader, Report)  # type: ignore[arg-type]
@@ -72,7 +78,7 @@ async def test_a_failed_copy_is_answered_and_the_sequence_leaves_the_engine(capf
 
 
 async def test_slots_of_a_refused_request_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(message: Generate, max_model_len: int) -> Any:
+    def refuse(message: Generate, max_model_len: int, number: int) -> Any:
         raise ValueError("no such parameter")
 
     monkeypatch.setattr(adapter, "core_request", refuse)
@@ -84,3 +90,24 @@ async def test_slots_of_a_refused_request_are_given_back(monkeypatch: pytest.Mon
         step = await reports.read()
         assert isinstance(step, Step) and step.progress[0].finish_reason is FinishReason.ERROR
         assert await reports.read() == Imported("r#1#0")
+
+
+async def test_an_online_request_interrupts_once_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = os.memfd_create("arrivals")
+    os.ftruncate(file, NUMBER_BYTES)
+    arrivals = ArrivalNumber(file)
+    os.close(file)
+    sent: list[tuple[str, int, int]] = []
+
+    class Client(FailingClient):
+        async def add_request_async(self, request: tuple[str, int]) -> None:
+            sent.append((*request, arrivals.get()))
+
+    monkeypatch.setattr(adapter, "core_request", lambda message, _most, number: (message.key, number))
+    async with running(Client(), arrivals) as (commands, _):
+        for key, priority in (("a", 0), ("b", OFFLINE_PRIORITY), ("c", -1), ("d", 0)):
+            sampling = SamplingParams(max_tokens=5)
+            commands.write(Generate(key=key, prompt=b"0000", sampling=sampling, priority=priority))
+        while len(sent) < 4 or arrivals.get() < 3:
+            await asyncio.sleep(0.01)
+    assert sent == [("a", 1, 0), ("b", 0, 1), ("c", 2, 1), ("d", 3, 2)]

@@ -18,10 +18,12 @@ import msgspec
 from services.worker.engines.frames import READ_LIMIT_BYTES, FrameReader, FrameWriter
 from services.worker.engines.hosted import SOCKET
 from services.worker.engines.vllm.api_points import CLIENT, KNOWN_VERSIONS, SCHEDULER, missing
+from services.worker.engines.vllm.interrupting import ArrivalNumber
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.translate import core_request, progress_of
 from shared.engines.capabilities import Capability
 from shared.engines.messages import (
+    OFFLINE_PRIORITY,
     Abort,
     ClearCache,
     Command,
@@ -51,7 +53,7 @@ ALWAYS_LACKS = (
     Capability.PENALTY_RESUME,
 )
 STOCK_LACKS = (Capability.PREEMPTS, Capability.BUDGETS, Capability.GRAMMAR_RESUME)
-WORKER_EXTENSION = "services.worker.engines.vllm.staging.StagingWorker"
+WORKER_EXTENSION = "services.worker.engines.vllm.extensions.Worker"
 STAGING_SHARE = 0.125
 """Size of the staging memory, as a share of the KV pool."""
 MIN_SLOTS, MAX_STAGING_BYTES = 16, 1 << 30
@@ -93,7 +95,7 @@ def make_config(spec: HostedSpec) -> tuple[Any, tuple[str, ...], list[str]]:
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if not is_stock:
         config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
-        if spec.moves and not config.parallel_config.worker_extension_cls:
+        if not config.parallel_config.worker_extension_cls:
             config.parallel_config.worker_extension_cls = WORKER_EXTENSION
     return config, (*ALWAYS_LACKS, *(STOCK_LACKS if is_stock else ())), notes
 
@@ -114,8 +116,19 @@ def _defaults(spec: HostedSpec) -> list[str]:
 
 
 class Adapter:
-    def __init__(self, client: Any, max_model_len: int, reader: FrameReader[Command], writer: FrameWriter) -> None:
+    def __init__(
+        self,
+        client: Any,
+        max_model_len: int,
+        reader: FrameReader[Command],
+        writer: FrameWriter,
+        arrivals: ArrivalNumber | None = None,
+    ) -> None:
+        """`arrivals`: interrupts steps of offline work; None: they are not interrupted."""
         self._client = client
+        self._arrivals = arrivals
+        self._num_online = 0
+        """Online requests that were sent."""
         self._max_model_len = max_model_len
         self._reader = reader
         self._writer = writer
@@ -148,8 +161,10 @@ class Adapter:
                 await self._call(command, "tideway_take_out", command.key, command.first_block, list(command.slots))
 
     async def _begin(self, message: Generate) -> None:
+        is_online = message.priority < OFFLINE_PRIORITY
+        self._num_online += is_online
         try:
-            request = core_request(message, self._max_model_len)
+            request = core_request(message, self._max_model_len, self._num_online if is_online else 0)
         except ValueError as error:
             refused = ErrorInfo(ErrorCode.BAD_REQUEST, f"vLLM does not take the request: {error}")
             ended = Progress(key=message.key, finish_reason=FinishReason.ERROR, error=refused)
@@ -159,6 +174,8 @@ class Adapter:
             return
         self._num_top[message.key] = message.sampling.logprobs
         await self._client.add_request_async(request)
+        if is_online and self._arrivals is not None:
+            self._arrivals.set(self._num_online)
         if message.slots:
             await self._call(message, "tideway_wait")
 
@@ -201,22 +218,24 @@ class Adapter:
             stats = outputs.scheduler_stats
             if not progress and stats is None:
                 continue
-            *shape, seconds = _step_told(stats)
+            told = _step_told(stats)
+            *shape, seconds = told or [0.0]
             self._writer.write(
                 Step(
                     progress=progress,
                     used_share=0.0 if stats is None else stats.kv_cache_usage,
                     shape=tuple(shape) if shape else None,
                     seconds=seconds,
+                    is_interrupted=told == [],
                 )
             )
             await self._writer.drain()
 
 
-def _step_told(stats: Any) -> list[Any]:
-    """A step's shape and seconds, as the scheduler tells them; the seconds 0 alone: it does not."""
+def _step_told(stats: Any) -> list[Any] | None:
+    """A step's shape and seconds, as the scheduler tells them, empty if it was interrupted; None: it tells nothing."""
     told = stats.kv_connector_stats if stats is not None else None
-    return list(told[STATS]) if told and STATS in told else [0.0]
+    return list(told[STATS]) if told and STATS in told else None
 
 
 async def main(spec: HostedSpec) -> None:
@@ -232,9 +251,10 @@ async def main(spec: HostedSpec) -> None:
         raise
     try:
         facts = await _open_staging(client, facts, spec)
+        facts, arrivals = await _watch(client, facts, spec)
         await _warm_up(client, facts)
         writer.write(Ready(facts))
-        await Adapter(client, facts.max_model_len, reader, writer).run()
+        await Adapter(client, facts.max_model_len, reader, writer, arrivals).run()
     except Exception as error:
         writer.write(Failed(f"{type(error).__name__}: {error}"[:2000]))
         await writer.drain()
@@ -262,6 +282,18 @@ async def _open_staging(client: Any, facts: EngineFacts, spec: HostedSpec) -> En
             )
     note = f"requests do not move with their KV: {why}"
     return msgspec.structs.replace(facts, lacks=(*facts.lacks, Capability.KV_MOVES), notes=(*facts.notes, note))
+
+
+async def _watch(client: Any, facts: EngineFacts, spec: HostedSpec) -> tuple[EngineFacts, ArrivalNumber | None]:
+    """Makes steps interruptible; else the facts have `INTERRUPTS` among what the engine lacks, and why."""
+    why = "the settings say so" if not spec.interrupts else "the stock scheduler runs"
+    if spec.interrupts and Capability.PREEMPTS not in facts.lacks:
+        try:
+            return facts, ArrivalNumber.at(await client.call_utility_async("tideway_watch"))
+        except Exception as error:  # whatever vLLM makes of an error in its process
+            why = str(error)
+    note = f"steps are not interrupted: {why}"
+    return msgspec.structs.replace(facts, lacks=(*facts.lacks, Capability.INTERRUPTS), notes=(*facts.notes, note)), None
 
 
 async def _warm_up(client: Any, facts: EngineFacts) -> None:

@@ -63,6 +63,8 @@ SCHEDULER = (
         ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
     ),
     Point("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids"),
+    Point("vllm.v1.core.kv_cache_manager", "KVCacheManager.evict_blocks", ("block_ids",)),
+    Point("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids", "req_id_to_index")),
     Point("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("method",)),
 )
 """Without which the stock scheduler runs."""

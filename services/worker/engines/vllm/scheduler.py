@@ -6,10 +6,12 @@ Loaded in the engine's process by its name (`scheduler_cls`); no file of vLLM is
     victims    leave `running` by `_preempt_request`, before the step
     held       are passed over by `next_decode_eligible_step`, with which vLLM staggers decodes of pipelines
     max_tokens `max_num_scheduled_tokens`, for this step
+    patience_s goes to the worker with the step, which may be given up there (`interrupting.py`)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from typing import Any
@@ -17,20 +19,22 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from services.worker.engines.vllm import staging
-from services.worker.engines.vllm.parents import die_with_parent
+from services.worker.engines.vllm.extensions import install
+from services.worker.engines.vllm.interrupting import INTERRUPTED, WATCH, Rewinding, Watch
+from services.worker.engines.vllm.staging import Staging
 from shared.costs.live import LiveCosts
 from shared.costs.model import StepShape, shape_of
-from shared.engines.harvest import SequenceView, Victim, decide, victims
+from shared.engines.harvest import MOST_INTERRUPTIONS, SequenceView, StepShare, Victim, decide, victims
 from shared.engines.messages import OFFLINE_PRIORITY
 from shared.policies.slo_budget import SloTokenBudget
+from shared.scheduling.queue import Outflow
 
 STATS = "tideway"
 """Key under which a step's shape travels with vLLM's statistics."""
+ARRIVALS_WINDOW_S = 30.0
 
 
-die_with_parent()
-staging.install()
+install()
 
 
 class _Harvesting:
@@ -48,8 +52,19 @@ class _Harvesting:
         self._planned: tuple[StepShape, float] | None = None
         self._last: tuple[StepShape, float] | None = None
         """The last step: its shape, and the seconds that it took."""
-        self.tideway_staging: staging.Staging | None = None
+        self._arrivals = Outflow(ARRIVALS_WINDOW_S)
+        """Online requests."""
+        self._step_share = StepShare()
+        self._last_number = 0
+        """The greatest number of an online request that came."""
+        self._num_interruptions = 0
+        """Interruptions since then."""
+        self._is_interrupted = False
+        """Whether the last step was."""
+        self.tideway_staging: Staging | None = None
         """None: KV does not move."""
+        self.tideway_rewinding: Rewinding | None = None
+        """None: steps cannot be interrupted."""
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -62,7 +77,9 @@ class _Harvesting:
         views = [self._view(one, now, is_running=True) for one in self.running]
         views += [self._view(one, now, is_running=False) for one in waiting if not self._is_blocked(one)]
         cost = self._costs.cost_model if self._costs.is_known else None
-        decision = decide(views, self._policy, cost, now, self._most_tokens, self._ttft_s)
+        rate = None if self.tideway_rewinding is None else self._arrivals.per_second(now)
+        share = self._step_share.share
+        decision = decide(views, self._policy, cost, now, self._most_tokens, self._ttft_s, rate, share)
         held = set(decision.held)
         for one in self.running:
             if one.request_id in held:
@@ -72,10 +89,17 @@ class _Harvesting:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
+        if decision.patience_s < math.inf and self.tideway_rewinding is not None:
+            self.tideway_rewinding.note(output.num_scheduled_tokens)
+            setattr(output, WATCH, Watch(self._last_number, decision.patience_s))
         self._note(output)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if number := getattr(model_runner_output, INTERRUPTED, 0):
+            scheduler_output = self._rewound(scheduler_output, number)
+        elif hasattr(scheduler_output, WATCH):
+            self._step_share.on_done()
         now = time.monotonic()
         if self._planned is not None and scheduler_output.total_num_scheduled_tokens:
             shape, planned_s = self._planned
@@ -91,11 +115,26 @@ class _Harvesting:
                 self._first_token_s[key] = now
         return made
 
+    def _rewound(self, scheduler_output: Any, number: int) -> Any:
+        """The output of `schedule` as if the step had had nothing in it."""
+        assert self.tideway_rewinding is not None
+        self.tideway_rewinding.rewind(scheduler_output.num_scheduled_tokens)
+        self._planned, self._is_interrupted = None, True
+        self._step_share.on_lost()
+        self._num_interruptions += 1
+        if self._num_interruptions >= MOST_INTERRUPTIONS:
+            self._last_number = number  # vLLM has refused it, or it is on its way for too long
+        return dataclasses.replace(scheduler_output, num_scheduled_tokens={})
+
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         last, self._last = self._last, None
-        if stats is not None and last is not None and stats.kv_connector_stats is None:
-            stats.kv_connector_stats = {STATS: [*last[0], last[1]]}
+        is_interrupted, self._is_interrupted = self._is_interrupted, False
+        if stats is not None and stats.kv_connector_stats is None:
+            if last is not None:
+                stats.kv_connector_stats = {STATS: [*last[0], last[1]]}
+            elif is_interrupted:
+                stats.kv_connector_stats = {STATS: []}
         return stats
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +146,10 @@ class _Harvesting:
     def add_request(self, request: Any) -> None:
         """One that comes with KV has it from the beginning."""
         told = _told(request)
+        if (number := int(told.get("number") or 0)) > self._last_number:
+            self._last_number, self._num_interruptions = number, 0
+        if request.priority < OFFLINE_PRIORITY:
+            self._arrivals.count(time.monotonic())
         if (slots := told.get("slots")) and self.tideway_staging is not None:
             self.tideway_staging.bring_in(request, list(slots), int(told["num_computed"]))
         super().add_request(request)  # type: ignore[misc]

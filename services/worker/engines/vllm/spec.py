@@ -22,3 +22,5 @@ class HostedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """tideway | stock"""
     moves: bool = True
     """Whether requests move to other instances with their KV, where this vLLM lets them."""
+    interrupts: bool = False
+    """Whether steps of offline work are given up for online requests, where this vLLM lets them."""

@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from services.worker.engines.vllm.parents import die_with_parent
-
-die_with_parent()
-
 
 class StagingWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`), which has `model_runner`."""
+    """Mixed into vLLM's worker, which has `model_runner`."""
 
     model_runner: Any
     tideway_slots: torch.Tensor
@@ -142,29 +138,3 @@ class Staging:
     def _copy(self, blocks: list[int], slots: list[int], *, is_out: bool) -> None:
         if slots:
             self._core.model_executor.collective_rpc("tideway_copy", args=(list(blocks), list(slots), is_out))
-
-
-def install() -> None:
-    """Lets the engine core answer the adapter's utility calls."""
-    from vllm.v1.engine.core import EngineCore
-
-    def of(core: Any) -> Staging:
-        staging: Staging = core.tideway_staging
-        return staging
-
-    def tideway_open(core: Any, num_slots: int) -> list[Any]:
-        core.tideway_staging = Staging(core)
-        return of(core).open(num_slots)
-
-    def tideway_export(core: Any, key: str, first_block: int, slots: list[int]) -> bool:
-        return of(core).export(key, first_block, slots)
-
-    def tideway_take_out(core: Any, key: str, first_block: int, slots: list[int]) -> list[int]:
-        return of(core).take_out(key, first_block, slots)
-
-    def tideway_wait(core: Any) -> bool:
-        """Answered after all that was sent before."""
-        return True
-
-    for function in (tideway_open, tideway_export, tideway_take_out, tideway_wait):
-        setattr(EngineCore, function.__name__, function)

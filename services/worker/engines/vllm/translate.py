@@ -21,8 +21,9 @@ PREEMPTED = 3
 """`EngineCoreEventType.PREEMPTED`."""
 
 
-def core_request(message: Generate, max_model_len: int) -> Any:
-    """A vLLM `EngineCoreRequest`. Raises `ValueError` for what vLLM does not take."""
+def core_request(message: Generate, max_model_len: int, number: int = 0) -> Any:
+    """A vLLM `EngineCoreRequest`. `number`: of an online request, greater than those before. Raises `ValueError` for what
+    vLLM does not take."""
     from vllm.v1.engine import EngineCoreRequest
 
     tokens = unpack_tokens(message.prompt)
@@ -30,7 +31,7 @@ def core_request(message: Generate, max_model_len: int) -> Any:
         request_id=message.key,
         prompt_token_ids=tokens,
         mm_features=None,
-        sampling_params=_sampling(message, max_model_len - len(tokens)),
+        sampling_params=_sampling(message, max_model_len - len(tokens), number),
         pooling_params=None,
         arrival_time=time.time() - message.waited_s,
         lora_request=None,
@@ -40,11 +41,12 @@ def core_request(message: Generate, max_model_len: int) -> Any:
     )
 
 
-def _sampling(message: Generate, room: int) -> Any:
+def _sampling(message: Generate, room: int, number: int) -> Any:
     import vllm
 
     sampling = message.sampling
     told = {
+        "number": number,
         "ttft_s": message.ttft_s,
         "tpot_s": message.tpot_s,
         "num_fed": message.num_fed if sampling.grammar else 0,
