@@ -114,10 +114,11 @@ class InterruptibleWorker:
 
 def layers_of(model: torch.nn.Module) -> Sequence[torch.nn.Module]:
     """The model's decoder layers: its longest list of modules of one class. Raises `ValueError` without one."""
-    lists = [one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len({*map(type, one)}) == 1]
-    if not lists:
+    lists = [list(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList)]
+    equal = [layers for layers in lists if len({*map(type, layers)}) == 1]
+    if not equal:
         raise ValueError("the model has no list of equal layers")
-    return list(max(lists, key=lambda one: len(one)))
+    return max(equal, key=len)
 
 
 def interruptible(execute: Any, watch: LayerWatch) -> Any:
