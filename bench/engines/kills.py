@@ -47,8 +47,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "bench/results")
     arguments = parser.parse_args()
+    is_told = asked_to_end()  # before anything starts that would stay
     with tempfile.TemporaryDirectory(prefix="tideway-kills-") as folder, hosted_stack(Path(folder)) as address:
-        found = asyncio.run(measure(address, arguments.rounds, asked_to_end()))
+        found = asyncio.run(measure(address, arguments.rounds, is_told))
     rows = [
         (kind, len(of), NUM_STREAMS * len(of), sum(one[1] for one in of), sum(one[2] for one in of))
         for kind in KINDS

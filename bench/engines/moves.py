@@ -17,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +114,9 @@ async def run_all(pair: Pair, sent: list[GenerationRequest], arguments: argparse
     pair.set_faults("")
 
 
-async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, nats_url: str) -> Found:
+async def measure(
+    arguments: argparse.Namespace, source: Path, vocabulary: int, nats_url: str, is_told: Callable[[], bool]
+) -> Found:
     def engine() -> Any:
         spec = HostedSpec(
             source=str(source), dtype="float32", engine_args=tuple(FLAGS.split()), pool_bytes=arguments.pool_mib << 20,
@@ -136,7 +139,6 @@ async def measure(arguments: argparse.Namespace, source: Path, vocabulary: int, 
         steps_s: list[float] = []
         pauses_s: list[float] = []
         num_differing = num_requests = number = 0
-        is_told = asked_to_end()
         reference = requests(arguments, "reference", vocabulary)
         await run_all(pair, reference, arguments, moves=False)
         expected = [pair.output(one) for one in reference]
@@ -192,9 +194,10 @@ def main() -> None:
     else:
         source = make_checkpoint(arguments.folder.resolve() / "checkpoints", arguments.shape)
         vocabulary = SHAPES[arguments.shape]["vocab_size"]
+    is_told = asked_to_end()  # before anything starts that would stay
     server = NatsServer()
     try:
-        found = asyncio.run(measure(arguments, source, vocabulary, server.url))
+        found = asyncio.run(measure(arguments, source, vocabulary, server.url, is_told))
     finally:
         server.close()
     report(found, arguments)
