@@ -33,7 +33,8 @@ from tokenizers import Tokenizer
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.reporting import machine, table, write
-from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.executor import Executor
+from services.worker.executor.preparing import PreparedModel
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.plan import StepPlan, StepResult

@@ -37,7 +37,8 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from bench.reporting import machine, table, write
 from services.worker.executor import draft_model
-from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.executor import Executor
+from services.worker.executor.preparing import PreparedModel
 from shared.engine.calls import AddModel, Cancel, OnStep, Submit
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.recording import Configuration

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.coserving.runs import MODEL, Clients, Objectives, RunFailed, RunResult, Setup, Step, System, num_merged
 from bench.reporting import machine
-from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.executor import Executor
+from services.worker.executor.preparing import PreparedModel
 from services.worker.executor.profiled_steps import BRIEF, FULL
 from services.worker.executor.profiler import profile
 from services.worker.instance.cost_models import profiled_model

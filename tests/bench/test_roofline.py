@@ -223,7 +223,7 @@ def loaded(executor: Executor, folder: Path) -> tuple[Driver, Shape]:
     """A Llama of three layers with heads that FlashInfer takes."""
     path = write_checkpoint(folder, "llama", dtype=torch.bfloat16, head_dim=64)
     device = torch.device("cpu")
-    executor._backends = [FlashInferBackend(device, TorchBackend(device), fake_flashinfer)]
+    executor._preparation.backends = [FlashInferBackend(device, TorchBackend(device), fake_flashinfer)]
     driver = Driver(executor, executor.add_model(executor.prepare_model(ModelSpec("m", str(path)))), range(16))
     shape = Shape(
         vocab_size=211, hidden_size=48, intermediate_size=80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=64

@@ -151,7 +151,7 @@ def test_a_rank_that_cannot_capture_keeps_the_others_from_it(pair: Pair, tmp_pat
 
     def refuse(rank: Rank) -> None:
         if rank.index == 1:
-            new_capture = rank.executor._new_capture
+            new_capture = rank.executor._preparation.new_capture
             assert new_capture is not None
             capture = new_capture()
 
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_capture_keeps_the_others_from_it(pair: Pair, tmp_pat
 
                 return capture(and_waits)
 
-            rank.executor._new_capture = lambda: failing
+            rank.executor._preparation.new_capture = lambda: failing
 
     pair.on_all(refuse)
     shape = pair.load(path)

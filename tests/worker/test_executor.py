@@ -203,7 +203,7 @@ def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, li
     executor = Executor(device, 4, MERGED_BYTES, 2)
     for name in ("first", "second"):
         shape = load(executor, checkpoints["opt"], name)
-        block_size = executor._backends[-1].facts.block_sizes[0]
+        block_size = executor._preparation.backends[-1].facts.block_sizes[0]
         assert (shape.name, shape.block_size, shape.max_model_len) == (name, block_size, 256)
         driver = Driver(executor, shape, range(4), seed=1)
         row = driver.add(1, prompt_of(LENGTHS[1]))
@@ -235,9 +235,11 @@ def test_names_of_one_checkpoint_share_its_weights_until_the_last_is_gone(
     executor.remove_model("one")
     run(STEPS, 1)
     assert [row.output for row in rows[1]] == expected["llama"]
-    assert len(executor._weights) == 2
+    assert len(executor._preparation.weights) == 2
     executor.remove_model("two")
-    assert list(executor._weights.values()) == [executor._models["other"].model], "nothing else holds the weights"
+    assert list(executor._preparation.weights.values()) == [executor._models["other"].model], (
+        "nothing else holds the weights"
+    )
 
 
 def test_lengths_share_weights_where_they_make_no_difference(checkpoints: dict[str, Path]) -> None:
@@ -253,7 +255,7 @@ def test_lengths_share_weights_where_they_make_no_difference(checkpoints: dict[s
     driver = Driver(executor, shapes[1], range(4))
     row = driver.add(0, prompt_of(LENGTHS[0]))
     driver.step([(row, LENGTHS[0])])
-    assert len(executor._weights) == 1
+    assert len(executor._preparation.weights) == 1
     long = executor.prepare_model(ModelSpec("long", str(checkpoints["llama"]), max_model_len=80))
     assert long.model is short.model
     assert "41 tokens exceed the model's 40" in executor.execute(step_of(driver.add(0, prompt_of(41)), shapes[1])).error
@@ -378,7 +380,7 @@ def tensors(result: ForwardState | torch.Tensor) -> list[torch.Tensor]:
 def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
     executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=eager_capture)
     backend = StaticTorchBackend(torch.device("cpu"))
-    executor._backends = [backend]
+    executor._preparation.backends = [backend]
     shape = load(executor, checkpoints["llama"])
     driver = Driver(executor, shape, range(4))
     rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
@@ -403,7 +405,7 @@ def test_graphs_on_cuda_make_the_tokens_of_steps_without(tmp_path: Path) -> None
         driver = Driver(executor, load(executor, path, "m"), range(16))
         if not with_graphs:
             executor._models["m"].graphs = None
-        elif len(executor._backends) > 1:
+        elif len(executor._preparation.backends) > 1:
             graphs = executor._models["m"].graphs
             assert graphs is not None and graphs.num_captured == 5
         rows = [driver.add(i, prompt_of(n), temperature=0.7 * (i % 2), seed=i) for i, n in enumerate(LENGTHS)]
@@ -421,7 +423,7 @@ def test_flashinfers_graphs_make_the_tokens_of_steps_without(tmp_path: Path) -> 
     for capture in (eager_capture, None):
         executor = Executor("cpu", 16, 1 << 20, 12, capture=capture)
         device = torch.device("cpu")
-        executor._backends = [FlashInferBackend(device, TorchBackend(device), fake_flashinfer)]
+        executor._preparation.backends = [FlashInferBackend(device, TorchBackend(device), fake_flashinfer)]
         shape = load(executor, path, "m")
         graphs = executor._models["m"].graphs
         assert (graphs is None) == (capture is None)
@@ -431,7 +433,7 @@ def test_flashinfers_graphs_make_the_tokens_of_steps_without(tmp_path: Path) -> 
         for group in (rows, rows[:3], rows[2:], rows[1:2]):
             driver.decode(group, 2)
         outputs.append([row.output for row in rows])
-        num_plans.append(len(executor._backends[0]._wrappers))
+        num_plans.append(len(executor._preparation.backends[0]._wrappers))
     assert outputs[0] == outputs[1]
     assert num_plans == [1, 2], "prompts, and decodes without graphs, which have wrappers of their own"
 
@@ -470,7 +472,7 @@ def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoin
 
     executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
     executor._store.slab.fill_(0xFF)
-    executor._backends = [StaticTorchBackend(torch.device("cpu"))]
+    executor._preparation.backends = [StaticTorchBackend(torch.device("cpu"))]
     shape = load(executor, checkpoints["llama"])
     assert sizes == [16, 16, 8, 8, 4, 4, 2, 2, 1, 1], "layers, and the most likely tokens"
     driver = Driver(executor, shape, range(4))
@@ -495,7 +497,7 @@ def test_where_a_graph_cannot_be_captured_steps_run_without(
 
     executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
     backend = StaticTorchBackend(torch.device("cpu"))
-    executor._backends = [backend]
+    executor._preparation.backends = [backend]
     driver = Driver(executor, load(executor, checkpoints["llama"]), range(4))
     assert list(dict.fromkeys(sizes))[: len(tried)] == tried and (most > 3 or sizes[-1] == 4)
     rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
@@ -531,7 +533,7 @@ def test_ranks_capture_the_sizes_that_all_of_them_can(
 ) -> None:
     def executor_of(group: Alone, capture: Capture) -> Executor:
         executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture, group=group, shared=RankMemory.create(2, 0))
-        executor._backends = [StaticTorchBackend(torch.device("cpu"))]
+        executor._preparation.backends = [StaticTorchBackend(torch.device("cpu"))]
         return executor
 
     def fails(_: Callable[[], Any]) -> tuple[Any, Replayable]:

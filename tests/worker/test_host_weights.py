@@ -37,7 +37,7 @@ def test_a_model_that_was_put_away_comes_back_without_being_read(folder: Path, m
     first = one.prepare_model(spec)
     one.add_model(first)
     assert put_away(one, "a") and one.has_weights("a")
-    monkeypatch.setattr("services.worker.executor.executor.load_model", lambda *_: pytest.fail("it is in host memory"))
+    monkeypatch.setattr("services.worker.executor.preparing.load_model", lambda *_: pytest.fail("it is in host memory"))
     again = one.prepare_model(spec)
     assert again.model is first.model and again.vocabulary is first.vocabulary and not one.has_weights("a")
     one.add_model(again)

@@ -20,21 +20,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
-from pathlib import Path
-from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
 import torch
 
-from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
-from services.worker.executor.draft_model import DraftModel, DraftPasses, draft_views
-from services.worker.executor.first_steps import NUM_CHECKED, are_nan, fingerprint_of, lone_step, warm_up
+from services.worker.executor.draft_model import DraftModel, DraftPasses
+from services.worker.executor.first_steps import NUM_CHECKED, are_nan, lone_step, warm_up
 from services.worker.executor.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Masks, Vocabulary
-from services.worker.executor.pooling import PooledRows, Pooler, load_pooler
+from services.worker.executor.pooling import PooledRows, Pooler
+from services.worker.executor.preparing import Preparation, PreparedModel
 from services.worker.executor.sampling import SampledTokens
 from services.worker.executor.sequence_rows import SequenceRows
 from services.worker.executor.suspension import PartialForward, Safepoints, cuda_event
@@ -42,11 +39,11 @@ from services.worker.kv.kv_copies import KvCopies
 from services.worker.kv.kv_store import BlockParts, KvStore, KvViews
 from services.worker.kv.transfer import beside_steps, pack_to_device, to_device, to_host
 from services.worker.models.adapters import BatchAdapters, LoraWeights, lora_bytes, read_lora
-from services.worker.models.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from services.worker.models.decode_graphs import Capture, DecodeGraphs
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
-from services.worker.models.deterministic import FAST, INVARIANT, Numerics
+from services.worker.models.deterministic import FAST, INVARIANT
 from services.worker.models.host_weights import HostWeights
-from services.worker.models.loading import Identity, identity_of, load_model
+from services.worker.models.loading import Identity
 from services.worker.node.machine import free_memory_bytes
 from services.worker.ranks.agreement import FREE, Agreement, Follower, Leader
 from services.worker.ranks.group import ALONE, GroupError, RankGroup
@@ -63,30 +60,6 @@ logger = logging.getLogger(__name__)
 
 LAYERS_PER_SAFEPOINT = {"cpu": 1, "cuda": 4}
 """Until the profiler says otherwise. A check costs nothing on CPU; on CUDA the launching thread waits at each."""
-
-
-@dataclass
-class PreparedModel:
-    """Weights on the device, not yet part of an executor."""
-
-    name: str
-    model: DecoderModel
-    max_model_len: int
-    block_size: int
-    backend: AttentionBackend
-    num_layers: int
-    """Layers of all stages."""
-    views: KvViews | None = None
-    """Views of its KV blocks, where graphs use them."""
-    graphs: DecodeGraphs | None = None
-    fingerprint: str = ""
-    vocabulary: Vocabulary | str = "no grammar is followed here"
-    """Vocabulary for grammars; or why there is none."""
-    identity: Identity | None = None
-    pooler: Pooler | None = None
-    """What its hidden states go to; None: it generates text."""
-    draft: PreparedModel | None = None
-    """Its draft model; None: it has none."""
 
 
 @dataclass
@@ -191,26 +164,18 @@ class Executor:
         self._store = KvStore(num_merged, merged_bytes, self.device, slab_memory)
         self.copies = KvCopies(self._store, num_host_merged, memory=host_memory)
         self._numerics = INVARIANT if deterministic else FAST
-        self._backends = choose_backends(self.device, deterministic=deterministic)
-        self._new_capture: Callable[[], Capture] | None = None if capture is None else lambda: capture
-        """Makes the capture of one more model."""
-        if group.num_stages > 1:
-            self._new_capture = None  # what a stage is handed lies elsewhere at each step
-        elif capture is None and self.device.type == "cuda":
-            self._new_capture = partial(CudaCapture, self.device)
         self._models: dict[str, _Loaded] = {}
-        self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
-        """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
-        self._host_weights = HostWeights(self.device, host_weights_bytes, free_memory_bytes)
         self._held: dict[str, _Loaded] = {}
         """Models that were removed, until their weights are kept in host memory."""
-        self._has_removed = False
-        """A model, since the last one was loaded."""
         self._adapters: dict[str, _LoadedAdapter] = {}
         """By version."""
         self._rows = SequenceRows(num_rows, self.device, one_by_one=deterministic)
         self._pooled = PooledRows()
         self._grammars = GrammarRows()
+        self._preparation = Preparation(
+            self.device, self._store, self._grammars, group, self._numerics, num_rows=num_rows, capture=capture,
+            host_weights=HostWeights(self.device, host_weights_bytes, free_memory_bytes),
+        )  # fmt: skip
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None, _agreement(group, shared))
@@ -224,112 +189,7 @@ class Executor:
 
     def prepare_model(self, spec: ModelSpec) -> PreparedModel:
         """Reads a checkpoint, and that of its draft model (blocking: seconds to minutes). Raises `CheckpointError`."""
-        prepared = self._prepared(spec)
-        if spec.draft:
-            self._prepare_draft(prepared, spec)
-        return prepared
-
-    def _prepare_draft(self, prepared: PreparedModel, spec: ModelSpec) -> None:
-        if self._group.num_stages > 1:
-            logger.warning("model %s: pipelines draft no tokens, its draft model is not loaded", spec.name)
-            return
-        if prepared.pooler is not None:
-            raise CheckpointError(f"draft: {spec.name!r} generates no text, for which nothing can be drafted.")
-        model = prepared.model
-        dtype = str(model.dtype).removeprefix("torch.")
-        prepared.draft = self._prepared(ModelSpec(f"{spec.name} (draft)", spec.draft, dtype), is_draft=True)
-        draft = prepared.draft.model
-        if draft.vocab_size != model.vocab_size:
-            raise CheckpointError(
-                f"draft: {spec.draft!r} has {draft.vocab_size} tokens, but {spec.name!r} has {model.vocab_size}: a draft "
-                "model needs the same tokenizer."
-            )
-        if prepared.views is not None and self._new_capture is not None:
-            prepared.draft.views = draft_views(
-                self._store, prepared.views, prepared.draft.name, draft.kv_shape(prepared.draft.block_size)
-            )
-            prepared.draft.graphs = self._captured(prepared.draft, self._new_capture())
-
-    def _draft_model(self, views: KvViews, draft: PreparedModel) -> DraftModel:
-        own = draft.views or draft_views(self._store, views, draft.name, draft.model.kv_shape(draft.block_size))
-        per_block = own.blocks_per_merged // views.blocks_per_merged
-        return DraftModel(draft.model, own, draft.backend, per_block, draft.max_model_len, draft.graphs)
-
-    def _prepared(self, spec: ModelSpec, *, is_draft: bool = False) -> PreparedModel:
-        path: Path = checkpoint.resolve(spec.source)
-        identity = identity_of(
-            path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len, quantization=spec.quantization
-        )
-        kept = self._host_weights.take(spec.name, identity)
-        with beside_steps(self.device):
-            model = self._weights.get(identity) if kept is None else kept[0]
-            shape = checkpoint.describe(path)
-            num_layers = shape.num_layers
-            if num_layers < self._group.num_stages:
-                raise CheckpointError(f"{num_layers} layers do not divide over {self._group.num_stages} stages.")
-            is_new = model is None
-            if model is None:
-                self._host_weights.make_room(2 * sum(size for _, size, _ in identity.files) // self._group.size)
-                model = load_model(identity, self.device, self._group, self._numerics)
-                self._give_back_cached()  # what it was made of lies on a stream that may never be used again
-            # back ends belong to the thread of the steps, so this one uses its own
-            backends = choose_backends(self.device, deterministic=self._numerics is INVARIANT)
-            chosen = _choose(backends, model, self._numerics)
-            block_size = backends[chosen].facts.block_sizes[0]
-            if is_new and self._group is ALONE:
-                warm_up(model, backends[chosen], block_size, identity.max_model_len, ALONE)
-            self._weights[identity] = model
-            backend = self._backends[chosen]
-            max_model_len = spec.max_model_len or identity.max_model_len
-            prepared = PreparedModel(
-                spec.name, model, max_model_len, block_size, backend, num_layers, identity=identity
-            )
-            prepared.pooler = load_pooler(path, shape, self.device)
-            if self._group is ALONE and self._numerics is INVARIANT and not is_draft:
-                prepared.fingerprint = fingerprint_of(model, backends[chosen], block_size, max_model_len)
-                logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
-            if self._group is ALONE and self._new_capture is not None and prepared.pooler is None and not is_draft:
-                prepared.views = self._attach(prepared)
-                prepared.graphs = self._captured(prepared, self._new_capture())
-        if self._has_removed:
-            # Of a model that was removed while a capture was under way, torch has given nothing back.
-            self._has_removed = False
-            self._give_back_cached()
-        if (self._group.is_first_stage or self._group.is_last_stage) and prepared.pooler is None and not is_draft:
-            # The last one samples; the first one is asked whether a grammar can be followed.
-            prepared.vocabulary = self._grammars.load(path, model.vocab_size) if kept is None else kept[1]
-        return prepared
-
-    def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
-        views = prepared.views
-        assert views is not None
-        max_blocks = -(-prepared.max_model_len // prepared.block_size)
-        graphs = DecodeGraphs(
-            prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture, self._all_can
-        )
-        graphs.capture_all()
-        return graphs
-
-    def _all_can(self, can: bool) -> bool:
-        """Whether all ranks can go on to what they do together."""
-        if self._group is ALONE:
-            return can
-        counted = self._group.all_reduce(torch.tensor([float(can)], device=self.device))
-        return int(counted.item()) == self._group.size
-
-    def _attach(self, prepared: PreparedModel) -> KvViews:
-        """Raises `CheckpointError` where the model's KV blocks do not fit the pool."""
-        shape, merged_bytes = prepared.model.kv_shape(prepared.block_size), self._store.merged_bytes
-        # Blocks have the same numbers on all stages, so there is room for those of the one with the most layers.
-        most_layers = -(-prepared.num_layers // self._group.num_stages)
-        block_bytes = shape.block_bytes // shape.num_layers * most_layers
-        blocks_per_merged = slab.blocks_per_merged(merged_bytes, block_bytes)
-        if blocks_per_merged == 0:
-            raise CheckpointError(
-                f"a KV block of {prepared.name!r} takes {block_bytes} bytes, but the pool is cut into "
-                f"{merged_bytes}; the pool must be laid out for this model."
-            )
-        return self._store.attach(shape, blocks_per_merged)
+        return self._preparation.prepare(spec)
 
     @torch.inference_mode()
     def add_model(self, prepared: PreparedModel) -> ModelShape:
@@ -343,11 +203,9 @@ class Executor:
                     for one in (prepared, prepared.draft):
                         if one is not None:
                             warm_up(one.model, one.backend, one.block_size, one.max_model_len, self._group)
-                if self._new_capture is not None and prepared.pooler is None:
-                    prepared.views = self._attach(prepared)
-                    prepared.graphs = self._captured(prepared, self._new_capture())
-        views = prepared.views or self._attach(prepared)
-        draft = None if prepared.draft is None else self._draft_model(views, prepared.draft)
+                self._preparation.capture(prepared)
+        views = prepared.views or self._preparation.attach(prepared)
+        draft = None if prepared.draft is None else self._preparation.draft_model(views, prepared.draft)
         blocks_per_merged = views.blocks_per_merged
         # Before the model is known, which may come again if there is no memory for rows of its length.
         self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
@@ -388,8 +246,8 @@ class Executor:
         for version in [version for version, one in list(self._adapters.items()) if one.model == name]:
             self._adapters.pop(version, None)
         self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
-        self._has_removed = True
-        self._give_back_cached()
+        self._preparation.has_removed = True
+        self._preparation.give_back_cached()
 
     def hold_weights(self, name: str) -> None:
         """`remove_model` will not free the model's weights: `keep_weights` is about to be called."""
@@ -405,26 +263,19 @@ class Executor:
             return False  # it is here under another name
         model, vocabulary, identity = held.model, held.vocabulary, held.identity
         del held
-        if self.device.type != "cpu":
-            self._weights.pop(identity, None)  # nobody may compute with it meanwhile
-        is_kept = self._host_weights.keep(name, identity, model, vocabulary)
+        is_kept = self._preparation.put_away(name, identity, model, vocabulary)
         if not is_kept:
             del model
-        self._give_back_cached()
+        self._preparation.give_back_cached()
         return is_kept
 
     def drop_weights(self, name: str) -> None:
         """Frees those in host memory, if they are there. From any thread."""
-        self._host_weights.drop(name)
+        self._preparation.host_weights.drop(name)
 
     def has_weights(self, name: str) -> bool:
         """Whether those of a removed model are in host memory. From any thread."""
-        return name in self._host_weights
-
-    def _give_back_cached(self) -> None:
-        """Lets other streams and processes have the device's memory that torch keeps and nobody uses."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        return name in self._preparation.host_weights
 
     def adapter_bytes(self, model: str, adapter: Adapter) -> int:
         """What `load_adapter` will take of the device's memory. Blocking, as its files may have to be downloaded; from any
@@ -924,13 +775,3 @@ def _agreement(group: RankGroup, shared: RankMemory | None) -> Agreement:
     if shared is None:
         raise ValueError("ranks need memory that they share")
     return Leader(shared.words) if group.stage == group.rank == 0 else Follower(shared.words)
-
-
-def _choose(backends: list[AttentionBackend], model: DecoderModel, numerics: Numerics) -> int:
-    """Index of the first that runs the model's heads."""
-    for index, backend in enumerate(backends):
-        if backend.facts.runs(model.head_dim, str(model.dtype).removeprefix("torch.")) and numerics.suits(
-            backend, model
-        ):
-            return index
-    raise CheckpointError(f"no attention back end runs heads of {model.head_dim} in {model.dtype}{numerics.asks}.")

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from services.worker.executor.executor import Executor, PreparedModel
+from services.worker.executor.executor import Executor
 from services.worker.executor.first_steps import UNSOUND
 from services.worker.executor.grammars import Compiled, GrammarCounters
+from services.worker.executor.preparing import PreparedModel
 from services.worker.kv.kv_store import BlockParts, KvBlocks, WindowedBlocks
 from services.worker.ranks.group import GroupError, RankGroup
 from services.worker.ranks.messages import (

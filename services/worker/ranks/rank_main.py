@@ -49,7 +49,8 @@ from shared.runtime.garbage import freeze_heap
 from shared.runtime.service import set_up_logging
 
 if TYPE_CHECKING:
-    from services.worker.executor.executor import Executor, PreparedModel
+    from services.worker.executor.executor import Executor
+    from services.worker.executor.preparing import PreparedModel
     from shared.engine.plan import ModelShape
 
 logger = logging.getLogger(__name__)
