@@ -110,6 +110,15 @@ class Instance:
 PROMPT = list(range(30))
 
 
+def of_prompt_on_disk() -> Instance:
+    """One that has answered `PROMPT`, whose blocks lie on disk alone."""
+    it = Instance()
+    it.answer("first", PROMPT)
+    it.lose_device()
+    it.lose_host()
+    return it
+
+
 def test_a_prefix_that_the_device_lost_comes_back_from_host_memory():
     it = Instance(offload="host")
     assert it.answer("first", PROMPT).num_cached_tokens == 0
@@ -122,10 +131,7 @@ def test_a_prefix_that_the_device_lost_comes_back_from_host_memory():
 
 
 def test_a_prefix_that_host_memory_lost_too_comes_back_from_disk():
-    it = Instance()
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     again = it.answer("again", [*PROMPT, 1, 2, 3])
     assert (again.num_cached_tokens, again.num_host_tokens, again.num_disk_tokens) == (28, 0, 28)
     assert it.copies[CopyKind.READ] == 7 and it.copies[CopyKind.WRITE] == 8, "and the new block is kept too"
@@ -156,10 +162,7 @@ def test_of_a_run_with_a_damaged_block_what_comes_before_it_is_used():
 
 
 def test_with_nothing_readable_all_is_computed():
-    it = Instance()
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     it.executor.disk.clear()
     again = it.answer("again", [*PROMPT, 1, 2, 3])
     assert again.num_cached_tokens == 0 and again.num_preemptions == 0
@@ -169,10 +172,7 @@ def test_with_nothing_readable_all_is_computed():
 
 
 def test_two_prompts_share_the_reads_of_what_they_have_in_common():
-    it = Instance(offload_start=0.0)
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     it.held = {CopyKind.READ}
     it.submit("one", [*PROMPT, 1, 2, 3])
     it.submit("two", [*PROMPT, 4, 5, 6])
@@ -188,10 +188,7 @@ def test_two_prompts_share_the_reads_of_what_they_have_in_common():
 
 
 def test_what_waits_for_a_disk_that_hangs_is_computed():
-    it = Instance(offload_start=0.0)
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     it.held = {CopyKind.READ}
     it.submit("waits", [*PROMPT, 1, 2, 3])
     it.settle()
@@ -232,10 +229,7 @@ def test_what_is_on_its_way_when_the_cache_is_cleared_is_not_found():
 
 
 def test_what_a_waiting_prompt_needs_is_read_before_it_is_admitted():
-    it = Instance()
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     for number in range(4):
         it.submit(f"row {number}", [50 + number] * 3, 40)
     it.turn()
@@ -248,10 +242,7 @@ def test_what_a_waiting_prompt_needs_is_read_before_it_is_admitted():
 
 
 def test_one_that_is_cancelled_while_it_is_read_leaves_nothing_behind():
-    it = Instance()
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     it.held = {CopyKind.READ}
     it.submit("gone", [*PROMPT, 1])
     it.settle()
@@ -333,10 +324,7 @@ def test_the_scheduler_hears_of_what_lies_on_disk():
 
 
 def test_a_model_leaves_when_nothing_of_it_is_being_read():
-    it = Instance()
-    it.answer("first", PROMPT)
-    it.lose_device()
-    it.lose_host()
+    it = of_prompt_on_disk()
     it.held = {CopyKind.READ}
     it.submit("reads", PROMPT)
     it.settle()
