@@ -36,7 +36,7 @@ from bench.steps import Parts
 from services.worker.attention.facts import TORCH_CUDA
 from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.executor import executor
+from services.worker.executor import executor, preparing
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
@@ -103,7 +103,7 @@ class Decodes:
         num_merged = -(-num_rows * pages // (merged_bytes // block_bytes)) + 1
         self.attention = FlashInferBackend(device, TorchBackend(device), Kernels())
         self.attention.facts = msgspec.structs.replace(self.attention.facts, block_sizes=(block_size,))
-        with mock.patch.object(executor, "choose_backends", lambda *_, **__: [self.attention]):
+        with mock.patch.object(preparing, "choose_backends", lambda *_, **__: [self.attention]):
             self.executor = executor.Executor(device, num_merged, merged_bytes, num_rows, capture=record)
             prepared = self.executor.prepare_model(spec)
         loaded = self.executor.add_model(prepared)

@@ -88,7 +88,7 @@ class DiskCopies:
         self._look_s = look_s
         self._models: dict[str, _Model] = {}
         self._pools: dict[str, KvPool] = {}
-        """Of models that are here, also of those whose folders are still to be made."""
+        """Blocks in host memory of the models here, also of those whose folders are still to be made."""
         self.reading_since_s: float | None = None
         """Time at which the read under way began; None: there is none."""
         self._finished: deque[EndedCopy] = deque()

@@ -88,7 +88,7 @@ class Manager:
 
 
 def sequence(num_tokens: int, num_computed: int, num_in_flight: int) -> SimpleNamespace:
-    """As it is behind `schedule`."""
+    """A request of vLLM's as its `schedule` leaves it."""
     return SimpleNamespace(
         num_tokens=num_tokens,
         num_computed_tokens=num_computed,
