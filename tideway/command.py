@@ -18,11 +18,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from services.worker.engines import environments
 from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
 from shared.recording import ReplayMismatch, header_of
+from shared.runtime import engine_environments as environments
 from shared.runtime.service import OPERATOR_ERROR_EXIT_CODE
 from shared.runtime.settings import SettingsError
 from tideway import completion, model_commands, operations, requests, routes

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.worker.engines import environments
 from shared.bus.interface import ServiceError
 from shared.engines.capabilities import ENDPOINT, ENGINES
 from shared.messages.cluster import AdapterSpec, ModelSpec, Role
 from shared.messages.cluster import tool_formats as list_tool_formats
 from shared.models.quantization import QUANTIZATIONS
 from shared.models.spec import check_adapter, check_spec
+from shared.runtime import engine_environments as environments
 from shared.runtime.settings import SettingsError, with_option
 from tideway.data_folder import OperatorError
 

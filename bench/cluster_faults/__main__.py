@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster_faults.faults import ROWS, SECOND_GATEWAY, SETTLE_S, Row
-from bench.cluster_faults.load import Batch, Resuming, expected_texts, probe
+from bench.cluster_faults.load import READERS, Batch, Resuming, expected_texts, probe
 from bench.mishaps import Load
 from tests.conftest import NatsServer
 from tests.e2e.checkpoints import make_llama, make_opt
@@ -63,12 +63,12 @@ class Outcome:
 
 
 async def run_row(
-    stack: Stack, second_url: str, row: Row, num_streams: int, num_tokens: int, num_lines: int
+    stack: Stack, second_url: str, row: Row, num_streams: int, num_tokens: int, num_lines: int, reader: str
 ) -> Outcome:
-    """`second_url`: of another gateway."""
+    """`second_url`: of another gateway. `reader`: what reads streams that are resumed."""
     models, over = list(stack.models), asyncio.Event()
     texts = await expected_texts(stack.url, models, num_streams, num_tokens)
-    read = Resuming([stack.url, second_url]).read if row.is_resumed else stream_completion
+    read = Resuming([stack.url, second_url], reader).read if row.is_resumed else stream_completion
     load = Load(stack.url, models, num_streams, num_tokens, read)
     batch = Batch(stack.url, models, num_lines)
     await asyncio.to_thread(batch.begin)
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=300, help="of each stream")
     parser.add_argument("--lines", type=int, default=200, help="of the batch of each row")
+    parser.add_argument("--client", choices=READERS, default="httpx", help="of streams that are resumed")
     options = parser.parse_args()
     rows, are_well = options.rows or list(ROWS), []
     for is_cluster in (True, False):
@@ -131,7 +132,9 @@ def main() -> None:
             for name in names:
                 stack.wait_ready()
                 outcome = asyncio.run(
-                    run_row(stack, second_url, ROWS[name], options.streams, options.tokens, options.lines)
+                    run_row(
+                        stack, second_url, ROWS[name], options.streams, options.tokens, options.lines, options.client
+                    )
                 )
                 print(outcome.line(name), flush=True)
                 are_well.append(outcome.is_well)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from uuid import uuid4
 
 import httpx
+import openai
 
 from bench.batches import ENDED, answers_of, begin, num_answered_once
 from tests.e2e.streams import Stream, stream_completion
@@ -88,11 +89,58 @@ async def expected_texts(url: str, models: list[str], num_streams: int, num_toke
     return {stream.text for stream in streams}
 
 
+async def stream_with_openai(
+    client: httpx.AsyncClient,
+    url: str,
+    model: str,
+    prompt: list[int],
+    max_tokens: int,
+    on_tokens: Callable[[int], None],
+    *,
+    headers: dict[str, str],
+    stream: Stream,
+) -> Stream:
+    """The same as `stream_completion`, read by OpenAI's own client, with its own tries again."""
+    official = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120.0)
+    try:
+        chunks = await official.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_headers=headers,
+            extra_body={"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        )
+        async for chunk in chunks:
+            stream.event_id = getattr(chunk, "event_id", stream.event_id)
+            if not chunk.choices:
+                stream.usage = chunk.usage and chunk.usage.to_dict()
+                continue
+            stream.text += chunk.choices[0].text
+            if chunk.choices[0].finish_reason:
+                stream.finish_reasons.append(chunk.choices[0].finish_reason)
+            num_new = (chunk.usage.completion_tokens if chunk.usage else 0) - stream.num_tokens
+            stream.num_tokens += num_new
+            on_tokens(num_new)
+        stream.done = bool(stream.finish_reasons)
+    except openai.APIError as error:
+        stream.error = {"code": error.code or "unavailable", "message": str(error)}
+    finally:
+        await official.close()
+    return stream
+
+
+READERS = {"httpx": stream_completion, "openai": stream_with_openai}
+
+
 class Resuming:
     """Reads streams that have a key, each on at the next gateway where its connection ends."""
 
-    def __init__(self, urls: list[str]) -> None:
+    def __init__(self, urls: list[str], reader: str) -> None:
         self._urls = urls
+        self._read = READERS[reader]
         self._num_read = 0
 
     async def read(
@@ -110,9 +158,7 @@ class Resuming:
             url, stream.error = self._urls[number % len(self._urls)], None
             headers = {"Idempotency-Key": key, "Last-Event-ID": stream.event_id}
             try:
-                await stream_completion(
-                    client, url, model, prompt, max_tokens, on_tokens, headers=headers, stream=stream
-                )
+                await self._read(client, url, model, prompt, max_tokens, on_tokens, headers=headers, stream=stream)
             except httpx.HTTPError as error:
                 stream.error = {"code": "unavailable", "message": repr(error)}
             is_over = stream.done if stream.error is None else stream.error["code"] not in RETRIED

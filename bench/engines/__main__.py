@@ -29,7 +29,7 @@ from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.peers.results import turns
 from bench.peers.servers import Server, ServerError
 from bench.reporting import judged, machine, take_precedence, write
-from services.worker.engines.environments import EngineEnvironmentError
+from shared.runtime.engine_environments import EngineEnvironmentError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 256

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.servers import CONTEXT_TOKENS, MAX_SEQUENCES, Server, Tideway
-from services.worker.engines.environments import python_of, search_path
 from services.worker.engines.vllm.starting import adapter_environment
 from shared.engines.messages import OFFLINE_PRIORITY
+from shared.runtime.engine_environments import python_of, search_path
 
 STEP_TOKENS = 512
 POOL_BYTES = 1 << 30

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,24 @@ def test_what_the_images_copy_is_in_the_build_context() -> None:
             if line.startswith("COPY "):
                 for source in [] if "--from=" in line else line.split()[1:-1]:
                     assert source.split("/")[0] in kept and (REPOSITORY / source).exists(), line
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_has_what_its_service_and_the_command_import(service: str) -> None:
+    text = (REPOSITORY / "services" / service / "Dockerfile").read_text()
+    absent = {f"services.{other}" for other in SERVICES if f"COPY services/{other} " not in text}
+    if service != "worker":
+        absent |= {"torch", "ucxx"}
+    script = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name in {absent!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        f"import services.{service}.__main__, tideway.command\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
 
 
 # ------------------------------------------------------------------------------------------------------ compose

@@ -112,7 +112,7 @@ def collector() -> Iterator[OtlpCollector]:
 def stack(collector: OtlpCollector) -> Iterator[Containers]:
     containers = Containers(collector.endpoint)
     try:
-        containers("up", "-d", *PARTS)
+        containers("up", "-d", "proxy", *PARTS)
         until(lambda: containers.is_ready(2), "two ready instances", READY_TIMEOUT_S)
         yield containers
     except BaseException:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
-from services.worker.engines.environments import EngineEnvironmentError
 from services.worker.engines.instance import EngineInstance
 from services.worker.engines.interface import ForeignEngine
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.starting import hosted_vllm
 from shared.bus.nats_bus import NatsBus
 from shared.messages.cluster import InstancePlan, ModelSpec
+from shared.runtime.engine_environments import EngineEnvironmentError
 from shared.runtime.service import unless_stopped
 from shared.runtime.settings import InstanceSettings, SettingsError
 from shared.runtime.telemetry import start_telemetry

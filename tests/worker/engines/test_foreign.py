@@ -163,7 +163,7 @@ def test_arguments_of_a_server_are_checked_by_name():
 
 
 def test_an_adapter_sees_nothing_of_our_environment_but_two_packages(tmp_path):
-    from services.worker.engines.environments import EngineEnvironmentError, python_of, search_path
+    from shared.runtime.engine_environments import EngineEnvironmentError, python_of, search_path
 
     path = search_path(tmp_path)
     assert sorted(os.listdir(path)) == ["services", "shared"]

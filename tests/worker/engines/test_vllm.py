@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from services.worker.engines.environments import EngineEnvironmentError, python_of
 from services.worker.engines.hosted import HostedEngine
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.starting import hosted_vllm
 from shared.engines.capabilities import Capability
 from shared.engines.messages import OFFLINE_PRIORITY, ClearCache, Generate, Step
 from shared.messages.requests import SamplingParams, pack_tokens
+from shared.runtime.engine_environments import EngineEnvironmentError, python_of
 from tests.worker.engines.hosted_stack import VICTIMS, hosted_stack, num_moved_in, streams, struck
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from services.worker.engines.environments import python_of, search_path
 from services.worker.engines.hosted import HostedEngine
 from services.worker.engines.vllm.spec import HostedSpec
+from shared.runtime.engine_environments import python_of, search_path
 
 ADAPTER = "services.worker.engines.vllm.adapter"
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")

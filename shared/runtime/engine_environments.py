@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = Path(__file__).resolve().parents[3]
+PACKAGES = Path(__file__).resolve().parents[2]
 """Folder of `shared` and `services`."""
 DONE = "installed"
 """File in an environment's folder: what is installed in it."""
