@@ -140,6 +140,7 @@ class Held:
             ttft_s=self.request.ttft_objective_s,
             tpot_s=self.request.tpot_objective_s,
             salt=self.request.prefix_salt,
+            adapter=self.request.adapter,
             slots=self.slots,
             num_computed=self.num_computed,
         )

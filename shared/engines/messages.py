@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.messages.requests import ErrorInfo, FinishReason, SamplingParams, TokenLogprob
+from shared.messages.requests import Adapter, ErrorInfo, FinishReason, SamplingParams, TokenLogprob
 
 
 class EngineFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -34,6 +34,8 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Path of the staging memory, for as long as the engine's process lives: `num_slots` blocks, through which KV comes and
     goes. Empty: KV does not move."""
     num_slots: int = 0
+    max_adapters: int = 0
+    """LoRA adapters that it keeps; 0: it takes none."""
     layout: str = ""
     """What engines have in common whose KV blocks are alike, byte by byte."""
 
@@ -57,6 +59,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     tpot_s: float = 0.0
     salt: str = ""
     """Only sequences of the same share cached prefixes."""
+    adapter: Adapter | None = None
+    """LoRA adapter that it is computed with; None: the model's own weights."""
     slots: tuple[int, ...] = ()
     """Slots of the staging memory with the KV of the prompt's first tokens. `Imported` says that they were read."""
     num_computed: int = 0

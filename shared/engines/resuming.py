@@ -62,6 +62,9 @@ class Resumption:
     @property
     def sampling(self) -> SamplingParams:
         sampling, num_fed = self._request.sampling, self.num_fed
+        if self._request.prior and sampling.prompt_logprobs >= 0:
+            # They went out with the first token.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
         if not num_fed:
             return sampling
         return msgspec.structs.replace(

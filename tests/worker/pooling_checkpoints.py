@@ -61,8 +61,10 @@ CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any, list[str], dict[str, An
 }  # fmt: skip
 
 
-def write_pooling_checkpoint(folder: Path, name: str, seed: int = 0) -> Path:
+def write_pooling_checkpoint(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
+    """`changes`: of the model's configuration."""
     kind, config, modules, more = CHECKPOINTS[name]
+    config = type(config).from_dict(config.to_dict() | changes)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     model = kind(config).float().eval()

@@ -109,6 +109,8 @@ class EngineInstance:
         self._engine = engine
         self._book: Book | None = None
         """None: the engine does not serve yet."""
+        self._adapters: tuple[str, ...] = ()
+        """LoRA adapters that requests were begun with, the last used one last, no more than the engine keeps."""
         self._error = ""
         self._is_final = False
         """Whether loading again would fail again, for what `_error` says."""
@@ -395,6 +397,8 @@ class EngineInstance:
         now = self._bus.now()
         self._engine.send(effects.commands)
         for held in effects.begun:
+            if held.request.adapter is not None:
+                self._note_adapter(held.request.adapter.name)
             self._tell(held, EventKind.GOES_ON if held.request.prior else EventKind.FIRST_TOKEN)
         for held in effects.diverged:
             self._diverged.labels(self._id).inc()
@@ -418,6 +422,14 @@ class EngineInstance:
             )
             self._events.add(request.gateway_id, event)
             self._reporter.touch()
+
+    def _note_adapter(self, name: str) -> None:
+        """The engine has it loaded, as the last used one."""
+        known = list(self._adapters)
+        assert self._book is not None
+        self._adapters = (*[one for one in known if one != name], name)[-max(1, self._book.facts.max_adapters) :]
+        if set(known) != set(self._adapters):
+            self.touch()
 
     def _tell(self, held: Held, kind: EventKind) -> None:
         request = held.request
@@ -493,4 +505,5 @@ class EngineInstance:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             cost_model=str(CostSource.LIVE if book.costs.is_known else CostSource.NONE),
+            adapters=self._adapters,
         )

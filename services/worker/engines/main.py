@@ -17,6 +17,8 @@ from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.starting import hosted_vllm
 from shared.bus.nats_bus import NatsBus
 from shared.messages.cluster import InstancePlan, ModelSpec
+from shared.models import checkpoint
+from shared.models.pooling import Pooling
 from shared.runtime.engine_environments import EngineEnvironmentError
 from shared.runtime.service import unless_stopped
 from shared.runtime.settings import InstanceSettings, SettingsError
@@ -58,11 +60,20 @@ def make_engine(spec: ModelSpec, settings: InstanceSettings) -> ForeignEngine:
         tpot_s=(spec.tpot_ms or settings.tpot_ms) / 1000,
         moves=settings.migration != "off",
         interrupts=settings.interruption == "discard",
+        pooling=pooling_of(spec.source),
     )
     try:
         return hosted_vllm(hosted, settings.device)
     except EngineEnvironmentError as error:
         raise SettingsError(str(error)) from None
+
+
+def pooling_of(source: str) -> Pooling | None:
+    """Blocking. None: it generates text, or its engine says what is wrong with it."""
+    try:
+        return checkpoint.describe(checkpoint.resolve(source)).pooling
+    except checkpoint.CheckpointError:
+        return None
 
 
 async def serve(

@@ -7,13 +7,16 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from services.worker.engines.frames import FrameReader, FrameWriter
 from services.worker.engines.vllm import adapter
 from services.worker.engines.vllm.adapter import Adapter
+from services.worker.engines.vllm.adapters import mask
 from services.worker.engines.vllm.interrupting import NUMBER_BYTES, ArrivalNumber
 from shared.engines.messages import (
     OFFLINE_PRIORITY,
@@ -27,7 +30,8 @@ from shared.engines.messages import (
     TakenOut,
     TakeOut,
 )
-from shared.messages.requests import FinishReason, SamplingParams
+from shared.messages.requests import Adapter as LoraAdapter
+from shared.messages.requests import ErrorCode, FinishReason, SamplingParams
 
 
 class FailingClient:
@@ -49,13 +53,13 @@ class FailingClient:
 
 @asynccontextmanager
 async def running(
-    client: FailingClient, arrivals: ArrivalNumber | None = None
+    client: FailingClient, arrivals: ArrivalNumber | None = None, max_adapters: int = 0
 ) -> AsyncIterator[tuple[FrameWriter, FrameReader[Report]]]:
     """An adapter; its other end."""
     ends = [await asyncio.open_connection(sock=one) for one in socket.socketpair()]
     (reader, writer), (others_reader, others_writer) = ends
     reading: FrameReader[Command] = FrameReader(others_reader, Command)  # type: ignore[arg-type]
-    made = Adapter(client, 100, reading, FrameWriter(others_writer), arrivals)
+    made = Adapter(client, 100, reading, FrameWriter(others_writer), arrivals, max_adapters=max_adapters)
     task = asyncio.create_task(made.run())
     try:
         yield FrameWriter(writer), FrameReader(reader, Report)  # type: ignore[arg-type]
@@ -78,7 +82,7 @@ async def test_a_failed_copy_is_answered_and_the_sequence_leaves_the_engine(capf
 
 
 async def test_slots_of_a_refused_request_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(message: Generate, max_model_len: int, number: int) -> Any:
+    def refuse(message: Generate, max_model_len: int, number: int, pooling: object) -> Any:
         raise ValueError("no such parameter")
 
     monkeypatch.setattr(adapter, "core_request", refuse)
@@ -103,7 +107,7 @@ async def test_an_online_request_interrupts_once_it_is_sent(monkeypatch: pytest.
         async def add_request_async(self, request: tuple[str, int]) -> None:
             sent.append((*request, arrivals.get()))
 
-    monkeypatch.setattr(adapter, "core_request", lambda message, _most, number: (message.key, number))
+    monkeypatch.setattr(adapter, "core_request", lambda message, _most, number, _pooling: (message.key, number))
     async with running(Client(), arrivals) as (commands, _):
         for key, priority in (("a", 0), ("b", OFFLINE_PRIORITY), ("c", -1), ("d", 0)):
             sampling = SamplingParams(max_tokens=5)
@@ -111,3 +115,57 @@ async def test_an_online_request_interrupts_once_it_is_sent(monkeypatch: pytest.
         while len(sent) < 4 or arrivals.get() < 3:
             await asyncio.sleep(0.01)
     assert sent == [("a", 1, 0), ("b", 0, 1), ("c", 2, 1), ("d", 3, 2)]
+
+
+async def test_a_lora_adapter_is_loaded_before_a_request_needs_it_and_again_when_others_took_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[str] = []
+    sent: list[str] = []
+
+    class Client(FailingClient):
+        async def add_lora_async(self, adapter: LoraAdapter) -> None:
+            if adapter.source == "broken":
+                wrong = "rank 64 is greater than max_lora_rank 16."
+                raise RuntimeError(
+                    f"Call failed: Worker failed with error '{wrong}', please check the stack trace above"
+                )
+            loaded.append(adapter.name)
+
+        async def add_request_async(self, key: str) -> None:
+            sent.append(key)
+
+    monkeypatch.setattr(adapter, "core_request", lambda message, *_: message.key)
+    monkeypatch.setattr(adapter, "lora_request", lambda adapter: adapter)
+    async with running(Client(), max_adapters=2) as (commands, reports):
+        for number, name in enumerate(["a", "b", "a", "broken", "c", "a", "b"]):
+            lora = LoraAdapter(name, "1", name)
+            sampling = SamplingParams(max_tokens=5)
+            commands.write(Generate(key=f"r{number}", prompt=b"0000", sampling=sampling, priority=0, adapter=lora))
+        step = await reports.read()
+        while len(sent) < 6:
+            await asyncio.sleep(0.01)
+    assert isinstance(step, Step)
+    (refused,) = step.progress
+    assert refused.key == "r3" and refused.error is not None and refused.error.code is ErrorCode.BAD_REQUEST
+    assert refused.error.message.endswith("'broken' cannot be loaded: rank 64 is greater than max_lora_rank 16.")
+    assert sent == ["r0", "r1", "r2", "r4", "r5", "r6"]
+    assert loaded == ["a", "b", "c", "b"], "a was used since b was, so c took the place of b"
+
+
+def test_rows_without_a_lora_adapter_get_nothing_of_the_others() -> None:
+    module = ModuleType("punica_cpu")
+
+    def shrink(inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, indices: torch.Tensor) -> None:
+        output[:] = inputs * weights[indices]
+
+    module.bgmv_shrink = shrink  # type: ignore[attr-defined]
+    module.sgmv_shrink = lambda inputs, weights, output, _starts, lengths, indices: shrink(  # type: ignore[attr-defined]
+        inputs, weights, output, indices.repeat_interleave(lengths)
+    )
+    mask(module)
+    weights, indices, lengths = torch.tensor([[2.0], [3.0]]), torch.tensor([0, -1, 1]), torch.tensor([2, 1, 1])
+    by_row, by_token = torch.full((3, 1), 9.0), torch.full((4, 1), 9.0)
+    module.bgmv_shrink(torch.ones(3, 1), weights, by_row, indices)
+    module.sgmv_shrink(torch.ones(4, 1), weights, by_token, torch.tensor([0, 2, 3]), lengths, indices)
+    assert by_row.tolist() == [[2.0], [0.0], [3.0]] and by_token.tolist() == [[2.0], [2.0], [0.0], [3.0]]

@@ -11,18 +11,36 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from services.worker.engines.hosted import HostedEngine
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.starting import hosted_vllm
 from shared.engines.capabilities import Capability
 from shared.engines.messages import OFFLINE_PRIORITY, ClearCache, Generate, Step
-from shared.messages.requests import SamplingParams, pack_tokens
+from shared.messages.requests import (
+    Pooled,
+    SamplingParams,
+    TokenLogprob,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+    unpack_vector,
+)
+from shared.models.checkpoint import describe
 from shared.runtime.engine_environments import EngineEnvironmentError, python_of
+from tests.e2e.checkpoints import make_llama
+from tests.worker.adapters import merged, write_adapter
 from tests.worker.engines.hosted_stack import VICTIMS, hosted_stack, num_moved_in, streams, struck
+from tests.worker.pooling_checkpoints import write_pooling_checkpoint
+from tests.worker.test_pooling import expected as expected_vector
+from tests.worker.test_pooling import text_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -63,10 +81,120 @@ async def test_a_schema_is_followed_and_what_is_lacking_is_refused_by_name(url: 
         structured = {**body, "structured_outputs": {"json": schema}}
         answer = (await http.post(f"{url}/v1/completions", json=structured)).json()
         assert answer["choices"][0]["text"] in ('{"yes": true}', '{"yes": false}', '{"yes":true}', '{"yes":false}')
-        refused = await http.post(f"{url}/v1/completions", json={**body, "prompt_logprobs": 1})
+        scored = (await http.post(f"{url}/v1/completions", json={**body, "prompt_logprobs": 1})).json()
+        told = scored["choices"][0]["prompt_logprobs"]
+        assert told[0] is None and len(told) == scored["usage"]["prompt_tokens"]
+        refused = await http.post(f"{url}/v1/embeddings", json={"model": "demo", "input": "x"})
         assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "prompt_logprobs"
-        assert "lacks prompt_logprobs" in refused.json()["error"]["message"]
+
+
+def hosted(source: Path, *arguments: str, **fields: Any) -> HostedEngine:
+    arguments = ("--enforce-eager", "--max-num-batched-tokens", "256", "--block-size", "32", *arguments)
+    spec = HostedSpec(source=str(source), dtype="float32", pool_bytes=64 << 20, engine_args=arguments, **fields)
+    return hosted_vllm(spec, "cpu")
+
+
+async def results(engine: HostedEngine, sent: list[Generate]) -> dict[str, tuple[list[int], list[TokenLogprob], str]]:
+    """Tokens, log-probabilities and the error's message, by key."""
+    engine.send(sent)
+    found: dict[str, tuple[list[int], list[TokenLogprob], str]] = {one.key: ([], [], "") for one in sent}
+    left = set(found)
+    while left:
+        step = await engine.next_step()
+        for one in step.progress if isinstance(step, Step) else ():
+            tokens, logprobs, _ = found[one.key]
+            message = "" if one.error is None else one.error.message
+            found[one.key] = ([*tokens, *unpack_tokens(one.tokens)], [*logprobs, *one.logprobs], message)
+            if one.finish_reason is not None:
+                left.discard(one.key)
+    return found
+
+
+@torch.inference_mode()
+def generated(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy output, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+PROMPT = [5, 9, 40, 11, 60, 7, 21] * 6
+
+
+async def test_scores_of_prompts_are_those_of_transformers(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "base", hidden=128)
+    engine = hosted(path)
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logprobs=0, prompt_logprobs=2)
+    try:
+        facts = await engine.start()
+        assert Capability.PROMPT_LOGPROBS not in facts.lacks
+        sent = [
+            Generate(key=key, prompt=pack_tokens(PROMPT), sampling=sampling, priority=0) for key in ("first", "again")
+        ]
+        found = await results(engine, sent)
+    finally:
+        await engine.stop()
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(torch.tensor([PROMPT])).logits
+    scores = logits[0, :-1].log_softmax(-1)
+    expected = scores.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
+    for tokens, logprobs, _ in found.values():
+        told = unpack_logprobs(logprobs[0].prompt, 2)
+        assert tokens == generated(path, PROMPT, 3) and not any(one.prompt for one in logprobs[1:])
+        assert [one.logprob for one in told] == pytest.approx(expected, abs=1e-4)
+        assert [list(one.top_ids) for one in told] == scores.topk(2, -1).indices.tolist()
+
+
+async def test_outputs_with_adapters_are_those_of_merged_weights(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", hidden=128)
+    adapters = [write_adapter(tmp_path / name, base, rank=rank, seed=rank) for name, rank in (("one", 4), ("two", 8))]
+    wide = write_adapter(tmp_path / "wide", base, rank=64)
+    engine = hosted(base, "--enable-lora", "--max-lora-rank", "16", "--max-loras", "1", "--max-cpu-loras", "2")
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    try:
+        facts = await engine.start()
+        assert Capability.ADAPTERS not in facts.lacks and facts.max_adapters == 2
+        keys = {"base": None, "one": adapters[0], "wide": wide, "two": adapters[1], "one again": adapters[0]}
+        sent = [
+            Generate(key=key, prompt=pack_tokens(PROMPT), sampling=sampling, priority=0, adapter=adapter)
+            for key, adapter in keys.items()
+        ]
+        found = await results(engine, sent)
+    finally:
+        await engine.stop()
+    assert "'wide' cannot be loaded" in found["wide"][2]
+    paths = {
+        "base": base,
+        **{one.name: merged(tmp_path / f"{one.name}-merged", base, one) for one in adapters},
+    }
+    for key, path in (*paths.items(), ("one again", paths["one"])):
+        assert found[key][0] == generated(path, PROMPT, 12), key
+
+
+@pytest.mark.parametrize("name", ["qwen3-last", "mistral-mean"])
+async def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    path = write_pooling_checkpoint(tmp_path / name, name, head_dim=32)
+    engine = hosted(path, pooling=describe(path).pooling)
+    texts = [text_of(length, length) for length in (3, 33, 60)]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, pooled=Pooled())
+    try:
+        facts = await engine.start()
+        assert Capability.POOLING not in facts.lacks and facts.max_model_len == describe(path).max_model_len
+        sent = [
+            Generate(key=str(number), prompt=pack_tokens(text), sampling=sampling, priority=0)
+            for number, text in enumerate(texts)
+        ]
+        found = await results(engine, sent)
+    finally:
+        await engine.stop()
+    for number, text in enumerate(texts):
+        tokens, (told,), message = found[str(number)]
+        assert len(tokens) == 1 and not message
+        torch.testing.assert_close(
+            torch.tensor(unpack_vector(told.prompt)), expected_vector(path, name, text), atol=2e-5, rtol=1e-4
+        )
 
 
 async def test_interrupted_steps_change_no_output() -> None:

@@ -7,10 +7,13 @@ It ends when the socket does.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import socket
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -20,7 +23,7 @@ from services.worker.engines.hosted import SOCKET
 from services.worker.engines.vllm.api_points import CLIENT, KNOWN_VERSIONS, SCHEDULER, missing
 from services.worker.engines.vllm.interrupting import ArrivalNumber
 from services.worker.engines.vllm.spec import HostedSpec
-from services.worker.engines.vllm.translate import core_request, progress_of
+from services.worker.engines.vllm.translate import core_request, lora_request, progress_of
 from shared.engines.capabilities import Capability
 from shared.engines.messages import (
     OFFLINE_PRIORITY,
@@ -39,26 +42,28 @@ from shared.engines.messages import (
     TakenOut,
     TakeOut,
 )
-from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, SamplingParams, pack_tokens
+from shared.messages.requests import Adapter as LoraAdapter
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, Pooled, SamplingParams, pack_tokens
+from shared.models.pooling import Pooling
 
 PACKAGE = "services.worker.engines.vllm.scheduler"
 SCHEDULERS = (f"{PACKAGE}.HarvestingScheduler", f"{PACKAGE}.HarvestingAsyncScheduler")
 STATS = "tideway"
 ALWAYS_LACKS = (
-    Capability.ADAPTERS,
-    Capability.PROMPT_LOGPROBS,
-    Capability.POOLING,
     Capability.SEVERAL_MODELS,
     Capability.SEED_RESUME,
     Capability.PENALTY_RESUME,
 )
 STOCK_LACKS = (Capability.PREEMPTS, Capability.BUDGETS, Capability.GRAMMAR_RESUME)
 WORKER_EXTENSION = "services.worker.engines.vllm.extensions.Worker"
+POOLING_TYPES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 STAGING_SHARE = 0.125
 """Size of the staging memory, as a share of the KV pool."""
 MIN_SLOTS, MAX_STAGING_BYTES = 16, 1 << 30
 
 
+WORKERS_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
+"""vLLM's words around what an operator wants to read."""
 WARM_UP_PROMPT, WARM_UP_TOKENS = 24, 3
 
 
@@ -97,7 +102,23 @@ def make_config(spec: HostedSpec) -> tuple[Any, tuple[str, ...], list[str]]:
         config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
         if not config.parallel_config.worker_extension_cls:
             config.parallel_config.worker_extension_cls = WORKER_EXTENSION
-    return config, (*ALWAYS_LACKS, *(STOCK_LACKS if is_stock else ())), notes
+    lacks = [*ALWAYS_LACKS, *(STOCK_LACKS if is_stock else ())]
+    if config.lora_config is None:
+        lacks.append(Capability.ADAPTERS)
+        notes.append("requests with LoRA adapters are refused: --enable-lora is not among the engine's arguments")
+    elif config.parallel_config.worker_extension_cls != WORKER_EXTENSION and config.device_config.device_type == "cpu":
+        lacks += [Capability.ADAPTERS, Capability.PROMPT_LOGPROBS]
+        notes.append("requests with LoRA adapters are refused: on a CPU, this vLLM computes others beside them wrongly")
+    else:
+        # With adapters, vLLM 0.32 fails in a step that scores a prompt's tokens.
+        lacks.append(Capability.PROMPT_LOGPROBS)
+    lacks += [Capability.PROMPT_LOGPROBS, Capability.GRAMMARS] if embeds(spec) else [Capability.POOLING]
+    return config, tuple(dict.fromkeys(lacks)), notes
+
+
+def embeds(spec: HostedSpec) -> bool:
+    """Whether the engine makes vectors of texts. A reranking model is hosted as one that generates text."""
+    return spec.pooling is not None and spec.pooling.task == "embed"
 
 
 def _defaults(spec: HostedSpec) -> list[str]:
@@ -110,6 +131,9 @@ def _defaults(spec: HostedSpec) -> list[str]:
     given = {one.split("=")[0].replace("_", "-") for one in spec.engine_args}
     if spec.pool_bytes and not given & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:
         found += ["--kv-cache-memory-bytes", str(spec.pool_bytes)]
+    if spec.pooling is not None and embeds(spec) and not given & {"--runner", "--pooler-config"}:
+        pooler = {"pooling_type": POOLING_TYPES[spec.pooling.mode], "use_activation": spec.pooling.is_normalized}
+        found += ["--runner", "pooling", "--pooler-config", json.dumps(pooler)]
     if "--structured-outputs-config" not in given:
         found += ["--structured-outputs-config", '{"backend": "guidance"}']
     return found
@@ -123,10 +147,18 @@ class Adapter:
         reader: FrameReader[Command],
         writer: FrameWriter,
         arrivals: ArrivalNumber | None = None,
+        *,
+        pooling: Pooling | None = None,
+        max_adapters: int = 0,
     ) -> None:
-        """`arrivals`: interrupts steps of offline work; None: they are not interrupted."""
+        """`arrivals`: interrupts steps of offline work; None: they are not interrupted. `pooling`: of the model, where it
+        makes vectors. `max_adapters`: those that the engine keeps."""
         self._client = client
         self._arrivals = arrivals
+        self._pooling = pooling
+        self._max_adapters = max_adapters
+        self._adapters: OrderedDict[LoraAdapter, None] = OrderedDict()
+        """Adapters that the engine has loaded, the last used one last."""
         self._num_online = 0
         """Online requests that were sent."""
         self._max_model_len = max_model_len
@@ -164,7 +196,10 @@ class Adapter:
         is_online = message.priority < OFFLINE_PRIORITY
         self._num_online += is_online
         try:
-            request = core_request(message, self._max_model_len, self._num_online if is_online else 0)
+            if message.adapter is not None:
+                await self._load(message.adapter)
+            number = self._num_online if is_online else 0
+            request = core_request(message, self._max_model_len, number, self._pooling)
         except ValueError as error:
             refused = ErrorInfo(ErrorCode.BAD_REQUEST, f"vLLM does not take the request: {error}")
             ended = Progress(key=message.key, finish_reason=FinishReason.ERROR, error=refused)
@@ -178,6 +213,21 @@ class Adapter:
             self._arrivals.set(self._num_online)
         if message.slots:
             await self._call(message, "tideway_wait")
+
+    async def _load(self, adapter: LoraAdapter) -> None:
+        """Has the engine load an adapter before a request needs it: where a step fails to, the engine ends. Raises
+        `ValueError`."""
+        if adapter not in self._adapters:
+            try:
+                await self._client.add_lora_async(lora_request(adapter))
+            except Exception as error:  # whatever vLLM makes of an error in its process
+                told = WORKERS_ERROR.search(str(error))
+                why = told[1] if told else str(error)
+                raise ValueError(f"the adapter {adapter.name!r} cannot be loaded: {why}") from None
+            self._adapters[adapter] = None
+            if len(self._adapters) > self._max_adapters:
+                self._adapters.popitem(last=False)
+        self._adapters.move_to_end(adapter)
 
     async def _call(self, command: Generate | Export | TakeOut, method: str, *arguments: Any) -> None:
         """Has the engine carry something out between two steps. Returns when it was sent, before it was answered."""
@@ -252,9 +302,13 @@ async def main(spec: HostedSpec) -> None:
     try:
         facts = await _open_staging(client, facts, spec)
         facts, arrivals = await _watch(client, facts, spec)
-        await _warm_up(client, facts)
+        pooling = spec.pooling if embeds(spec) else None
+        await _warm_up(client, facts, pooling)
         writer.write(Ready(facts))
-        await Adapter(client, facts.max_model_len, reader, writer, arrivals).run()
+        adapter = Adapter(
+            client, facts.max_model_len, reader, writer, arrivals, pooling=pooling, max_adapters=facts.max_adapters
+        )
+        await adapter.run()
     except Exception as error:
         writer.write(Failed(f"{type(error).__name__}: {error}"[:2000]))
         await writer.drain()
@@ -266,6 +320,8 @@ async def main(spec: HostedSpec) -> None:
 async def _open_staging(client: Any, facts: EngineFacts, spec: HostedSpec) -> EngineFacts:
     """Returns the facts with the staging memory, or with `KV_MOVES` among what the engine lacks, and why."""
     why = "" if spec.moves else "the settings say so"
+    if embeds(spec):
+        why = "they end with their prompts"
     if Capability.GRAMMAR_RESUME in facts.lacks:
         why = "the stock scheduler runs"
     if not why:
@@ -296,12 +352,13 @@ async def _watch(client: Any, facts: EngineFacts, spec: HostedSpec) -> tuple[Eng
     return msgspec.structs.replace(facts, lacks=(*facts.lacks, Capability.INTERRUPTS), notes=(*facts.notes, note)), None
 
 
-async def _warm_up(client: Any, facts: EngineFacts) -> None:
+async def _warm_up(client: Any, facts: EngineFacts, pooling: Pooling | None) -> None:
     """Computes a prompt and a token: vLLM compiles kernels in its first steps, which may take a minute."""
-    sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0)
+    pooled = None if pooling is None else Pooled()
+    sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, pooled=pooled)
     prompt = pack_tokens([0] * min(WARM_UP_PROMPT, facts.max_model_len - WARM_UP_TOKENS))
     request = Generate(key="warm-up", prompt=prompt, sampling=sampling, priority=0)
-    await client.add_request_async(core_request(request, facts.max_model_len))
+    await client.add_request_async(core_request(request, facts.max_model_len, pooling=pooling))
     while not any(output.finish_reason is not None for output in (await client.get_output_async()).outputs):
         pass
 
@@ -322,7 +379,8 @@ async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts]:
     return client, EngineFacts(
         version=version("vllm"),
         lacks=lacks,
-        max_model_len=config.model_config.max_model_len,
+        # A pooled prompt counts with the one token behind it, which is never computed.
+        max_model_len=config.model_config.max_model_len + embeds(spec),
         block_size=cache.block_size,
         num_blocks=num_blocks,
         block_bytes=(cache.kv_cache_memory_bytes or spec.pool_bytes) // max(1, num_blocks),
@@ -330,6 +388,7 @@ async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts]:
         max_step_tokens=scheduling.max_num_batched_tokens,
         pid=processes[0].pid if processes else 0,
         notes=tuple(notes),
+        max_adapters=0 if config.lora_config is None else config.lora_config.max_cpu_loras,
     )
 
 

@@ -33,13 +33,21 @@ CLIENT = (
     Point("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", ("request",)),
     Point("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", ("request_ids",)),
     Point("vllm.v1.engine.core_client", "AsyncMPClient.reset_prefix_cache_async"),
+    Point("vllm.v1.engine.core_client", "AsyncMPClient.add_lora_async", ("lora_request",)),
+    Point("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
     Point(
         "vllm.v1.engine", "EngineCoreRequest",
-        ("request_id", "prompt_token_ids", "sampling_params", "arrival_time", "cache_salt", "priority"),
+        (
+            "request_id", "prompt_token_ids", "sampling_params", "pooling_params", "arrival_time", "lora_request",
+            "cache_salt", "priority",
+        ),
     ),
     Point(
         "vllm.v1.engine", "EngineCoreOutput",
-        ("request_id", "new_token_ids", "new_logprobs", "finish_reason", "events", "prefill_stats"),
+        (
+            "request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors", "pooling_output", "finish_reason",
+            "events", "prefill_stats",
+        ),
     ),
     Point("vllm.v1.executor", "Executor.get_class"),
 )  # fmt: skip

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.worker.engines.vllm.adapters import leave_others_alone
 from services.worker.engines.vllm.interrupting import InterruptibleWorker, watch_steps
 from services.worker.engines.vllm.parents import die_with_parent
 from services.worker.engines.vllm.staging import Staging, StagingWorker
 
 die_with_parent()
+leave_others_alone()
 
 
 class Worker(StagingWorker, InterruptibleWorker):

@@ -234,7 +234,7 @@ class _Harvesting:
 
 def _told(request: Any) -> dict[str, Any]:
     params = request.sampling_params
-    extra = params.extra_args if params is not None else None
+    extra = params.extra_args if params is not None else request.pooling_params.extra_kwargs
     found: dict[str, Any] = (extra or {}).get("tideway", {})
     return found
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.models.pooling import Pooling
+
 
 class HostedSpec(msgspec.Struct, frozen=True, kw_only=True):
     source: str
@@ -22,5 +24,7 @@ class HostedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """tideway | stock"""
     moves: bool = True
     """Whether requests move to other instances with their KV, where this vLLM lets them."""
+    pooling: Pooling | None = None
+    """What the model's hidden states are made into; None: it generates text."""
     interrupts: bool = False
     """Whether steps of offline work are given up for online requests, where this vLLM lets them."""

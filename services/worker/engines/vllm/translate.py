@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
+from hashlib import blake2b
+from struct import Struct
 from typing import Any
+
+import msgspec
 
 from shared.engines.messages import Generate, Progress
 from shared.messages.requests import (
+    UNKNOWN_LOGPROB,
+    Adapter,
     ErrorCode,
     ErrorInfo,
     FinishReason,
@@ -15,15 +22,16 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
+from shared.models.pooling import Pooling
 
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 PREEMPTED = 3
 """`EngineCoreEventType.PREEMPTED`."""
 
 
-def core_request(message: Generate, max_model_len: int, number: int = 0) -> Any:
-    """A vLLM `EngineCoreRequest`. `number`: of an online request, greater than those before. Raises `ValueError` for what
-    vLLM does not take."""
+def core_request(message: Generate, max_model_len: int, number: int = 0, pooling: Pooling | None = None) -> Any:
+    """A vLLM `EngineCoreRequest`. `number`: of an online request, greater than those before. `pooling`: of the model. Raises
+    `ValueError` for what vLLM does not take."""
     from vllm.v1.engine import EngineCoreRequest
 
     tokens = unpack_tokens(message.prompt)
@@ -31,13 +39,48 @@ def core_request(message: Generate, max_model_len: int, number: int = 0) -> Any:
         request_id=message.key,
         prompt_token_ids=tokens,
         mm_features=None,
-        sampling_params=_sampling(message, max_model_len - len(tokens), number),
-        pooling_params=None,
+        sampling_params=None if pooling is not None else _sampling(message, max_model_len - len(tokens), number),
+        pooling_params=_pooling(message, number, pooling) if pooling is not None else None,
         arrival_time=time.time() - message.waited_s,
-        lora_request=None,
+        lora_request=None if message.adapter is None else lora_request(message.adapter),
         cache_salt=message.salt or None,
         data_parallel_rank=None,
         priority=message.priority,
+    )
+
+
+def lora_request(adapter: Adapter) -> Any:
+    """vLLM's `LoRARequest`. Its name has the version, by which vLLM keeps cached prefixes apart."""
+    from vllm.lora.request import LoRARequest
+
+    name = f"{adapter.name} {adapter.version}"
+    number = int.from_bytes(blake2b(name.encode(), digest_size=4).digest()) // 2 + 1
+    return LoRARequest(name, number, adapter.source)
+
+
+def _told(message: Generate, number: int) -> dict[str, Any] | None:
+    """What Tideway's scheduler in vLLM reads of a request."""
+    told = {
+        "number": number,
+        "ttft_s": message.ttft_s,
+        "tpot_s": message.tpot_s,
+        "num_fed": message.num_fed if message.sampling.grammar else 0,
+        "slots": list(message.slots),
+        "num_computed": message.num_computed,
+    }
+    return {"tideway": told} if any(told.values()) else None
+
+
+def _pooling(message: Generate, number: int, pooling: Pooling) -> Any:
+    from vllm import PoolingParams
+
+    pooled = message.sampling.pooled
+    return PoolingParams(
+        task="embed",
+        dimensions=(pooled and pooled.num_dimensions) or None,
+        use_activation=pooling.is_normalized,
+        skip_reading_prefix_cache=pooling.is_whole,
+        extra_kwargs=_told(message, number),
     )
 
 
@@ -45,14 +88,6 @@ def _sampling(message: Generate, room: int, number: int) -> Any:
     import vllm
 
     sampling = message.sampling
-    told = {
-        "number": number,
-        "ttft_s": message.ttft_s,
-        "tpot_s": message.tpot_s,
-        "num_fed": message.num_fed if sampling.grammar else 0,
-        "slots": list(message.slots),
-        "num_computed": message.num_computed,
-    }
     return vllm.SamplingParams(
         max_tokens=min(sampling.max_tokens, room),
         min_tokens=min(sampling.min_tokens, room),
@@ -67,10 +102,11 @@ def _sampling(message: Generate, room: int, number: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # those that end it are among the stop tokens
         logprobs=sampling.logprobs if sampling.logprobs >= 0 else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.prompt_logprobs >= 0 else None,
         logit_bias=dict(sampling.logit_bias) or None,
         detokenize=False,
         structured_outputs=_grammar(sampling.grammar) if sampling.grammar else None,
-        extra_args={"tideway": told} if any(told.values()) else None,
+        extra_args=_told(message, number),
     )
 
 
@@ -94,7 +130,7 @@ def _grammar(text: str) -> Any:
 
 def progress_of(output: Any, num_top: int) -> Progress:
     """Progress of a request, from an `EngineCoreOutput`. `num_top`: alternatives that were asked for; below 0: no
-    log-probabilities."""
+    log-probabilities. What was pooled comes beside a token that means nothing."""
     reason, error = None, None
     if output.finish_reason is not None:
         reason = REASONS.get(str(output.finish_reason))
@@ -102,10 +138,19 @@ def progress_of(output: Any, num_top: int) -> Progress:
             reason = FinishReason.ERROR
             error = ErrorInfo(ErrorCode.GONE, f"vLLM ended the request: {output.finish_reason}")
     stats = output.prefill_stats
+    tokens = list(output.new_token_ids)
+    logprobs = _logprobs(output.new_logprobs, num_top) if num_top >= 0 and output.new_logprobs is not None else ()
+    if output.new_prompt_logprobs_tensors is not None and logprobs:
+        prompt = _packed_prompt(output.new_prompt_logprobs_tensors)
+        logprobs = (msgspec.structs.replace(logprobs[0], prompt=prompt), *logprobs[1:])
+    if output.pooling_output is not None:
+        vector = array("f", output.pooling_output.float().tolist()).tobytes()
+        tokens, logprobs = [0], (msgspec.structs.replace(UNKNOWN_LOGPROB, prompt=vector),)
+        reason = reason and FinishReason.LENGTH
     return Progress(
         key=output.request_id,
-        tokens=pack_tokens(list(output.new_token_ids)),
-        logprobs=_logprobs(output.new_logprobs, num_top) if num_top >= 0 and output.new_logprobs is not None else (),
+        tokens=pack_tokens(tokens),
+        logprobs=logprobs,
         finish_reason=reason,
         error=error,
         num_cached=0 if stats is None else stats.num_cached_tokens,
@@ -125,3 +170,17 @@ def _logprobs(lists: Any, num_top: int) -> tuple[TokenLogprob, ...]:
         )
         for ids, values, rank in rows
     )
+
+
+def _packed_prompt(tensors: Any) -> bytes:
+    """What `unpack_logprobs` reads, of a prompt's tokens from the second on: of each vLLM has the token itself first, then
+    the most likely ones."""
+    rows = zip(
+        tensors.logprob_token_ids.tolist(),
+        tensors.logprobs.tolist(),
+        tensors.selected_token_ranks.tolist(),
+        strict=True,
+    )
+    num_top = tensors.logprobs.shape[1] - 1
+    row = Struct(f"=fi{num_top}i{num_top}f")
+    return b"".join(row.pack(values[0], rank, *ids[1:], *values[1:]) for ids, values, rank in rows)
