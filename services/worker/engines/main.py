@@ -59,7 +59,7 @@ def make_engine(spec: ModelSpec, settings: InstanceSettings) -> ForeignEngine:
         ttft_s=(spec.ttft_ms or settings.ttft_ms) / 1000,
         tpot_s=(spec.tpot_ms or settings.tpot_ms) / 1000,
         moves=settings.migration != "off",
-        interrupts=settings.interruption == "discard",
+        interrupts=settings.interruption != "off",
         pooling=pooling_of(spec.source),
     )
     try:
