@@ -16,7 +16,7 @@ BENCHES ?= planning dispatching stack gateway steps
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test chart promtool test-emulated test-fast test-long test-engines check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
+.PHONY: help up down status test test-host compiled chart promtool test-emulated test-fast test-long test-engines check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
 	bench-placement soak lock sbom wheel bench-unified bench-peers gpu gpu-wheels clean install development
 
@@ -66,15 +66,23 @@ up:
 down status:
 	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
 
-# Tests wait for as long as they compute. Those of tests/e2e, live stacks of many processes, stay together on one of the four.
 test: development
-	$(BIN)/python -m pytest -n 4 -p no:schemathesis -m "not gpu and not container and not long" $(ARGS)
+	@$(MAKE) --no-print-directory test-host
 	@$(if $(ARGS),true,$(MAKE) --no-print-directory test-emulated)
 
-# What is marked gpu, on a CUDA device that is emulated.
+# Tests wait for as long as they compute. Those of tests/e2e, live stacks of many processes, stay together on one of the four.
+test-host: development
+	$(BIN)/python -m pytest -n 4 -p no:schemathesis -m "not gpu and not container and not long" $(ARGS)
+
+# What is marked gpu, on a CUDA device that is emulated. These hardly wait: beside others they have what those leave.
 test-emulated: development
-	$(BIN)/python -m pytest -n 3 --dist worksteal -p tests.emulated_cuda.plugin -p no:schemathesis -m "gpu and not long" \
-		tests/worker tests/emulated_cuda $(ARGS)
+	nice -n 5 $(BIN)/python -m pytest -n 2 --dist worksteal -p tests.emulated_cuda.plugin -p no:schemathesis \
+		-m "gpu and not long" tests/worker tests/emulated_cuda $(ARGS)
+
+# Of all that tests import, what Python and pytest make of the sources: once, not in each of their processes. What fails here
+# fails in those as well.
+compiled: development
+	@$(BIN)/python -m pytest -n 0 --collect-only -qq -p no:schemathesis >/dev/null || true
 
 test-engines: development  # real vLLM, once `tideway engine install vllm` has made its environment
 	$(BIN)/python -m pytest -n 0 -p no:schemathesis tests/worker/engines/test_vllm.py $(ARGS)

@@ -48,7 +48,8 @@ RESERVED_BYTES = 16 << 30
 """More than the streams of a system may hold, which is what JetStream reserves for them. They hold next to nothing."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    fast.remember(config)
     gc.disable()  # until all tests are collected: nothing that is made until then becomes garbage
     # Each client of httpx would read the certificates of all authorities, 20 ms of work, to speak to this machine without
     # any. Out of a folder they are read when they are asked for.
@@ -60,8 +61,9 @@ def pytest_configure() -> None:
             NatsServer.parent = IN_MEMORY
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and tests stay until the end: to look at them in each full collection takes a third of a second."""
+    fast.keep(session.config)
     gc.enable()
     gc.freeze()
 
@@ -122,7 +124,10 @@ def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
 
 
 _PORTS_EACH = 1_000
-_first_port = 10_000 + _PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 11)
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+if "tests.emulated_cuda.plugin" in sys.modules:
+    _worker += 5  # beside that on this machine's own processor
+_first_port = 10_000 + _PORTS_EACH * (_worker % 11)
 # Test runs beside each other do not begin at the same one.
 _ports = itertools.islice(
     itertools.cycle(range(_first_port, _first_port + _PORTS_EACH)), os.getpid() % _PORTS_EACH, None

@@ -24,6 +24,9 @@ OUTSIDE = frozenset({"subprocess", "multiprocessing", "uvicorn", "ucxx", "matplo
 """What reaches other processes and ports: a test that needs them may hang on time. matplotlib looks for fonts with one when
 it is imported on a machine for the first time."""
 
+CACHE_KEY = "tideway/imports"
+"""In pytest's own cache."""
+
 _FORBIDDEN_EVENTS = frozenset(
     {
         "subprocess.Popen",
@@ -69,9 +72,35 @@ def imported(path: Path) -> frozenset[str]:
     return frozenset(found & (MODELS | OUTSIDE))
 
 
+_known: dict[str, list[Any]] = {}
+"""Path -> size and time of a file, and what it imports: to read all of them takes seconds, in each process of a test run."""
+_new: set[Path] = set()
+
+
+def remember(config: pytest.Config) -> None:
+    """What an earlier run found."""
+    if hasattr(config, "cache"):
+        _known.update(config.cache.get(CACHE_KEY, {}))
+
+
+def keep(config: pytest.Config) -> None:
+    if hasattr(config, "cache") and _new:
+        config.cache.set(CACHE_KEY, _known)
+
+
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
     """Modules that are imported outside of functions."""
+    status = path.stat()
+    version = [status.st_size, status.st_mtime_ns]
+    known = _known.get(str(path))
+    if known is None or known[0] != version:
+        known = _known[str(path)] = [version, sorted(_read_imports(path))]
+        _new.add(path)
+    return frozenset(known[1])
+
+
+def _read_imports(path: Path) -> set[str]:
     names: set[str] = set()
     to_visit: list[ast.AST] = [ast.parse(path.read_text())]
     while to_visit:
@@ -85,7 +114,7 @@ def _imports(path: Path) -> frozenset[str]:
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for block in ("body", "orelse", "handlers", "finalbody"):
                 to_visit.extend(getattr(node, block, ()))
-    return frozenset(names)
+    return names
 
 
 @functools.cache

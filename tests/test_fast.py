@@ -34,6 +34,31 @@ def test_only_what_is_imported_at_the_top_counts(tmp_path: Path) -> None:
     assert fast.imported(other) == {"subprocess"}
 
 
+def test_what_was_found_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "conftest.py").write_text(
+        "from tests import fast\nread = fast._read_imports\n"
+        "def said(path):\n    print('reads', path.name)\n    return read(path)\n"
+        "fast._read_imports = said\n"
+        "from tests.conftest import pytest_collection_finish, pytest_collection_modifyitems, pytest_configure\n"
+    )
+    file = tmp_path / "test_it.py"
+    file.write_text("def test(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", "-m", "fast"]
+
+    def run() -> str:
+        environment = {"PYTHONPATH": str(fast.REPOSITORY)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        return done.stdout + done.stderr
+
+    first, second = run(), run()
+    assert "reads test_it.py" in first and "1 passed" in first, first
+    assert "reads" not in second and "1 passed" in second, second
+    file.write_text("import subprocess\ndef test(): pass\n")
+    third = run()
+    assert "reads test_it.py" in third and "1 deselected" in third, third
+
+
 async def _listen() -> None:
     await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
 

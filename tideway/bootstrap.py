@@ -273,7 +273,8 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     # All services run on this machine, and the worker's extra has what they need together.
     target = f"{REPOSITORY}[{','.join(sorted({'worker', *extras}))}]"
     command = [*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    command += ["-c", str(REPOSITORY / "constraints.txt"), "-e", target]
+    # Of all modules a twelfth is ever imported, and that compiles it.
+    command += ["--no-compile", "-c", str(REPOSITORY / "constraints.txt"), "-e", target]
     log_path = venv / "install.log"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     progress = Progress(venv)
@@ -307,19 +308,27 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     print(f"  installed in {seconds:.0f} s", flush=True)
 
 
-def build_kernels(venv: Path) -> None:
-    """Compiles the kernels of the CPU path. Where that fails the first instance that starts tries again, and else computes
-    without them."""
+def start_kernels(venv: Path) -> subprocess.Popen[bytes]:
+    """Starts to compile the kernels of the CPU path, which needs no package. Where the installation fails it is left to
+    itself: the next one finds what it made."""
     command = [str(python_of(venv)), "-m", "services.worker.native.building"]
-    progress = Progress(venv)
-    progress.show("compiling kernels for the CPU")
-    try:
-        with (venv / "install.log").open("a") as log:
-            code = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
-    finally:
-        progress.end()
-    if code:
-        print("  kernels for the CPU could not be compiled: it will be slower. See " + log.name, file=sys.stderr)
+    with (venv / "kernels.log").open("w") as log:
+        return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def finish_kernels(process: subprocess.Popen[bytes], venv: Path) -> None:
+    """Waits for them. Where they could not be compiled the first instance that starts tries again, and else computes
+    without them."""
+    if process.poll() is None:
+        progress = Progress(venv)
+        progress.show("compiling kernels for the CPU")
+        try:
+            process.wait()
+        finally:
+            progress.end()
+    if process.returncode:
+        log = venv / "kernels.log"
+        print(f"  kernels for the CPU could not be compiled: it will be slower. See {log}", file=sys.stderr)
 
 
 UCX_OF_CUDA_12 = ("ucxx-cu12", "libucxx-cu12", "libucx-cu12")
@@ -387,9 +396,10 @@ def main() -> int:
             check_port(shlex.split(os.environ.get("UP_ARGS", "")))
         print(f"Installing Tideway into {venv} (Python {python_version()})", flush=True)
         pip = pip_of(venv) or make_venv(venv)
+        kernels = start_kernels(venv)
         install(pip, venv, extras)
         match_ucx(pip, venv)
-        build_kernels(venv)
+        finish_kernels(kernels, venv)
         # Written last: an installation that was interrupted has none.
         (venv / "stamp.json").write_text(json.dumps({"hash": stamp_hash(), "extras": sorted(extras)}))
     except SetupError as error:

@@ -170,7 +170,7 @@ def test_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     install(fake_pip(tmp_path, "Installing collected packages: a, b\n", 0), tmp_path, {"development"})
     assert "installing 2 packages" in capsys.readouterr().out
     log = (tmp_path / "install.log").read_text()
-    assert "constraints.txt -e" in log and "[development,worker]" in log
+    assert "--no-compile -c" in log and "constraints.txt -e" in log and "[development,worker]" in log
 
 
 def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,19 +180,24 @@ def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_kernels_are_compiled_with_a_word(
+def test_kernels_are_compiled_beside_the_installation_and_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
 ) -> None:
     monkeypatch.setattr(bootstrap, "LINE_INTERVAL_S", 0.05)
     python = bootstrap.python_of(tmp_path)
     python.parent.mkdir()
-    python.write_text(f"#!/bin/sh\nsleep 0.5\necho of $2\nexit {int(fails)}\n")
+    go = tmp_path / "go"
+    python.write_text(f"#!/bin/sh\nuntil [ -e {go} ]; do sleep 0.05; done\necho of $2\nexit {int(fails)}\n")
     python.chmod(0o755)
-    bootstrap.build_kernels(tmp_path)
+    kernels = bootstrap.start_kernels(tmp_path)
+    install(fake_pip(tmp_path, "", 0), tmp_path, set())
+    assert kernels.poll() is None
+    threading.Timer(0.5, go.touch).start()
+    bootstrap.finish_kernels(kernels, tmp_path)
     said = capsys.readouterr()
     assert "  compiling kernels for the CPU (0 s)" in said.out
     assert ("could not be compiled" in said.err) == fails
-    assert (tmp_path / "install.log").read_text() == "of services.worker.native.building\n"
+    assert (tmp_path / "kernels.log").read_text() == "of services.worker.native.building\n"
 
 
 @pytest.mark.parametrize(
@@ -236,6 +241,7 @@ def test_interrupted_installations_leave_no_stamp(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bootstrap, "make_venv", lambda venv: ["pip"])
+    monkeypatch.setattr(bootstrap, "start_kernels", lambda venv: None)
     monkeypatch.setattr(bootstrap, "install", interrupted)
     monkeypatch.setattr(sys, "argv", ["bootstrap", "--venv", str(tmp_path)])
     assert bootstrap.main() == 130
