@@ -273,7 +273,7 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     # All services run on this machine, and the worker's extra has what they need together.
     target = f"{REPOSITORY}[{','.join(sorted({'worker', *extras}))}]"
     command = [*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    # Of all modules a twelfth is ever imported, and that compiles it.
+    # Most modules are never imported, and what is imported is compiled then.
     command += ["--no-compile", "-c", str(REPOSITORY / "constraints.txt"), "-e", target]
     log_path = venv / "install.log"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
