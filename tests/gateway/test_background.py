@@ -12,8 +12,10 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from services.gateway.responses.store import answered_of
+from services.gateway.requests import writes
+from services.gateway.responses.store import Responses, answered_of
 from services.gateway.service import GatewayService
+from shared.bus.nats_streams import silent
 from shared.messages.catalogue import KEPT_CALLS, RESPONSES
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, GenerationRequest
 from shared.runtime.settings import BusSettings
@@ -267,6 +269,61 @@ async def test_it_is_made_where_its_client_goes_before_it_is_told_the_id(
         stored = await manual.peer.bus.key_value(RESPONSES)
         while (entry := await stored.get(response_id)) is None or not answered_of(entry.value).is_over:
             await asyncio.sleep(0.05)
+
+
+def without_a_leader(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The stream of stored responses has none at the stack's gateway, until the event is set."""
+    stored, has_leader = stack.gateway.context.responses._stored, asyncio.Event()
+    get = stored.get
+
+    async def get_from_a_leader(key: str) -> Any:
+        if not has_leader.is_set():
+            raise silent("stream KV_tideway_responses has no leader")
+        return await get(key)
+
+    monkeypatch.setattr(stored, "get", get_from_a_leader)
+    monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.02)
+    return has_leader
+
+
+async def test_one_that_ends_while_jetstream_elects_is_stored(manual: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with manual.openai() as client, asyncio.timeout(20):
+        response, request = await begun(manual, client)
+        has_leader = without_a_leader(manual, monkeypatch)
+        manual.peer.emit(request, 0, manual.ids(TEXT), FinishReason.LENGTH)
+        so_far = manual.gateway.context.background.so_far
+        await until(lambda: (one := so_far(response.id)) is not None and one.status == "incomplete")
+        await asyncio.sleep(0.1)
+        has_leader.set()
+        await manual.until_metrics("tideway_gateway_background_responses 0.0")
+        stored = await (await manual.peer.bus.key_value(RESPONSES)).get(response.id)
+        assert stored is not None and answered_of(stored.value).is_over
+
+
+async def test_a_response_that_ends_while_jetstream_elects_is_stored(
+    manual: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_leader = without_a_leader(manual, monkeypatch)
+    async with manual.openai() as client, asyncio.timeout(20):
+        creating = asyncio.create_task(client.responses.create(model=MODEL, input="Hi"))
+        manual.peer.emit(await manual.next_request(), 0, manual.ids(TEXT), FinishReason.LENGTH)
+        await asyncio.sleep(0.2)
+        has_leader.set()
+        response = await creating
+        assert (await client.responses.retrieve(response.id)).output_text == TEXT
+
+
+async def test_one_that_cannot_be_kept_is_refused_for_the_true_reason(
+    manual: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_a_leader(manual, monkeypatch)
+    monkeypatch.setattr(Responses.keep, "__defaults__", (0.05,))
+    async with manual.openai() as client, asyncio.timeout(20):
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.responses.create(model=MODEL, input="Hi", background=True)
+        assert refused.value.status_code == 503 and "has no leader" in refused.value.message
+        assert "retry-after" in refused.value.response.headers
+    await until(lambda: len(manual.peer.cancelled) == 1)
 
 
 async def test_a_poll_may_be_given_up(

@@ -15,11 +15,13 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from services.gateway.requests import writes
 from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
 from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
 from shared.bus.interface import BusError, KvEntry, ServiceError
 from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_streams import silent
 from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS
 from shared.messages.cluster import ModelSpec
 from shared.messages.kept import IdempotencyClaim
@@ -354,6 +356,53 @@ async def test_what_was_refused_or_has_failed_is_begun_anew(kept: Stack) -> None
     kept.peer.finish = FinishReason.STOP
     answer = await kept.client.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT
+
+
+async def test_a_refused_call_leaves_nothing_though_jetstream_elects(
+    kept: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
+    records, claims = await kept.peer.bus.key_value(KEPT_CALLS), await kept.peer.bus.key_value(IDEMPOTENCY_KEYS)
+    there = kept.gateway.context.kept._claims
+    purge, has_leader = there.purge, asyncio.Event()
+
+    async def purge_at_a_leader(key: str) -> None:
+        if not has_leader.is_set():
+            raise silent("no leader")
+        await purge(key)
+
+    monkeypatch.setattr(there, "purge", purge_at_a_leader)
+    monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.02)
+    kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
+    async with asyncio.timeout(5):  # the client waits for no election
+        assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
+    assert await records.entries() and await claims.entries()
+    has_leader.set()
+    await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="failed"} 1.0')
+    assert not await records.entries() and not await claims.entries()
+
+
+async def test_a_call_that_is_taken_up_again_keeps_its_record(kept: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
+    there = kept.gateway.context.kept._claims
+    refused = asyncio.Event()
+
+    async def no_leader(key: str) -> None:
+        refused.set()
+        raise silent("no leader")
+
+    monkeypatch.setattr(there, "purge", no_leader)
+    monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.5)
+    kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
+    assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
+    await refused.wait()
+    kept.peer.refusal = None
+    answer = await kept.client.post("/v1/completions", json=body, headers=headers)
+    monkeypatch.undo()
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT
+    await asyncio.sleep(0.6)  # the time of the next try to remove it
+    same = await kept.client.post("/v1/completions", json=body, headers=headers)
+    assert same.json() == answer.json()
 
 
 async def test_nobody_else_may_have_it(nats_settings: BusSettings, checkpoint: Path) -> None:

@@ -28,6 +28,7 @@ from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.parsing import Options
 from services.gateway.requests.copies import RecordCopies
+from services.gateway.requests.writes import patiently
 from services.gateway.responses.messages import InputItem, ResponseObject
 from services.gateway.streams.generation import Generation, Prompt
 from services.gateway.streams.stream import Stream
@@ -50,8 +51,6 @@ MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
 SILENCE_S = 1.0
 """Time that a call waits for JetStream: a leader that is there answers sooner, and an election takes seconds."""
-WRITE_WITHIN_S, WRITE_RETRY_S = 60.0, 1.0
-"""Time to store a record that nobody waits for, and between two tries: an election takes up to 9 s."""
 
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _CALL_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -160,9 +159,9 @@ class Kept:
                 stream.listeners.remove(self._on_news)
 
     async def discard(self) -> None:
-        """It was not placed, or has failed: the next try begins anew."""
+        """It was not placed, or has failed: the next try begins anew, unless JetStream elects for long."""
         self.release()
-        await self._calls.forget(self, "failed")
+        await asyncio.wait({self._calls.tasks.start(self._calls.forget(self, "failed"))}, timeout=SILENCE_S)
 
     def cancel(self) -> None:
         """Nobody wants it any more; those who read it are told."""
@@ -241,6 +240,8 @@ class KeptCalls:
         self._metrics = metrics
         self._settings = settings
         self._here: dict[str, Kept] = {}
+        self._leaving: set[str] = set()
+        """Calls whose records are being removed."""
         self._copies = RecordCopies(bus, gateway_id, gateways, self._running)
         self._records: KeyValue[KeptCall]
         self._claims: KeyValue[IdempotencyClaim]
@@ -442,9 +443,9 @@ class KeptCalls:
                 await self._records.create(record.call_id, record)
             await self._claim(record, digest)
 
-        failure = await self._patiently(record, write)
+        failure = await self._patiently(record.call_id, write)
         if isinstance(failure, AlreadyKept | ApiError):
-            await self._purge(record)
+            self.tasks.start(self._purge(record))
         return failure
 
     async def _end_record(self, record: KeptCall, digest: bytes) -> Exception | None:
@@ -454,25 +455,15 @@ class KeptCalls:
             await self._records.put(record.call_id, record)
             await self._claim(record, digest)
 
-        return await self._patiently(record, write)
+        return await self._patiently(record.call_id, write)
 
-    async def _patiently(self, record: KeptCall, write: Callable[[], Awaitable[None]]) -> Exception | None:
+    async def _patiently(self, call_id: str, write: Callable[[], Awaitable[None]]) -> Exception | None:
         """What came of `write`, tried again while JetStream elects."""
-        give_up_s, is_told = time.monotonic() + WRITE_WITHIN_S, False
-        while True:
-            try:
-                await write()
-                return None
-            except (AlreadyKept, ApiError) as error:
-                return error
-            except BusError as error:
-                is_over = error.code is not ErrorCode.UNAVAILABLE or time.monotonic() > give_up_s
-                if is_over or not is_told:
-                    logger.warning("what is kept of %s is not stored: %s", record.call_id, error)
-                if is_over:
-                    return error
-            is_told = True
-            await asyncio.sleep(WRITE_RETRY_S)
+        try:
+            await patiently(f"what is kept of {call_id} is not written", write)
+            return None
+        except (AlreadyKept, ApiError, BusError) as error:
+            return error
 
     async def _claim(self, record: KeptCall, digest: bytes) -> None:
         """Nothing to do where the client gave no key, or it is claimed. Raises `AlreadyKept`, `ApiError` 422, `BusError`."""
@@ -493,10 +484,21 @@ class KeptCalls:
             await self._claims.update(record.claim, claim, entry.revision)
 
     async def _purge(self, record: KeptCall) -> None:
-        try:
-            await self._records.purge(record.call_id)
-        except BusError as error:
-            logger.warning("%s is not removed, and expires: %s", record.call_id, error)
+        """Removes the record and its claim, though JetStream elects: who tries again is not to find a call that is over.
+        One that was taken up again meanwhile stays."""
+        call_id = record.call_id
+
+        async def purge() -> None:
+            if call_id not in self._leaving:
+                return
+            claim = await self._claims.get(record.claim) if record.claim else None
+            if claim is not None and claim.value.call_id == call_id:
+                await self._claims.purge(record.claim)
+            await self._records.purge(call_id)
+
+        self._leaving.add(call_id)
+        await self._patiently(call_id, purge)  # it expires where that fails
+        self._leaving.discard(call_id)
 
     async def join(self, record: KeptCall, generation: Generation) -> Kept | None:
         """A further reader of the call, whose streams are the generation's then; None: it has ended."""
@@ -514,6 +516,7 @@ class KeptCalls:
                 kept.leave()
                 raise
             return kept
+        self._leaving.discard(record.call_id)
         copy = self._copies.find(record.call_id)
         kept = self._here[record.call_id] = Kept(self, record, b"" if copy is None else copy.digest)
         if copy is not None:  # whoever has it stored it, or is gone
@@ -529,8 +532,10 @@ class KeptCalls:
         return kept
 
     def _on_taken_over(self, message: TakenOver) -> None:
-        kept = self._here.get(message.call_id)
-        if kept is not None and message.gateway_id != self._gateway_id:
+        if message.gateway_id == self._gateway_id:
+            return
+        self._leaving.discard(message.call_id)
+        if (kept := self._here.get(message.call_id)) is not None:
             kept.taken_over()
 
     def cancel(self, call_id: str) -> None:
@@ -558,20 +563,16 @@ class KeptCalls:
 
     async def forget(self, kept: Kept, outcome: str) -> None:
         """Nobody can have the call any more."""
-        self._metrics.kept_call_ends.labels(outcome).inc()
         self.let_go(kept)
         if kept.is_copied or self._copies.find(kept.record.call_id) is not None:
             self._copies.drop(kept.record.call_id)
-        try:
-            if kept.record.claim:
-                await self._claims.purge(kept.record.claim)
-            await self._records.purge(kept.record.call_id)
-        except BusError as error:
-            logger.warning("%s is not removed, and expires: %s", kept.record.call_id, error)
+        await self._purge(kept.record)
+        self._metrics.kept_call_ends.labels(outcome).inc()
 
     async def remove(self, call_id: str) -> None:
-        """Its owner wants it gone; where it runs it runs on."""
-        await self._records.purge(call_id)
+        """Its owner wants it gone; where it runs it runs on. Returns though JetStream elects: it goes then."""
+        removal = self.tasks.start(self._patiently(call_id, lambda: self._records.purge(call_id)))
+        await asyncio.wait({removal}, timeout=SILENCE_S)
 
     def let_go(self, kept: Kept) -> None:
         if kept.writing is not None:

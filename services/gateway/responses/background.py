@@ -14,6 +14,7 @@ from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests.exchange import Exchange
 from services.gateway.requests.kept_calls import Plan
+from services.gateway.requests.writes import WRITE_WITHIN_S
 from services.gateway.responses.messages import ResponseFailure, ResponseObject
 from services.gateway.responses.store import Responses
 from services.gateway.responses.tools import called_tools
@@ -85,7 +86,7 @@ class Background:
             if exchange.ticket is not None:
                 # Nothing runs any more: whoever has read the end may ask again, though it is not stored yet.
                 exchange.ticket.release()
-            await self._responses.keep(response, exchange.call.tenant, list(plan.items))
+            await self._responses.keep(response, exchange.call.tenant, list(plan.items), WRITE_WITHIN_S)
         except BaseException as error:
             failure = error
             raise

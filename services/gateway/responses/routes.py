@@ -140,9 +140,11 @@ async def _begin_in_background(
     assert kept is not None and response is not None
     queued = _queued(response)
     async with context.background.turn(response.id):
-        await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
+        failure = await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
         if not queued.store:
             kept.cancel()
+            if failure is not None:
+                raise failure
             message = "There is no room to keep a response that is made in the background."
             raise ApiError(503, message, type="service_unavailable", code="unavailable", retry_after_s=RETRY_AFTER_S)
         context.background.make(exchange, generation, plan)

@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.batch.files import is_id
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests.writes import ELECTION_S, patiently
 from services.gateway.responses.conversion import REFERENCE, items_of_output
 from services.gateway.responses.messages import InputItem, ResponseFailure, ResponseObject, ResponseStatus
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict
@@ -64,10 +65,14 @@ class Responses:
     async def start(self) -> None:
         self._stored = await self._bus.key_value(RESPONSES, max_bytes=self._max_bytes)
 
-    async def keep(self, response: ResponseObject, tenant: str, items: list[InputItem]) -> None:
-        """`items`: the conversation up to its answer. Where it cannot be kept its `store` says so, and a metric."""
+    async def keep(
+        self, response: ResponseObject, tenant: str, items: list[InputItem], within_s: float = ELECTION_S
+    ) -> BusError | None:
+        """`items`: the conversation up to its answer. `within_s`: time for JetStream to take it. Where it cannot be kept its
+        `store` says so, and a metric; what came of it, where NATS is why."""
         if not response.store:
-            return
+            return None
+        failure = None
         conversation = msgspec.json.encode(items + items_of_output(response.output))
         stored = StoredResponse(tenant, msgspec.json.encode(response), conversation)
         outcome = "stored"
@@ -75,12 +80,14 @@ class Responses:
             outcome = "too_large"
         else:
             try:
-                outcome = "stored" if await self._put(response.id, stored) else "deleted"
+                what = f"{response.id} is not stored"
+                is_stored = await patiently(what, lambda: self._put(response.id, stored), within_s)
+                outcome = "stored" if is_stored else "deleted"
             except BusError as error:
-                logger.warning("%s is not stored: %s", response.id, error)
-                outcome = "failed"
+                outcome, failure = "failed", error
         response.store = outcome == "stored"
         self._metrics.stored_responses.labels(outcome).inc()
+        return failure
 
     async def _put(self, response_id: str, stored: StoredResponse) -> bool:
         """Whether it is stored: one that was deleted stays so, whoever makes it still. Raises `BusError`."""
