@@ -220,6 +220,7 @@ class ActivePlacement:
                 if self._is_leader():
                     self._retry_checkpoints()
                     async with self._changing:
+                        await self._settle()
                         is_changing = await self._replacing.tick()
                         if not is_changing or (self._replacing.may_give_way and self._residence.is_waited_for):
                             await self._residence.decide(self._inputs(self._models))
@@ -505,12 +506,27 @@ class ActivePlacement:
         async with self._changing:
             self._check_leader()
             try:
+                await self._settle()
                 yield
             except ServiceError:
                 raise
             except BusError as error:
                 self.wake()
                 raise ServiceError.of(ErrorCode.UNAVAILABLE, str(error), retry_after_s=1.0) from error
+
+    async def _settle(self) -> None:
+        """Models and adapters are what is stored: a write that failed may have had its effect. Raises `BusError`."""
+        before = {*self._models, *self._adapters}
+        if await self._configured.models.settle() | await self._configured.adapters.settle():
+            after = {*self._models, *self._adapters}
+            for name in after - before:
+                self._statistics.add_model(name)
+            for name in before - after:
+                self._statistics.remove_model(name)
+                self._metrics.forget(name)
+            self._residence.configure(self._models)
+            self._configured.begin_reading()
+            self._configured.forget_files()
 
     async def _carry_out(self) -> PlacementPlan:
         """After a change of the models, which is stored: a plan that cannot be published now will be by `_run`."""

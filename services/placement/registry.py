@@ -38,6 +38,8 @@ class Stored(Generic[Spec]):
         self.specs: dict[str, Spec] = {}
         """By name."""
         self._kind, self._bucket, self._remembered = kind, bucket, remembered
+        self._uncertain: set[str] = set()
+        """Names whose last write failed, which may have had its effect."""
         self._store: KeyValue[Spec]
 
     async def open(self, bus: Bus) -> None:
@@ -60,16 +62,37 @@ class Stored(Generic[Spec]):
         return await self._store.is_deleted(bucket_key(name))
 
     async def put(self, spec: Spec) -> None:
-        """Raises `BusError`."""
+        """Raises `BusError`: then `settle` finds out what became of it, as after `remove`."""
+        self._uncertain.add(spec.name)
         await self._store.put(bucket_key(spec.name), spec)
         self.specs[spec.name] = spec
+        self._uncertain.discard(spec.name)
         await self.keep()
 
     async def remove(self, name: str) -> None:
         """Raises `BusError`."""
+        self._uncertain.add(name)
         await self._store.delete(bucket_key(name))
         del self.specs[name]
+        self._uncertain.discard(name)
         await self.keep()
+
+    async def settle(self) -> bool:
+        """Whether a write that failed had its effect: the specs are what is stored then. Raises `BusError`."""
+        has_changed = False
+        for name in sorted(self._uncertain):
+            known, entry = self.specs.get(name), await self._store.get(bucket_key(name))
+            if entry is not None:
+                self.specs[name] = entry.value
+            elif known is not None and await self._store.is_deleted(bucket_key(name)):  # else NATS has lost it
+                del self.specs[name]
+            self._uncertain.discard(name)
+            if self.specs.get(name) != known:
+                has_changed = True
+                logger.warning("%s %r was changed, though NATS did not say so", self._kind, name)
+        if has_changed:
+            await self.keep()
+        return has_changed
 
     async def keep(self) -> None:
         await self._remembered.keep(self.specs)

@@ -7,8 +7,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from services.placement.service import PlacementService
 from shared.bus import nats_key_value
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_key_value import NatsKeyValue
+from shared.bus.nats_streams import silent
 from shared.messages.admin import (
     AddModel,
     Done,
@@ -249,6 +251,40 @@ async def test_models_are_added_and_removed_without_moving_others(
         assert removed.version > added.version
         await until(lambda: set(cluster.models.entries) == {"a"})
         assert where(await cluster.remove("a")) == {}
+
+
+@contextmanager
+def without_answers(method: str) -> Iterator[None]:
+    """Writes of models take effect, and nobody says so."""
+    write = getattr(NatsKeyValue, method)
+
+    async def unanswered(self: NatsKeyValue[Any], key: str, *value: Any) -> int:
+        revision = await write(self, key, *value)
+        if self._bucket is MODELS:
+            raise silent(f"{method} {key}: JetStream did not answer in time")
+        return int(revision or 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NatsKeyValue, method, unanswered)
+        yield
+
+
+async def test_a_write_that_nobody_confirmed_counts_as_it_is_stored(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    async with placement(nats_settings, {"a": sources["a"]}):
+        cluster.start_node("n", num_instances=1)
+        await cluster.placed("a", "n-0")
+        with without_answers("put"), pytest.raises(ServiceError) as refused:
+            await cluster.add(ModelSpec("b", sources["b"]))
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        await cluster.placed("a b", "n-0")
+        with without_answers("delete"), pytest.raises(ServiceError):
+            await cluster.remove("b")
+        await cluster.placed("a", "n-0")
+        with without_answers("put"), pytest.raises(ServiceError):
+            await cluster.add(ModelSpec("c", sources["c"]))
+        assert where(await cluster.remove("c")) == {"n-0": {"a"}}, "at once"
 
 
 class Instance:
