@@ -167,9 +167,8 @@ class NatsKeyValue(KeyValue[M]):
                 value, revision = await self._look(key)
             return revision if revision and value == body else None
 
-        return await self._streams.write(
-            _stream_name(self._bucket), f"{what} {self._bucket.name}/{key}", publish, stored
-        )
+        name, what = _stream_name(self._bucket), f"{what} {self._bucket.name}/{key}"
+        return await self._streams.write(name, what, publish, stored, is_repeatable=True)
 
     async def entries(self) -> dict[str, KvEntry[M]]:
         view: EntryView[M] = EntryView(None, self._now, None)

@@ -124,10 +124,12 @@ class NatsObjectStore(ObjectStore):
         return NatsObjectWriter(self, name, self._streams.client._nuid.next().decode())
 
     async def publish(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
+        """With headers, which take the place of what the subject has, it may be repeated."""
         await self._streams.write(
             str(self._config.name),
             f"write to {self.bucket_name}",
             lambda: self._streams.writing.publish(subject, data, headers=headers),
+            is_repeatable=headers is not None,
         )
 
     async def check_storage(self) -> None:

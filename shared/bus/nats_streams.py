@@ -190,16 +190,18 @@ class Streams:
         what: str,
         publish: Callable[[], Awaitable[T]],
         stored: Callable[[], Awaitable[T | None]] | None = None,
+        *,
+        is_repeatable: bool = False,
     ) -> T:
-        """A write to the stream `name`, by `writing`. `stored` looks whether it took effect: its outcome, or None. Raises
-        `BusError`.
+        """A write to the stream `name`, by `writing`. `stored` looks whether it took effect: its outcome, or None.
+        `is_repeatable`: twice has the effect of once. Raises `BusError`.
 
         nats-server 2.12 answers that there is no space, and goes on when there is. Later ones (2.15.1) answer nothing, and
         store nothing in that stream until they are started again: that the stream could store and answers meanwhile tells it
         from a server that is away, and from a stream without a leader."""
         try:
             with bus_errors(what):
-                result = await self._publish(name, what, publish, stored)
+                result = await self._publish(name, what, publish, stored, is_repeatable=is_repeatable)
         except BusError as error:
             if error.code is ErrorCode.STORAGE_FULL and name not in self.unwritable:
                 logger.error("%s", error.info.message)
@@ -216,29 +218,44 @@ class Streams:
         what: str,
         publish: Callable[[], Awaitable[T]],
         stored: Callable[[], Awaitable[T | None]] | None,
+        *,
+        is_repeatable: bool,
     ) -> T:
         """The outcome of `publish`, begun again while nobody takes it. One that is taken and not answered in time is waited
         for while the stream is looked at: a server that hung answers it late. One that replaces a message whose file is
-        damaged is stored and never answered (nats-server 2.12 to 2.15)."""
-        began_s = time.monotonic()
+        damaged is stored and never answered (nats-server 2.12 to 2.15).
+
+        Between the servers of a cluster a message may be lost with the one that hung: what can be repeated is published once
+        more before a disk is held full."""
+        began_s, is_doubted = time.monotonic(), self.num_replicas > 1 and name not in self.unwritable
         while True:
+            asked_s = time.monotonic()
             writing = asyncio.ensure_future(publish())
             try:
                 await asyncio.wait({writing}, timeout=CALL_TIMEOUT_S)
                 if not writing.done():
-                    why = await self._why_not_stored(name, time.monotonic() - began_s)
+                    why = await self._why_not_stored(name, time.monotonic() - asked_s)
                     await asyncio.wait({writing}, timeout=LATE_ANSWER_S)
                     if not writing.done():
-                        looks = stored if why.code is ErrorCode.STORAGE_FULL else None
-                        if looks is not None and (outcome := await looks()) is not None:
+                        is_full = why.code is ErrorCode.STORAGE_FULL
+                        if is_full and stored is not None and (outcome := await stored()) is not None:
                             logger.warning("%s: stored, though stream %s did not answer", what, name)
                             return outcome
+                        if is_full and is_doubted and is_repeatable:
+                            is_doubted = False
+                            continue
+                        if is_full and is_doubted:
+                            why = silent(f"stream {name} did not answer in time").info
                         raise BusError(msgspec.structs.replace(why, message=f"{what}: {why.message}"))
                 return writing.result()
             except nats.js.errors.NoStreamResponseError:
                 if time.monotonic() - began_s > CALL_TIMEOUT_S:
                     raise
                 await asyncio.sleep(WRITE_RETRY_S)
+            except nats.js.errors.KeyWrongLastSequenceError:  # the first one was stored late
+                if stored is None or is_doubted or (outcome := await stored()) is None:
+                    raise
+                return outcome
             finally:
                 writing.cancel()
 
@@ -259,6 +276,18 @@ class Streams:
                 raise silent(f"stream {name} {problem}")
             if problem:
                 await asyncio.sleep(WRITE_RETRY_S)
+
+    async def newest(self, name: str, subjects: str) -> int:
+        """Sequence of the newest message of the `subjects`, as the stream's leader has it; 0: there is none. Raises
+        `BusError`."""
+        with bus_errors(f"look at stream {name}"):
+            if problem := (await self.health(name)).problem:
+                raise silent(f"stream {name} {problem}")
+            try:
+                message = await self.read(name, lambda: self.context.get_last_msg(name, subjects))
+            except nats.js.errors.NotFoundError:
+                return 0
+        return message.seq or 0
 
     async def _why_not_stored(self, name: str, waited_s: float) -> ErrorInfo:
         """Why the stream has not answered a write for `waited_s`."""

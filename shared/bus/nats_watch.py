@@ -42,6 +42,8 @@ ELECTION_GRACE_S = 2 * CALL_TIMEOUT_S
 INACTIVE_THRESHOLD_S = 10.0
 """After which the server deletes the consumer of a watcher that is gone."""
 RESTART_RETRY_S = 0.5
+CATCH_UP_S = 0.05
+"""Between two looks at whether a copy has what the stream's leader has."""
 
 
 class NatsWatch(Generic[M]):
@@ -71,6 +73,8 @@ class NatsWatch(Generic[M]):
         self._seen: set[str] = set()
         """Keys that this opening has reported."""
         self._num_received = 0
+        self._newest = 0
+        """Sequence of the newest message that this opening has brought."""
         self._last_heard_s = self._heard_since_s = now()
         """The latter: since when there was no silence."""
         self._settling: asyncio.Task[None] | None = None
@@ -127,7 +131,7 @@ class NatsWatch(Generic[M]):
         """Returns when all present entries are in the view. Raises `BusError`."""
         self._client.unsubscribe_direct(self._sid)
         inbox = self._client.new_inbox()
-        self._num_received = 0
+        self._num_received = self._newest = 0
         self._seen.clear()
         self._last_heard_s = self._heard_since_s = self._now()
         self._complete = asyncio.get_running_loop().create_future()
@@ -159,9 +163,20 @@ class NatsWatch(Generic[M]):
         if not has_all or self._streams.damaged.get(str(self._config.name)):
             seen = {self._subjects[:-1] + key for key in self._seen}
             await self._streams.look_for_damage(str(self._config.name), self._subjects, seen)
+        elif self._streams.num_replicas > 1:
+            await self._catch_up(what)
         self._is_current = True
         self._view.resume(self._seen)
         self._monitor = asyncio.get_running_loop().call_later(self._heartbeat_s, self._check_heartbeat)
+
+    async def _catch_up(self, what: str) -> None:
+        """Waits until all has come that the stream's leader has: the server may have made the consumer on a copy that lags
+        behind, as that of a node does which hung until now. Raises `BusError`."""
+        give_up_s, name = self._now() + CALL_TIMEOUT_S, str(self._config.name)
+        while self._newest < await self._streams.newest(name, self._subjects):
+            if self._now() >= give_up_s:
+                raise silent(f"{what}: the copy that is read lags behind")
+            await asyncio.sleep(CATCH_UP_S)
 
     def _set_complete(self, *, has_all: bool) -> None:
         if self._complete is not None and not self._complete.done():
@@ -184,7 +199,7 @@ class NatsWatch(Generic[M]):
         if sequence != self._num_received + 1:
             self._restart("a message was lost")
             return
-        self._num_received = sequence
+        self._num_received, self._newest = sequence, max(self._newest, revision)
         key = subject[self._prefix_length :].decode()
         if not self._is_current:
             self._seen.add(key)

@@ -23,6 +23,7 @@ from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, NEWS, Ping, eventuall
 from tests.shared.conftest import ConnectTo
 
 NUM_READS = 60
+LONG_TEXT = "y" * 2000
 UNSENT_BYTES = 14 << 20
 WRITE_INTERVAL_S = 0.3
 """Interval between writes of an entry that is to live; the TTL is 2 s."""
@@ -134,6 +135,40 @@ async def test_own_writes_are_read_on_every_node(connect_node: ConnectNode) -> N
             await objects[writer].put(key, key.encode())
             assert await objects[reader].get(key) == key.encode()
     assert await stores[0].get("never-there") is None
+
+
+async def test_a_list_waits_for_a_copy_that_lags(connect_node: ConnectNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = await connect_node(0)
+    store = await bus.key_value(Bucket("test_lagging", Ping, durable=True))
+    await store.put("old", Ping("x"))
+    after = 1 + await bus._streams.newest("KV_test_lagging", "$KV.test_lagging.>")
+
+    async def newest(name: str, subjects: str) -> int:
+        return after
+
+    monkeypatch.setattr(bus._streams, "newest", newest)  # as if the copy that is read had not all
+    listing = asyncio.create_task(store.entries())
+    await asyncio.sleep(0.3)
+    assert not listing.done()
+    await store.put("new", Ping("y"))
+    assert (await listing).keys() == {"old", "new"}
+
+
+async def test_what_was_written_is_listed_by_copies_that_hung(cluster: NatsCluster, connect_node: ConnectNode) -> None:
+    bucket = Bucket("test_listed", Ping, durable=True)
+    buses = [await connect_node(index) for index in range(3)]
+    stores = [await bus.key_value(bucket) for bus in buses]
+    leader = await asyncio.to_thread(cluster.leader_of, "KV_test_listed")
+    hung = next(node for node in cluster.nodes if node is not leader)
+    away = [store for bus, store in zip(buses, stores, strict=True) if bus._client.connected_url.port != hung.port]
+    keys = {f"key-{number}" for number in range(100)}
+    with paused(hung):
+        for key in keys:
+            await away[0].put(key, Ping(LONG_TEXT))
+    async with asyncio.timeout(30):
+        for _ in range(4):
+            for listed in await asyncio.gather(*(store.entries() for store in away), return_exceptions=True):
+                assert isinstance(listed, BusError) or listed.keys() == keys
 
 
 async def test_an_election_is_not_the_death_of_what_writes(cluster: NatsCluster, connect_node: ConnectNode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import nats
 import pytest
@@ -11,6 +12,7 @@ from nats.js.api import StreamInfo
 from shared.bus import nats_streams, nats_watch
 from shared.bus.interface import BusError, RevisionConflict
 from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_key_value import NatsKeyValue
 from shared.bus.nats_streams import delivery
 from shared.messages.channels import Bucket
 from shared.messages.requests import ErrorCode
@@ -179,6 +181,69 @@ async def test_a_stream_that_is_not_written_again_does_not_stay_a_problem(
     assert raised.value.code is ErrorCode.STORAGE_FULL and seldom in bus.storage_problem
     await store.check_storage()
     assert bus.storage_problem == ""
+
+
+async def test_in_a_cluster_no_disk_is_full_because_one_write_was_lost(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_streams, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(nats_streams, "LATE_ANSWER_S", 0.2)
+    bus = await connect("writer")
+    assert isinstance(bus, NatsBus)
+    store = await bus.key_value(LEDGER)
+    name, streams = f"KV_{LEDGER.name}", bus._streams
+    await store.put("a", Ping("x"))
+    monkeypatch.setattr(streams, "num_replicas", 3)
+    num_lost = 0
+
+    def lost(until: int) -> Callable[[], Awaitable[int]]:
+        async def publish() -> int:
+            nonlocal num_lost
+            if num_lost < until:
+                num_lost += 1
+                await asyncio.sleep(60)
+            return 7
+
+        return publish
+
+    async def stored() -> int | None:
+        return None
+
+    assert await streams.write(name, "put a", lost(1), stored, is_repeatable=True) == 7
+    with pytest.raises(BusError) as raised:  # what cannot be repeated is unknown
+        await streams.write(name, "chunk", lost(2))
+    assert raised.value.code is ErrorCode.UNAVAILABLE and bus.storage_problem == ""
+    with pytest.raises(BusError) as raised:
+        await streams.write(name, "put a", lost(9), stored, is_repeatable=True)
+    assert raised.value.code is ErrorCode.STORAGE_FULL and name in bus.storage_problem and num_lost == 4
+    with pytest.raises(BusError) as raised:  # now it is known
+        await streams.write(name, "chunk", lost(9))
+    assert raised.value.code is ErrorCode.STORAGE_FULL and num_lost == 5
+
+
+async def test_in_a_cluster_what_was_stored_late_is_no_conflict(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_streams, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(nats_streams, "LATE_ANSWER_S", 0.2)
+    bus = await connect("writer")
+    assert isinstance(bus, NatsBus)
+    store = await bus.key_value(LEDGER)
+    assert isinstance(store, NatsKeyValue)
+    await store.put("a", Ping("x"))
+    monkeypatch.setattr(bus._streams, "num_replicas", 3)
+    create, num_tries = store._writing.create, 0
+
+    async def late(key: str, body: bytes) -> int:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            await asyncio.sleep(60)
+        await create(key, body)  # only now is what was sent first stored
+        return int(await create(key, body))
+
+    monkeypatch.setattr(store._writing, "create", late)
+    assert await store.create("b", Ping("y")) == 2
 
 
 # -------------------------------------------------------------------------------------------- size, and many writers
