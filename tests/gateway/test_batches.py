@@ -12,6 +12,10 @@ import openai
 import openai.types
 import pytest
 
+from services.gateway.batch import records as batch_records
+from services.gateway.requests import writes
+from shared.bus.nats_streams import silent
+from shared.messages.batches import BatchRecord
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, RequestClass
 from shared.runtime.settings import BusSettings
@@ -250,6 +254,39 @@ async def test_listing_in_pages_and_tenants(nats_settings: BusSettings, checkpoi
 
 
 # ----------------------------------------------------------------------------------------- grants, cancel, expiry
+
+
+async def test_what_nats_stored_and_did_not_confirm_is_one_batch(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    echo(stack)
+    records, num_answers = stack.gateway.context.batches._records, 0
+    create = records.create
+
+    async def late(key: str, record: BatchRecord) -> int:
+        nonlocal num_answers
+        try:
+            return await create(key, record)
+        finally:
+            num_answers += 1
+            if num_answers <= num_lost:
+                raise silent("JetStream did not answer in time")
+
+    monkeypatch.setattr(records, "create", late)
+    monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.02)
+    client = stack.openai()
+    num_lost = 2
+    batch = await start(client, [line(1)])
+    assert [each.id for each in (await client.batches.list()).data] == [batch.id]
+    assert (await reach(client, batch.id, ended)).status == "completed"
+    # One that is refused is not run: whoever asked for it asks again.
+    stack.peer.grant_tokens = 0
+    monkeypatch.setattr(batch_records, "ELECTION_S", 0.1)
+    num_lost = 10**6
+    with pytest.raises(openai.InternalServerError) as refused:
+        await start(client, [line(1)])
+    assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers
+    async with asyncio.timeout(20):
+        while len((await client.batches.list()).data) > 1:
+            await asyncio.sleep(0.02)
 
 
 async def test_nothing_is_submitted_without_a_grant(stack: Stack) -> None:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from services.gateway.http.errors import ApiError, of_info
+from services.gateway.requests.writes import ELECTION_S, patiently
 from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, ObjectWriter, RevisionConflict
 from shared.messages.batches import StoredFile
 from shared.messages.catalogue import FILE_CONTENTS, FILES
@@ -100,8 +101,9 @@ class Files:
 
     async def register(self, file: StoredFile) -> None:
         """Its bytes are there. Of a file that is known, only the size changes."""
+        what = f"{file.file_id} is not stored"
         try:
-            await self._records.create(file.file_id, file)
+            await patiently(what, lambda: self._records.create(file.file_id, file), ELECTION_S)
         except RevisionConflict:
             entry = await self._records.get(file.file_id)
             if entry is not None and entry.value.num_bytes != file.num_bytes:
@@ -133,7 +135,8 @@ class Files:
         return await self._contents.read(file_id)
 
     async def delete(self, file: StoredFile) -> None:
-        await self._records.put(file.file_id, msgspec.structs.replace(file, is_deleted=True))
+        deleted = msgspec.structs.replace(file, is_deleted=True)
+        await patiently(f"{file.file_id} is not deleted", lambda: self._records.put(file.file_id, deleted), ELECTION_S)
 
     # ------------------------------------------------------------------------- answers too large for a message
 

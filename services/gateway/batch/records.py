@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from heapq import nsmallest
 
 import msgspec
@@ -16,10 +17,12 @@ from services.gateway.batch.files import is_id, storage_full
 from services.gateway.batch.reading import InputError
 from services.gateway.batch.state import is_terminal
 from services.gateway.http.errors import ApiError
+from services.gateway.requests.writes import ELECTION_S, patiently
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Room, Watch
 from shared.messages.batches import BatchLineResult, BatchRecord
 from shared.messages.catalogue import BATCH_RESULTS, BATCHES
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.runtime.tasks import TaskSet
 
 RECORDS_BYTES = 64 << 20
 RECORDS_RESERVE_BYTES = RECORDS_BYTES // 4
@@ -74,6 +77,7 @@ class Batches:
         self._bus = bus
         self._records: KeyValue[BatchRecord]
         self.results: KeyValue[BatchLineResult]
+        self._tasks = TaskSet()
         self._watch: Watch[BatchRecord] | None = None
         self._reserving, self._looking = asyncio.Lock(), asyncio.Lock()
         self._looked_at = float("-inf")
@@ -84,11 +88,33 @@ class Batches:
         self._records = await self._bus.key_value(BATCHES, max_bytes=RECORDS_BYTES)
         self.results = await self._bus.key_value(BATCH_RESULTS, max_bytes=RESULTS_BYTES)
 
+    async def stop(self) -> None:
+        await self._tasks.end_all()
+
     async def create(self, record: BatchRecord) -> None:
-        """Raises `ApiError` 429 where the store of records is nearly full."""
+        """Raises `ApiError` 429 where the store of records is nearly full; `BusError`: then the batch is removed, should it
+        be stored, because whoever asked for it asks again."""
         if (await self._records.room()).free_bytes < RECORDS_RESERVE_BYTES:
             raise storage_full("batches")
-        await self._records.create(record.batch_id, record)
+        what = f"{record.batch_id} is not stored"
+
+        async def create() -> None:
+            with suppress(RevisionConflict):  # an earlier try was stored
+                await self._records.create(record.batch_id, record)
+
+        try:
+            await patiently(what, create, ELECTION_S)
+        except BusError:
+            self._tasks.start(self._take_back(record.batch_id))
+            raise
+
+    async def _take_back(self, batch_id: str) -> None:
+        async def take_back() -> None:
+            if await self._records.get(batch_id) is not None:
+                await self._records.delete(batch_id)
+
+        with suppress(BusError):  # it is run then
+            await patiently(f"{batch_id} was refused and is not removed", take_back)
 
     # --------------------------------------------------------------------------------------- room for results
 

@@ -76,6 +76,7 @@ class BatchService:
     async def stop(self) -> None:
         """Runs end, and other gateways may go on with their batches at once."""
         await self._tasks.end_all()
+        await self._context.batches.stop()
         await asyncio.gather(*(claim.lease.stop() for claim in self._claims.values()))
         for watch in (self._records, self._leases):
             if watch is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from shared.bus.interface import BusError
+from shared.bus.interface import BusError, RevisionConflict
 from shared.messages.requests import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ async def patiently(what: str, write: Callable[[], Awaitable[T]], within_s: floa
     while True:
         try:
             return await write()
+        except RevisionConflict:
+            raise
         except BusError as error:
             is_over = error.code is not ErrorCode.UNAVAILABLE or time.monotonic() > give_up_s
             if is_over or not is_told:

@@ -163,4 +163,4 @@ class Responses:
         """Removes a response for good: a mark keeps a gateway that still makes it from storing it. Responses that continue
         it keep what they have of it. Raises as `get`."""
         await self.get(response_id, tenant)
-        await self._stored.delete(response_id)
+        await patiently(f"{response_id} is not deleted", lambda: self._stored.delete(response_id), ELECTION_S)
