@@ -17,9 +17,10 @@ factor of `high` / `low`.
 
 Models that share an instance take turns, and a request that is the only one of its model costs all others there a turn
 (token_cost.py). So a request moves only to where it costs no more turns than where it is, unless a request waits for memory
-or the source has high-priority requests. Compared are the `NUM_COMPARED` freest and those that hold most of the request's
-prefix. Of those with nearly the lowest cost, the one that holds most of the prefix is taken, or the freest: what is held
-there is not copied. A late prompt goes to where its first token comes soonest, cached part included.
+or the source has high-priority requests. Compared are, for the first of its next requests that has a destination, the
+`NUM_COMPARED` freest and those that hold most of its prefix. Of those with nearly the lowest cost, the one that holds most
+of the prefix is taken, or the freest: what is held there is not copied. A late prompt goes to where its first token comes
+soonest, cached part included.
 
 The first request that waits for memory counts at both ends, in the one sum that every move lowers. With a second sum without
 it, moves would lower the two sums in turn: requests would go in circles, and the waiting one would starve. The destination
@@ -64,6 +65,8 @@ NUM_COMPARED = 8
 """Destinations whose costs are compared for a source."""
 MAX_HOLDERS = 8
 """Instances that are looked at, beside the freest, since they hold most of a request's prefix."""
+MAX_MOVES = 4
+"""Requests of a source, each of another model, whose prefixes are looked for, until one of them has a destination."""
 MAX_LOOKED = 64
 """Destinations, freest first, that are looked at for a source until `NUM_COMPARED` are found to which a move is a gain."""
 MAX_LOOKS = 1024
@@ -210,12 +213,12 @@ def first_token_there_s(late: NextMove, destination: InstanceView, held: Held) -
     return destination.first_token_s(destination.prompts_s, late, held.get(destination.instance_id, 0))
 
 
-def choose(source: InstanceView, able: Sequence[InstanceView], held: Held) -> InstanceView:
-    """The best of destinations to which a move is a gain: the one that holds most of the next request's prefix, among those
-    where its tokens cost nearly the least; the first of equals. What is held there is not copied. `held`: tokens of that
-    request in prefix caches."""
-    even = [able[number] for number in cheap([cost_there_s(source, view) for view in able])]
-    return max(even, key=lambda view: held.get(view.instance_id, 0))
+def choose(source: InstanceView, able: Sequence[InstanceView], move: NextMove | None, held: Held) -> InstanceView:
+    """The best of destinations to which moving that request is a gain: the one that holds most of its prefix, among those
+    where its tokens cost nearly the least; the first of equals. What is held there is not copied. `held`: tokens of it in
+    prefix caches; `move`: None if no request is named."""
+    costs_s = [0.0 if move is None else cost_there_s(source, view, move.model) for view in able]
+    return max((able[number] for number in cheap(costs_s)), key=lambda view: held.get(view.instance_id, 0))
 
 
 def preferred(move: NextMove, instance_id: str, view_of: ViewOf, held: Held) -> str | None:
@@ -243,14 +246,9 @@ def is_as_cheap_there(source: InstanceView, destination: InstanceView) -> bool:
     return not (here[0] and there[0]) or there[1] <= here[1]
 
 
-def cost_there_s(source: InstanceView, destination: InstanceView) -> float:
-    """What a token of the source's next request would cost there: its turns, and a step of its model as long as in the
-    source. 0: not known; inf: its model is not there, so another request would move."""
-    if not source.next_moves:
-        return 0.0
-    model = source.next_moves[0].model
-    if model not in destination.models:
-        return math.inf
+def cost_there_s(source: InstanceView, destination: InstanceView, model: str) -> float:
+    """What a token of the source's request of that model would cost there: its turns, and a step of its model as long as in
+    the source. 0: not known."""
     own_s, _ = own_and_turns_s(model, source.residents)
     there = own_and_turns_s(model, destination.residents)
     return own_s + there[1] if there[0] else 0.0
@@ -622,16 +620,20 @@ class Rebalancer:
         view_of: ViewOf,
         now: float,
     ) -> str | None:
-        """The best of the freest destinations that serve a model of the source, and of those that hold most of the next
-        request's prefix, to which a move is a gain."""
+        """The best of the freest destinations that serve a model of the source, and of those that hold most of a request's
+        prefix, to which a move is a gain. The source's first request that has a destination decides; where no destination
+        is for one of the first `MAX_MOVES`, the freest is taken."""
         if source.instance_id in self._taking:
             return None
         looked_at = self._looked_at(source, groups, bar, view_of)
         able = list(islice((view for view in looked_at if self._is_worth_it(source, view)), NUM_COMPARED))
-        held = self._held(source.next_moves[0] if source.next_moves else None)
-        holders = self._holders(source, held, bar, able, view_of, now)
-        able += [view for view in holders if self._is_worth_it(source, view)]
-        return choose(source, able, held).instance_id if able else None
+        for move in source.next_moves[:MAX_MOVES]:
+            held = self._held(move)
+            holders = self._holders(source, held, bar, able, view_of, now)
+            views = chain(able, (view for view in holders if self._is_worth_it(source, view)))
+            if mine := [view for view in views if source.next_to(view) is move]:
+                return choose(source, mine, move, held).instance_id
+        return able[0].instance_id if able else None
 
     def _held(self, move: NextMove | None) -> Held:
         return HeldByNobody() if move is None else self._held_of(move)

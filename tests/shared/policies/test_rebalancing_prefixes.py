@@ -118,6 +118,25 @@ def test_what_moves_is_of_a_model_that_the_destination_serves() -> None:
     assert paired([source, narrow, wide], {}) == {"full": ("wide",)}
 
 
+def test_the_prefix_and_the_cost_are_those_of_the_request_that_would_move() -> None:
+    """The first request has no destination: of those for the second, the one that holds its beginning is taken, if its
+    tokens cost nearly the least there."""
+    moves = (NextMove("m", 16, "first"), NextMove("n", 2000, "second"))
+    residents = [("m", 5, STEP_S), ("n", 5, STEP_S)]
+    source = view("full", 99_500, models=("m", "n"), moves=moves, residents=residents)
+
+    def other(name: str, used: int, *beside: Resident) -> InstanceView:
+        return view(name, used, num_running=5, models=("n",), residents=[("n", 5, STEP_S), *beside])
+
+    many = [other(f"free-{number}", 100 * number) for number in range(40)]
+    held: dict[str, Held] = {"first": Holdings({"free-3": 16}), "second": Holdings({"holder": 1500, "free-7": 100})}
+    assert paired([source, *many, other("holder", 20_000)], held) == {"full": ("holder",)}
+    assert paired([source, *many, other("holder", 20_000, ("x", 2, STEP_S))], held) == {"full": ("free-7",)}
+    assert paired([source, *many], {}) == {"full": ("free-0",)}
+    both = view("both", 30_000, models=("m", "n"), num_running=5, residents=residents)
+    assert paired([source, *many, both], held | {"first": Holdings({"both": 10})}) == {"full": ("both",)}
+
+
 def test_a_late_prompt_goes_to_where_its_first_token_comes_soonest() -> None:
     late = NextMove("m", 5000, "r")
     source = view("late", 20_000, late=late, late_starts_s=2.0)
@@ -175,9 +194,9 @@ def test_a_prefix_decides_among_gains_at_a_like_cost_and_nothing_else(
         bar = least_left(source.freeness, LOW) * HIGH / LOW
         able = [one for one in others if one.freeness >= bar and is_gain(source, one, LOW)]
         assert name in {one.instance_id for one in able}
-        costs = {one.instance_id: cost_there_s(source, one) for one in able}
+        costs = {one.instance_id: cost_there_s(source, one, "m") for one in able}
         first = without["source"][0]
-        chosen = choose(source, [one for one in able if one.instance_id in (name, first)], holdings)
+        chosen = choose(source, [one for one in able if one.instance_id in (name, first)], move, holdings)
         assert chosen.instance_id == name and holdings.get(name, 0) >= holdings.get(first, 0)
         assert is_as_cheap(costs[name], 1.1 * min(costs.values()))
 
