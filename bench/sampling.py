@@ -30,6 +30,7 @@ from shared.placement.problem import Plan, Problem
 from shared.placement.search import search
 from shared.placement.stretches import between
 from shared.simulation.deployment import simulate
+from shared.simulation.itl import Itl
 from shared.simulation.sampled import Mean, Sampled, sample
 
 DAY_TARGET_S = 600.0
@@ -57,8 +58,13 @@ def _shown(name: str, found: Sampled, seconds: float) -> dict[str, object]:
     return {
         "": name, "requests": found.num_requests, "step by step": found.num_simulated, "attainment": told(found.attainment),
         "normalised latency": told(found.normalised_latency), "TTFT s": told(found.ttft_s),
-        "TPOT ms": told(found.tpot_s, 1000.0), "seconds": round(seconds),
+        "TPOT ms": told(found.tpot_s, 1000.0), **_gaps(found.itl_s), "seconds": round(seconds),
     }  # fmt: skip
+
+
+def _gaps(itl_s: Itl) -> dict[str, object]:
+    """Percentiles of the gaps between tokens: TPOT is a request's mean."""
+    return {"ITL P50 ms": f"{1000 * itl_s.p50:.4g}", "ITL P99 ms": f"{1000 * itl_s.p99:.4g}"}
 
 
 def _sampled(problem: Problem, plan: Plan, options: argparse.Namespace) -> Sampled:
@@ -82,10 +88,11 @@ def error(options: argparse.Namespace) -> tuple[list[dict[str, object]], list[Ta
         _shown("sampled", found, sampled_s),
         {"": "every step", "requests": whole.num_requests, "step by step": whole.num_requests,
          "attainment": f"{whole.attainment:.4g}", "normalised latency": f"{whole.normalised_latency:.4g}",
-         "TTFT s": f"{whole.ttft_s.mean:.4g}", "TPOT ms": f"{1000 * whole.tpot_s.mean:.4g}", "seconds": round(whole_s)},
+         "TTFT s": f"{whole.ttft_s.mean:.4g}", "TPOT ms": f"{1000 * whole.tpot_s.mean:.4g}", **_gaps(whole.itl_s),
+         "seconds": round(whole_s)},
         {"": "estimate alone", "requests": found.num_requests, "step by step": 0,
          "attainment": f"{found.estimated_attainment:.4g}", "normalised latency": f"{found.estimated_latency:.4g}",
-         "TTFT s": "", "TPOT ms": "", "seconds": ""},
+         "TTFT s": "", "TPOT ms": "", **dict.fromkeys(_gaps(Itl()), ""), "seconds": ""},
     ]  # fmt: skip
     targets = [
         Target(name="attainment off, standard errors",

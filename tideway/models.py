@@ -14,10 +14,12 @@ from tideway.console import LOOK, show_listing, turned
 from tideway.operations import AdminClient
 
 LEAST_WANTED = (
+    "max ITL\nP50",
     "TPOT\nmean",
     "TTFT\nP99",
     "refused",
     "latency\nP50",
+    "max ITL\nP99",
     "waits",
     "output\ntokens",
     "prompt\ntokens",
@@ -31,8 +33,8 @@ def show_models(client: AdminClient, console: Console, *, interval_s: int, as_js
     states = client.models(interval_s)
     table = Table(
         "model", "class", "req/s", "refused", "prompt\ntokens", "output\ntokens", "execution", "latency\nmean",
-        "latency\nP50", "latency\nP99", "TTFT\nP99", "TPOT\nmean", "SLO", "within\nSLO", "waits",
-        title=f"Models in the last {interval_s} s", **LOOK,
+        "latency\nP50", "latency\nP99", "TTFT\nP99", "TPOT\nmean",
+        "max ITL\nP50", "max ITL\nP99", "SLO", "within\nSLO", "waits", title=f"Models in the last {interval_s} s", **LOOK,
     )  # fmt: skip
     shown: list[ModelState | AdapterState] = [*states.models, *states.adapters]
     for state in shown:
@@ -54,7 +56,7 @@ def _rows(state: ModelState | AdapterState) -> list[list[str]]:
             ", ".join(filter(None, (state.quantization, f"draft {PurePath(state.draft).name}" if state.draft else ""))),
         )
     if state.traffic is None:
-        return [[escape(state.name), *["?"] * 13, waits]]
+        return [[escape(state.name), *["?"] * 15, waits]]
     name = escape(f"{state.name} ({note})" if note else state.name)
     rows = [[name, "online", *_cells(state.traffic.online), waits]]
     offline = state.traffic.offline
@@ -83,6 +85,8 @@ def _cells(summary: ModelSummary) -> list[str]:
         seconds(summary.latency_s.p99),
         seconds(summary.ttft_s.p99),
         seconds(summary.tpot_s.mean),
+        seconds(summary.max_itl_s.p50),
+        seconds(summary.max_itl_s.p99),
         f"{summary.slo_s:.3g} s" if summary.slo_s else "-",
         "-" if summary.attainment is None else f"{summary.attainment:.1%}",
     ]

@@ -129,7 +129,8 @@ class Bench:
         (row,) = results.rows([measured])
         print(
             f"{case:14} {variant:20} {row.output_tokens_per_s:7.1f} tok/s  TTFT {row.mean_ttft_ms:6.0f} "
-            f"P99 {row.p99_ttft_ms:6.0f}  TPOT {row.mean_tpot_ms:6.1f} P99 {row.p99_tpot_ms:6.1f} ms  "
+            f"P99 {row.p99_ttft_ms:6.0f}  TPOT {row.mean_tpot_ms:6.1f} P99 {row.p99_tpot_ms:6.1f}  "
+            f"ITL P50 {row.p50_itl_ms:6.1f} P99 {row.p99_itl_ms:6.1f} ms  "
             f"batch {row.batch_tokens_per_s:6.0f} tok/s  others {row.others_cores:.2f} cores",
             flush=True,
         )

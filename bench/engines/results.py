@@ -33,7 +33,8 @@ class Measured(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A variant in a case, all turns together. Latencies in milliseconds; TPOT is a request's mean."""
+    """A variant in a case, all turns together. Latencies in milliseconds; TPOT is a request's mean, ITL each gap between
+    two pieces of an answer."""
 
     variant: str
     case: str
@@ -44,6 +45,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     p99_ttft_ms: float
     mean_tpot_ms: float
     p99_tpot_ms: float
+    p50_itl_ms: float
+    p99_itl_ms: float
     batch_tokens_per_s: float
     others_cores: float
 
@@ -60,6 +63,7 @@ def _row(case: str, variant: str, turns: Sequence[Turn]) -> Row:
     records = [record for turn in turns for record in turn.online]
     ttft_ms = [1e3 * record.ttft_s for record in records if record.ttft_s is not None]
     tpot_ms = [1e3 * record.tpot_s for record in records if record.tpot_s is not None]
+    itl_ms = [1e3 * gap_s for record in records for gap_s in record.itl_s] or [0.0]
     duration_s = sum(turn.duration_s for turn in turns)
 
     def over_time(values: list[float]) -> float:
@@ -75,6 +79,8 @@ def _row(case: str, variant: str, turns: Sequence[Turn]) -> Row:
         p99_ttft_ms=float(np.percentile(ttft_ms, 99)),
         mean_tpot_ms=float(np.mean(tpot_ms)),
         p99_tpot_ms=float(np.percentile(tpot_ms, 99)),
+        p50_itl_ms=float(np.median(itl_ms)),
+        p99_itl_ms=float(np.percentile(itl_ms, 99)),
         batch_tokens_per_s=over_time([turn.batch_tokens_per_s for turn in turns]),
         others_cores=over_time([turn.others_cores for turn in turns]),
     )
@@ -127,8 +133,8 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 def page(rows: Sequence[Row]) -> list[str]:
     """Lines of Markdown."""
     header = (
-        "case", "variant", "requests", "output tok/s", "TTFT ms mean", "P50", "P99", "TPOT ms mean", "P99", "batch tok/s",
-        "others' cores",
+        "case", "variant", "requests", "output tok/s", "TTFT ms mean", "P50", "P99", "TPOT ms mean", "P99", "ITL ms P50",
+        "P99", "batch tok/s", "others' cores",
     )  # fmt: skip
     return table(
         header,
@@ -136,6 +142,7 @@ def page(rows: Sequence[Row]) -> list[str]:
             (
                 row.case, row.variant, row.num_requests, f"{row.output_tokens_per_s:.1f}", f"{row.mean_ttft_ms:.0f}",
                 f"{row.p50_ttft_ms:.0f}", f"{row.p99_ttft_ms:.0f}", f"{row.mean_tpot_ms:.1f}", f"{row.p99_tpot_ms:.1f}",
+                f"{row.p50_itl_ms:.1f}", f"{row.p99_itl_ms:.1f}",
                 f"{row.batch_tokens_per_s:.0f}" if row.batch_tokens_per_s else "", f"{row.others_cores:.2f}",
             )
             for row in rows
@@ -154,6 +161,7 @@ def document(measured: Sequence[Measured]) -> list[dict[str, Any]]:
             "others_cores": each.turn.others_cores,
             "ttft_ms": [round(1e3 * (record.ttft_s or 0.0), 1) for record in each.turn.online],
             "tpot_ms": [round(1e3 * (record.tpot_s or 0.0), 2) for record in each.turn.online],
+            "max_itl_ms": [round(1e3 * (record.max_itl_s or 0.0), 2) for record in each.turn.online],
         }
         for each in measured
     ]

@@ -95,6 +95,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             is_whole=self.request.ttft_s < 0,
             is_ttft_met=is_ttft_met,
             is_tpot_met=is_tpot_met,
+            max_itl_s=self.max_itl_s,
             adapter="" if self.request.adapter is None else self.request.adapter.name,
             is_mirror=self.request.is_mirror,
             is_given_up=self.is_given_up,

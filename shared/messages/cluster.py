@@ -304,6 +304,8 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Only here: the request goes on elsewhere."""
     service_s: Seconds = 0.0
     """Its part of the steps of this placement, which together take as long as they do: what counts for its tenant."""
+    max_itl_s: Seconds = 0.0
+    """The longest time between two of its tokens."""
 
     @property
     def public_model(self) -> str:

@@ -53,6 +53,8 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_ttft_met: bool | None = None
     """None: it has no such objective, or says nothing of it."""
     is_tpot_met: bool | None = None
+    max_itl_s: Seconds = 0.0
+    """The longest time between two of its tokens."""
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +97,8 @@ class ClassSums(msgspec.Struct, array_like=True):
     ttft_met: tuple[Count, Count] = (0, 0)
     """Requests that met their objective, and those that have one."""
     tpot_met: tuple[Count, Count] = (0, 0)
+    max_itl_s: Moments = msgspec.field(default_factory=Moments)
+    """Longest gap of each request with several tokens."""
 
 
 class StoredTraffic(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +151,8 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: Spread = Spread()
     ttft_s: Spread = Spread()
     tpot_s: Spread = Spread()
+    max_itl_s: Spread = Spread()
+    """Longest gaps between two tokens, one of each request with several tokens: TPOT is a request's mean."""
     normalised_latency: float = 0.0
     """Mean latency over the mean execution time that SLOs are reckoned by (SeaLLM, equation 1), or of `slo_s`
     where some missed that and none finished; 0: not known, or offline."""

@@ -59,7 +59,7 @@ def _summary(
     interval_s = max(1e-9, interval_s)
     latency = _spread(sums.latency_s, [(row.latency_s, weight) for row, weight in finished])
     mean_s = slo_s if decided[1] and not sums.finished else latency.mean
-    later = ((tpot_s(row), weight) for row, weight in finished)
+    later = [(row, value, weight) for row, weight in finished if (value := tpot_s(row)) is not None]
     return ModelSummary(
         interval_s=interval_s,
         num_arrived=sums.arrived,
@@ -73,7 +73,8 @@ def _summary(
         execution_s=mean_std(sums.execution_s),
         latency_s=latency,
         ttft_s=_spread(sums.ttft_s, [(row.ttft_s, weight) for row, weight in finished if row.ttft_s >= 0]),
-        tpot_s=_spread(sums.tpot_s, [(value, weight) for value, weight in later if value is not None]),
+        tpot_s=_spread(sums.tpot_s, [(value, weight) for _, value, weight in later]),
+        max_itl_s=_spread(sums.max_itl_s, [(row.max_itl_s, weight) for row, _, weight in later]),
         normalised_latency=mean_s / execution_s if execution_s else 0.0,
         slo_s=slo_s,
         attainment=_share(decided),

@@ -47,6 +47,7 @@ def add_end(sums: ClassSums, row: RequestRow) -> None:
                 _add(sums.ttft_s, row.ttft_s)
             if (later_s := tpot_s(row)) is not None:
                 _add(sums.tpot_s, later_s)
+                _add(sums.max_itl_s, row.max_itl_s)
         case _:
             sums.failed += 1
 
@@ -72,6 +73,7 @@ def merged(parts: Iterable[ClassSums]) -> ClassSums:
         merge(total.latency_s, part.latency_s)
         merge(total.ttft_s, part.ttft_s)
         merge(total.tpot_s, part.tpot_s)
+        merge(total.max_itl_s, part.max_itl_s)
         total.ttft_met = (total.ttft_met[0] + part.ttft_met[0], total.ttft_met[1] + part.ttft_met[1])
         total.tpot_met = (total.tpot_met[0] + part.tpot_met[0], total.tpot_met[1] + part.tpot_met[1])
     return total

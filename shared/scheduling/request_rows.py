@@ -148,4 +148,5 @@ def _row(event: _Event, model: int, now: float) -> RequestRow:
         (end.device_s or end.execution_s) if end.is_whole else 0.0,
         end.is_ttft_met,
         end.is_tpot_met,
+        end.max_itl_s,
     )

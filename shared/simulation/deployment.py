@@ -124,6 +124,8 @@ class Outcome(NamedTuple):
     metrics: metrics.RunMetrics
     is_over: bool
     """All online requests have ended; else the run's patience ended it."""
+    itl: ItlHistogram
+    """Gaps of online requests."""
 
 
 def node_of(problem: Problem, group: Group | InstancePlan) -> NodeFacts:
@@ -201,7 +203,8 @@ def simulate(
     requests = requests_of(problem, fleet.gateway.jobs, fleet.gateway.records, numbers, fleet.events.now)
     busy_s = {name: fleet.busy_s[name] for name in sorted({*fleet.busy_s, *fleet.instances})}
     itl = {name: fleet.gateway.itl_of(model=name) for name in requests.models}
-    return Outcome(requests, measured(problem, requests, busy_s, fleet.model_device_s, seconds, itl), is_over)
+    found = measured(problem, requests, busy_s, fleet.model_device_s, seconds, itl)
+    return Outcome(requests, found, is_over, ItlHistogram.merged(itl.values()))
 
 
 def predict(

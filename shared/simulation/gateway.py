@@ -6,6 +6,7 @@ new is told of every request that has not ended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
@@ -132,6 +133,8 @@ class Gateway:
         source to its first at the destination), and the source's step time then."""
         self.itl: dict[tuple[str, RequestClass, bool], ItlHistogram] = {}
         """By model, class and whether the request is of high priority."""
+        self.itl_of_s = (-math.inf, math.inf)
+        """Gaps count of requests that arrive within these times."""
         self._now, self._submit = now, submit
         self._then: dict[int, Callable[[int], None]] = {}
         self._streams: list[StreamState] = []
@@ -165,7 +168,10 @@ class Gateway:
             )
         )  # fmt: skip
         self._streams.append(StreamState(str(number), sampling))
-        self._itl.append(self.itl.setdefault((job.model, job.request_class, job.is_high), ItlHistogram()))
+        since_s, until_s = self.itl_of_s
+        is_counted = since_s <= job.at_s < until_s
+        key = (job.model, job.request_class, job.is_high)
+        self._itl.append(self.itl.setdefault(key, ItlHistogram()) if is_counted else ItlHistogram())
         self.num_left += 1
         return number
 

@@ -30,6 +30,8 @@ from shared.placement.problem import Plan, Problem
 from shared.placement.rehearsal import Episode
 from shared.placement.stretches import Stretch, between, mean_execution_s
 from shared.simulation.deployment import LIVE, Serving, simulate
+from shared.simulation.fleet import Fleet
+from shared.simulation.itl import Itl, ItlHistogram
 
 STRETCH_EXECUTIONS, LEAD_EXECUTIONS, TRAIL_EXECUTIONS = 20.0, 10.0, 3.0
 """Mean execution times of a stretch, of what arrives before it, and after it while its last requests run."""
@@ -55,6 +57,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Mean
     """Mean over the requests of the stretches that got a token; the estimate is not asked for it. Likewise the next."""
     tpot_s: Mean
+    itl_s: Itl
+    """Gaps of the requests of the stretches."""
     estimated_attainment: float
     """By the estimate alone; likewise the next."""
     estimated_latency: float
@@ -71,6 +75,7 @@ class Part(NamedTuple):
     """Requests that `ttft_s` is of; likewise the next."""
     tpot_s: float
     num_paced: int
+    itl: ItlHistogram
 
 
 class Cut(NamedTuple):
@@ -118,6 +123,7 @@ def sample(
         normalised_latency=corrected(normalised, [part.normalised for part in parts]),
         ttft_s=_ratio([part.ttft_s for part in parts], [part.num_first for part in parts], share),
         tpot_s=_ratio([part.tpot_s for part in parts], [part.num_paced for part in parts], share),
+        itl_s=ItlHistogram.merged(part.itl for part in parts).summary(),
         estimated_attainment=1.0 - float(late.mean()), estimated_latency=float(normalised.mean()),
     )  # fmt: skip
 
@@ -154,7 +160,13 @@ def _cut(problem: Problem, stretch: Stretch) -> Cut:
 
 def simulated(plan: Plan, serving: Serving, seed: int, cut: Cut) -> Part:
     """A stretch, step by step."""
-    problem, found = cut.problem, simulate(cut.problem, plan, serving, seed=seed).requests
+    problem = cut.problem
+
+    def watch(fleet: Fleet) -> None:
+        fleet.gateway.itl_of_s = (cut.since_s, cut.until_s)
+
+    outcome = simulate(problem, plan, serving, seed=seed, on_deployed=watch)
+    found = outcome.requests
     mine = found.is_online & (found.arrival_s >= cut.since_s) & (found.arrival_s < cut.until_s)
     alone_s = np.array([problem.execution_s.get(name, math.nan) for name in found.models])[found.model[mine]]
     scales = np.array([problem.slo_scale_of(name) for name in found.models])[found.model[mine]]
@@ -165,6 +177,7 @@ def simulated(plan: Plan, serving: Serving, seed: int, cut: Cut) -> Part:
         num=int(mine.sum()), late=float((~meets).sum()), normalised=float(np.nansum(latency_s / alone_s)),
         ttft_s=float(np.nansum(ttft_s)), num_first=int(np.count_nonzero(~np.isnan(ttft_s))),
         tpot_s=float(np.nansum(tpot_s)), num_paced=int(np.count_nonzero(~np.isnan(tpot_s))),
+        itl=outcome.itl,
     )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ def test_targets_compare_the_hosted_engine_with_vllm_itself() -> None:
         "batch tokens per second over vllm serve's": (0.8, False),
     }
     assert len(results.page(rows)) == 2 + len(rows)
+    assert [round(row.p99_itl_ms) for row in rows] == [100, 100, 100, 120, 500, 300]
 
 
 def test_interrupted_steps_leave_more_to_a_batch_and_users_wait_less() -> None:
@@ -84,7 +85,7 @@ def test_interrupted_steps_leave_more_to_a_batch_and_users_wait_less() -> None:
     to_their_end, interrupted = harvest.measure(arguments)
     assert interrupted.num_interrupted > 2 and to_their_end.num_interrupted == 0
     assert interrupted.harvest > 0.7 > 0.3 > to_their_end.harvest
-    assert interrupted.ttft_ratio < 1.25 and interrupted.tpot_ratio < 1.1
+    assert interrupted.ttft_ratio < 1.25 and interrupted.tpot_ratio < 1.1 and interrupted.itl_ratio < 1.1
 
 
 def test_a_long_measurement_is_asked_to_end() -> None:

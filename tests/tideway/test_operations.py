@@ -415,6 +415,7 @@ async def test_models_and_their_traffic(stack: Stack) -> None:
         output_tokens=MeanStd(64.0, 8.0),
         execution_s=MeanStd(0.25, 0.1),
         latency_s=Spread(0.5, 0.2, 0.4, 2.5),
+        max_itl_s=Spread(0.1, 0.2, 0.04, 0.9),
         slo_s=1.25,
         attainment=0.875,
     )
@@ -434,7 +435,7 @@ async def test_models_and_their_traffic(stack: Stack) -> None:
 
     await stack.peer.bus.serve(PLACEMENT_TRAFFIC, answer)
     [row] = [line for line in (await shown()).splitlines() if line.startswith(MODEL)]
-    expected = "online 1.5 3 120±30 64±8 250 ms 500 ms 400 ms 2.5 s 0 ms 0 ms 1.25 s 87.5% 0"
+    expected = "online 1.5 3 120±30 64±8 250 ms 500 ms 400 ms 2.5 s 0 ms 0 ms 40 ms 900 ms 1.25 s 87.5% 0"
     assert row.split() == [MODEL, *expected.split()]
     assert not [line for line in (await shown()).splitlines() if "offline" in line]
     replies[0] = msgspec.structs.replace(replies[0], offline=online)

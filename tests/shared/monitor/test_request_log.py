@@ -52,6 +52,7 @@ class Request(msgspec.Struct, frozen=True):
             self.execution_s,
             self.latency_s < 2,
             None,
+            self.latency_s / 3,
         )
 
 
@@ -131,6 +132,7 @@ def test_a_summary_is_what_happened(happened: list[Request], is_told_twice: bool
             check(summary.latency_s, [r.latency_s for r in finished])
             check(summary.ttft_s, [r.ttft_s for r in finished])
             check(summary.tpot_s, [0.75 * r.latency_s / (r.output_tokens - 1) for r in finished if r.output_tokens > 1])
+            check(summary.max_itl_s, [r.latency_s / 3 for r in finished if r.output_tokens > 1])
             latencies = sorted(r.latency_s for r in finished)
             if latencies:
                 exact = np.quantile(latencies, [0.5, 0.99], method="inverted_cdf")

@@ -11,6 +11,7 @@ from shared.placement.problem import Group, Plan, Problem, traffic
 from shared.placement.stretches import mean_execution_s
 from shared.simulation import sampled
 from shared.simulation.deployment import simulate
+from shared.simulation.itl import ItlHistogram
 from shared.simulation.sampled import Part, sample
 from tests.shared.placement.small import model, node
 
@@ -39,6 +40,8 @@ def test_a_sample_is_within_its_error_of_every_step() -> None:
         (found.ttft_s, whole.ttft_s.mean), (found.tpot_s, whole.tpot_s.mean),
     ):  # fmt: skip
         assert mean.error < 0.15 * value and abs(mean.value - value) <= 3 * max(mean.error, 0.01 * value)
+    assert abs(found.itl_s.p50 / whole.itl_s.p50 - 1) < 0.1 and abs(found.itl_s.p99 / whole.itl_s.p99 - 1) < 0.25
+    assert 0 < found.itl_s.num < whole.itl_s.num
     # The stretches say how far the estimate is off: what is left is nearer to every step.
     off = abs(found.normalised_latency.value / whole.normalised_latency - 1)
     assert off < 0.05 and off <= abs(found.estimated_latency / whole.normalised_latency - 1) + 0.01
@@ -56,8 +59,9 @@ def test_an_estimate_that_is_wrong_everywhere_alike_costs_no_accuracy(monkeypatc
         at_s = cut.problem.traffic.arrival_s
         num = int(((at_s >= cut.since_s) & (at_s < cut.until_s)).sum())
         return Part(
-            num=num, late=num / 2, normalised=3.0 * num, ttft_s=0.5 * num, num_first=num, tpot_s=0.0, num_paced=0
-        )
+            num=num, late=num / 2, normalised=3.0 * num, ttft_s=0.5 * num, num_first=num, tpot_s=0.0, num_paced=0,
+            itl=ItlHistogram.of([0.01] * num),
+        )  # fmt: skip
 
     rows = [(0.5 * number, "a", 50, 10, True) for number in range(1200)]
     asked = Problem(nodes=(node(num_devices=2),), models=MODELS[:1], traffic=traffic(rows, 600.0, ["a"]))

@@ -50,6 +50,7 @@ export function showModels(models, {onScale, onRemove}) {
     ["req/s", (model) => online(model)?.arrivals_per_s.toFixed(2) ?? "–"],
     ["TTFT P99", (model) => (online(model)?.num_finished ? seconds(online(model).ttft_s.p99) : "–"), {class: "roomy"}],
     ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–"), {class: "spare"}],
+    ["gap P99", (model) => (online(model)?.num_finished ? seconds(online(model).max_itl_s.p99) : "–"), {class: "spare"}],
     ["in SLO", (model) => percent(online(model)?.attainment)],
     ["", (model) => ({key: `${model.name} ${numberOf(model)}`, make: () => {
       const number = numberOf(model);
