@@ -18,6 +18,10 @@ If requests of a model wait before they reach any instance, its freeness does no
 something other than memory. A model that no instance serves is not free: nothing is drained meanwhile. It asks for nothing
 either, because one more instance rarely helps it. A model that is on its fixed number of instances asks for nothing.
 
+What batches need is known late: their throughput is a mean over half a minute, of lines that have ended, so after a change
+it is that of the number before. One more counts it as that of the fewest instances in the last `GROWTH_LAG_S`, one less as
+that of the most in the last `SHRINK_LAG_S`. Prompts take the same time whatever the number is; batches have the rest.
+
 Growth is as large as the known load requires, up to `MAX_GROWTH` times the present number. Changes come one at a time:
 nothing is decided while an instance comes or goes, nor for a settling time after, so measurements show the effect of the
 last change. At constant load the number does not go to and fro, because an instance leaves only if the rest stays within
@@ -46,6 +50,11 @@ most the second. Decodes need the rest."""
 SPARE_LATE = 0.5
 SPARE_PRESSURE = 0.8
 """Share of their remaining time that batches may need with one instance less."""
+GROWTH_LAG_S, SHRINK_LAG_S = 60.0, 120.0
+"""Times for which the throughput of batches may be that of another number of instances. A batch that is late costs more than
+an instance too many, so the first is the shorter one."""
+LEAST_IDLE = 0.05
+"""Share of instances' time that is left for batches at least."""
 MAX_GROWTH = 4
 
 REGRET_S = 120.0
@@ -155,6 +164,18 @@ def work_of(model: str, serving: Mapping[str, Sequence[Member]], work: Mapping[s
     return _mean([sum(on_each[name] for name in member.models) for member in serving[model]])
 
 
+def pressure_of(pressure: float, busy: float, num_then: int, num_now: int) -> float:
+    """Pressure of batches with `num_now` instances, if it was measured with `num_then`. `busy`: instances' time that prompts
+    take, in instances."""
+    then, now = (max(number - busy, LEAST_IDLE * number) for number in (num_then, num_now))
+    return pressure * then / now if now else math.inf
+
+
+def num_in_time(pressure: float, busy: float, num_now: int) -> int:
+    """Number of instances with which batches that have this pressure now would be in time."""
+    return math.ceil(busy + pressure * max(num_now - busy, LEAST_IDLE * num_now) - 1e-9)
+
+
 def num_wanted(members: Sequence[Member], num_queued: int, low: float) -> int:
     """Number of instances at which the present requests, and queued ones of the same size, have a freeness of `low`; 0: not
     known."""
@@ -200,6 +221,8 @@ class Autoscaling:
         self._quiet_until_s = -math.inf
         self._is_refused = False
         """Whether the last attempt was refused: the next one asks for one more."""
+        self._numbers: dict[str, list[tuple[float, int]]] = {}
+        """By model: times at which the number of its instances changed, and the number since then."""
         self._shrunk_s = -math.inf
         """Time at which an instance last left."""
         self._hold_s = HOLD_S
@@ -218,6 +241,7 @@ class Autoscaling:
 
     def decide(self, fleet: Fleet, now: float) -> Decision | None:
         starting = self._recent(fleet.starting, now)
+        self._note_numbers(fleet, now)
         self._follow_attempt(fleet, now)
         if now < self._quiet_until_s:
             return None
@@ -236,7 +260,9 @@ class Autoscaling:
             if now < self._shrunk_s + REGRET_S:
                 self._regret(now)
             num_useless = len(fleet.starting) + len(fleet.failed)
-            wanted = max(len(fleet.members) + num_useless + self._num_more(fleet, short), self.bounds.min_instances)
+            wanted = max(
+                len(fleet.members) + num_useless + self._num_more(fleet, short, now), self.bounds.min_instances
+            )
             if self.bounds.max_instances:
                 wanted = min(wanted, self.bounds.max_instances)
             if wanted > len(fleet.members) + num_useless:
@@ -293,10 +319,36 @@ class Autoscaling:
 
     # ------------------------------------------------------------------------------------------ measurements
 
+    def _note_numbers(self, fleet: Fleet, now: float) -> None:
+        """Notes of each model how many instances it has had in the last `SHRINK_LAG_S`."""
+        serving = _by_model(fleet.members)
+        self._numbers = {model: self._numbers.get(model, []) for model in serving}
+        for model, members in serving.items():
+            numbers = self._numbers[model]
+            if not numbers or numbers[-1][1] != len(members):
+                numbers.append((now, len(members)))
+            while len(numbers) > 1 and numbers[1][0] <= now - SHRINK_LAG_S:
+                del numbers[0]
+
+    def _pressure(
+        self, model: str, serving: Mapping[str, Sequence[Member]], fleet: Fleet, now: float, num_less: int = 0
+    ) -> float:
+        """Pressure of a model's batches with that many instances less."""
+        pressure = fleet.pressure.get(model, 0.0)
+        if not pressure:
+            return 0.0
+        numbers, num = self._numbers[model], len(serving[model])
+        if num_less:
+            num_then = max(number for _, number in numbers)
+        else:
+            ends_s = [since_s for since_s, _ in numbers[1:]] + [math.inf]
+            num_then = min(n for (_, n), end_s in zip(numbers, ends_s, strict=True) if end_s > now - GROWTH_LAG_S)
+        return pressure_of(pressure, num * work_of(model, serving, fleet.work), num_then, num - num_less)
+
     def _short(self, fleet: Fleet, num_active: int, now: float) -> list[str]:
         """Models that have needed more instances for a period."""
         serving = _by_model(fleet.members)
-        short = {model for model, members in serving.items() if self._lacks(model, members, serving, fleet)}
+        short = {model for model, members in serving.items() if self._lacks(model, members, serving, fleet, now)}
         short -= set(fleet.settled)
         if num_active < self.bounds.min_instances:
             short.add("")
@@ -304,17 +356,17 @@ class Autoscaling:
         return [model for model, since in self._short_since.items() if now >= since + self.bounds.period_s]
 
     def _lacks(
-        self, model: str, members: Sequence[Member], serving: Mapping[str, Sequence[Member]], fleet: Fleet
+        self, model: str, members: Sequence[Member], serving: Mapping[str, Sequence[Member]], fleet: Fleet, now: float
     ) -> bool:
         return (
             mean_freeness(members, self._cap) < self.bounds.low
             or model in fleet.queued
             or _mean([member.late for member in members]) > 1.0
             or work_of(model, serving, fleet.work) > MOST_WORK
-            or fleet.pressure.get(model, 0.0) > 1.0
+            or self._pressure(model, serving, fleet, now) > 1.0
         )
 
-    def _num_more(self, fleet: Fleet, short: Collection[str]) -> int:
+    def _num_more(self, fleet: Fleet, short: Collection[str], now: float) -> int:
         """Number of instances that the neediest model asks for."""
         if self._is_refused:
             return 1
@@ -322,9 +374,11 @@ class Autoscaling:
         for model in serving.keys() & set(short):
             members = serving[model]
             num_queued = fleet.queued.get(model, 0) if isinstance(fleet.queued, Mapping) else int(model in fleet.queued)
-            times = max(work_of(model, serving, fleet.work) / MOST_WORK, fleet.pressure.get(model, 0.0))
+            share = work_of(model, serving, fleet.work)
             wanted = max(
-                math.ceil(len(members) * min(times, MAX_GROWTH)), num_wanted(members, num_queued, self.bounds.low)
+                math.ceil(len(members) * min(share / MOST_WORK, MAX_GROWTH)),
+                num_in_time(self._pressure(model, serving, fleet, now), len(members) * share, len(members)),
+                num_wanted(members, num_queued, self.bounds.low),
             )
             most = max(most, min(wanted, MAX_GROWTH * len(members)) - len(members))
         return most
@@ -337,7 +391,7 @@ class Autoscaling:
             serving = _by_model(fleet.members)
             by_id = sorted(fleet.members, key=lambda m: m.instance_id, reverse=True)
             for member in sorted(by_id, key=lambda m: m.num_requests):
-                if all(self._is_spare(model, member, serving, fleet) for model in member.models):
+                if all(self._is_spare(model, member, serving, fleet, now) for model in member.models):
                     found = member.instance_id
                     break
         if found is None:
@@ -346,14 +400,16 @@ class Autoscaling:
         self._spare_since = now if self._spare_since is None else self._spare_since
         return found if now >= self._spare_since + self.bounds.period_s else None
 
-    def _is_spare(self, model: str, member: Member, serving: Mapping[str, Sequence[Member]], fleet: Fleet) -> bool:
+    def _is_spare(
+        self, model: str, member: Member, serving: Mapping[str, Sequence[Member]], fleet: Fleet, now: float
+    ) -> bool:
         members = serving[model]
         num_left = len(members) - 1
         return (
             mean_without(members, member, self._cap) >= self.bounds.high
             and sum(each.late for each in members) <= SPARE_LATE * num_left
             and work_of(model, serving, fleet.work, num_less=1) <= SPARE_WORK
-            and fleet.pressure.get(model, 0.0) * len(members) <= SPARE_PRESSURE * num_left
+            and self._pressure(model, serving, fleet, now, num_less=1) <= SPARE_PRESSURE
         )
 
 
