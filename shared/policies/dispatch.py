@@ -241,12 +241,13 @@ class FirstToken(Freest):
         soon = [candidate for candidate, first_s in zip(able, firsts_s, strict=True) if first_s <= latest_s]
         if len(soon) == 1 or request.is_high:
             return soon[0]
-        least_s = min((candidate.token_s for candidate in soon if candidate.token_s > 0), default=0.0)
-        even = [candidate for candidate in soon if candidate.token_s <= MOST_UNEVEN * least_s]
-        shortest_s = min(candidate.prompt_s for candidate in even)
+        tokens_s = [candidate.token_s for candidate in soon]
+        least_s = min((token_s for token_s in tokens_s if token_s > 0), default=0.0)
+        even = [one for one in zip(soon, tokens_s, strict=True) if one[1] <= MOST_UNEVEN * least_s]
+        shortest_s = min(candidate.prompt_s for candidate, _ in even)
         most_s = shortest_s + max(SPARED_S, MARGIN * shortest_s)
-        spared = [candidate for candidate in even if candidate.prompt_s <= most_s]
-        return spared[first_cheap([candidate.token_s for candidate in spared])]
+        spared = [one for one in even if one[0].prompt_s <= most_s]
+        return spared[first_cheap([token_s for _, token_s in spared])][0]
 
     def _is_as_good(self, request: Wanted, owner: Candidate, best: Candidate) -> bool:
         is_cheap = request.is_high or is_as_cheap(owner.token_s, best.token_s)

@@ -8,7 +8,7 @@ note an instance, `woken` has those that were noted ranked again when they come 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -58,8 +58,12 @@ class CandidateIndex:
         rank_of: Callable[[str], DispatchKey | None],
         version_of: Callable[[str], object] | None = None,
         on_ranked: Callable[[str], None] | None = None,
+        admits: Callable[[str], bool] | None = None,
     ) -> None:
+        """`admits`: whether `rank_of` gives a rank; None: that is asked."""
         self._rank_of = rank_of
+        self.admits = admits or (lambda instance_id: rank_of(instance_id) is not None)
+        """Whether an instance is a candidate now, as `in` says, but nobody is ranked."""
         self._version_of = version_of
         self._on_ranked = on_ranked
         self._touched: set[str] = set()
@@ -126,11 +130,10 @@ class CandidateIndex:
         return sorted((name for name in instance_ids if name in self), key=lambda name: (self._ranks[name], name))
 
     def _follow_bound(self) -> None:
-        """Puts the instance of the least bound where it would stand at best, if it may still stand too far back."""
+        """Ranks the instance of the least bound, which comes first at best, if it may still stand too far back."""
         bound, instance_id = heappop(self._bounds)
         if self._pending.get(instance_id) == bound:
-            del self._pending[instance_id]
-            self._place(instance_id, (bound,))
+            self._rank(instance_id)
 
     def _refresh(self) -> None:
         if self._hinted:
@@ -161,13 +164,13 @@ class CandidateIndex:
     def _rank(self, instance_id: str) -> None:
         rank = self._rank_of(instance_id)
         self._pending.pop(instance_id, None)
-        if self._version_of is not None:
-            self._versions[instance_id] = self._version_of(instance_id)
         if self._on_ranked is not None:
             self._on_ranked(instance_id)
         self._place(instance_id, rank)
         if rank is None:
             self._versions.pop(instance_id, None)
+        elif self._version_of is not None:
+            self._versions[instance_id] = self._version_of(instance_id)
 
     def _place(self, instance_id: str, rank: DispatchKey | None) -> None:
         before = self._ranks.get(instance_id)
@@ -309,9 +312,10 @@ class Ranking:
 
     def _new_index(self, lane: Lane, is_high: bool, *, is_behind: bool = False) -> CandidateIndex:
         rank_of = partial(self.rank, lane, is_high, is_behind=is_behind)
+        admits = partial(self._admits, lane, is_high, is_behind)
         if not self._policy.ranks_by_freeness or not lane.is_online:
-            return CandidateIndex(rank_of)
-        return CandidateIndex(rank_of, self._version_of, self._on_ranked)
+            return CandidateIndex(rank_of, admits=admits)
+        return CandidateIndex(rank_of, self._version_of, self._on_ranked, admits)
 
     def _version_of(self, instance_id: str) -> object:
         state = self._cluster.get(instance_id)
@@ -328,11 +332,20 @@ class Ranking:
         if state is None or not state.is_candidate or lane.model not in state.ready:
             return None
         if lane.is_online:
+            standing = self.standing(instance_id, state)
+            limit = 2 * self._max_waiting if is_high else self._max_waiting
             # How many of such tenants come is bounded by their being behind.
-            has_room = is_behind or self.has_room(lane, instance_id, state, is_high=is_high)
-            return self._policy.rank(self.standing(instance_id, state).view(is_high)) if has_room else None
+            has_room = is_behind or standing.num_waiting(lane.model) < limit
+            return self._policy.rank(standing.view(is_high)) if has_room else None
         room = self.offline_room(lane.model, instance_id, state)
         return (-room, state.last_turn) if room > 0 else None
+
+    def _admits(self, lane: Lane, is_high: bool, is_behind: bool, instance_id: str) -> bool:
+        """Whether `rank` gives it a rank."""
+        state = self._cluster.get(instance_id)
+        if state is None or not state.is_candidate or lane.model not in state.ready:
+            return False
+        return (is_behind and lane.is_online) or self.has_room(lane, instance_id, state, is_high=is_high)
 
     def has_room(self, lane: Lane, instance_id: str, state: InstanceState, *, is_high: bool = False) -> bool:
         """Whether one more request of the lane may go there; what is in flight counts as waiting there. Offline requests
@@ -374,6 +387,9 @@ class _Way(NamedTuple):
     fits: bool
     """Whether it can grow to its end there."""
     demand_merged: float
+    tokens_per_merged: int
+    free_merged: float
+    """Merged blocks of an empty pool beside it."""
 
 
 class Seen:
@@ -388,9 +404,9 @@ class Seen:
         self.left_merged = standing.left_merged
         self.start_s = standing.start_s(by.now)
         missing, num_others = way.demand_merged, standing.num_others
-        if num_others and (tokens_per_merged := way.served.tokens_per_merged):
-            growth = by.growth_steps * (num_others + 1) / tokens_per_merged
-            missing += min(growth, max(0.0, way.served.num_merged - missing))
+        if num_others and way.tokens_per_merged:
+            growth, free_merged = by.growth_steps * (num_others + 1) / way.tokens_per_merged, way.free_merged
+            missing += growth if growth < free_merged else free_merged
         self.missing_merged = missing + standing.in_flight_merged - standing.left_merged
         self._standing = standing
         self._block_size = way.served.block_size
@@ -403,10 +419,14 @@ class Seen:
     @_once
     def prompt_s(self) -> float:
         """With its beginning fetched, where that is faster."""
-        fetch = self.fetch
-        if fetch is None:
-            return self._prompt_s(self.cached_tokens)
-        return fetch.seconds + self._prompt_s(fetch.num_tokens)
+        by = self._by
+        load = self._standing.by_model.get(by.model)
+        if load is None:
+            return 0.0  # its cost is not known
+        if load.fetch_token_s and (fetch := self.fetch) is not None:
+            return fetch.seconds + self._prompt_s(fetch.num_tokens)
+        num_there = by.held_tokens(self._block_size).get(self.instance_id, 0)
+        return prompt_s(load.prompt_cost, by.num_tokens - num_there, num_there)
 
     @_once
     def fetch(self) -> Fetch | None:
@@ -515,18 +535,19 @@ class CandidatesFor:
 
     def cached(self, limit: int) -> list[Seen]:
         if self._owners is None:
-            longest = sorted(self._longest(), reverse=True)
-            able = (name for _, _, name in longest if name in self._index)
+            able = (name for _, _, name in sorted(self._longest(), reverse=True) if self._index.admits(name))
             self._owners = [seen for name in islice(able, NUM_CACHED) if (seen := self._fitting(name)) is not None]
         return self._owners[:limit]
 
-    def _longest(self) -> Iterator[tuple[int, float, str]]:
+    def _longest(self) -> list[tuple[int, float, str]]:
         """Tokens held, freeness as reported, and the instance: of some of those that have the longest prefixes."""
+        found, state_of = [], self._cluster.get
         for held in self._all_held_tokens():
             for name, num_tokens in islice(held.longest(), MAX_HOLDERS):
-                state = self._cluster.get(name)
-                if state is not None and state.report is not None:
-                    yield num_tokens, state.report.dispatch_freeness, name
+                state = state_of(name)
+                if state is not None and (report := state.report) is not None:
+                    found.append((num_tokens, report.dispatch_freeness, name))
+        return found
 
     def forget(self) -> None:
         """Whom it has seen: they and this know each other, which only the garbage collector would end."""
@@ -535,11 +556,12 @@ class CandidatesFor:
 
     def held_tokens(self, block_size: int) -> Held:
         """Tokens of the prompt that instances with blocks of that size have in their caches."""
-        if self._prefixes is None or self._request is None:
-            return NOT_HELD
-        if block_size not in self._held_tokens:
-            self._held_tokens[block_size] = self._prefixes.held_tokens(self._request, block_size, self.now)
-        return self._held_tokens[block_size]
+        held = self._held_tokens.get(block_size)
+        if held is None:
+            is_known = self._prefixes is not None and self._request is not None
+            held = self._prefixes.held_tokens(self._request, block_size, self.now) if is_known else NOT_HELD
+            self._held_tokens[block_size] = held
+        return held
 
     def longest_given(self, block_size: int) -> tuple[str, int, float] | None:
         """The instance that has the most of the prompt and gives it to others, how many tokens, and what one takes from
@@ -572,7 +594,10 @@ class CandidatesFor:
         way = self._ways.get(served)
         if way is None:
             fits = served.fits(self._num_tokens_at_most) and not self._asked & served.lacks
-            way = self._ways[served] = _Way(served, fits, served.demand_merged(self.num_tokens))
+            demand_merged = served.demand_merged(self.num_tokens)
+            free_merged = max(0.0, served.num_merged - demand_merged)
+            way = _Way(served, fits, demand_merged, served.tokens_per_merged, free_merged)
+            self._ways[served] = way
         seen = Seen(instance_id, self.ranking.standing(instance_id, state), way, self) if way.fits else None
         self._seen[instance_id] = seen
         return seen

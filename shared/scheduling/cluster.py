@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.engines import capabilities
-from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport, NextMove
+from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport, ModelLoad, NextMove
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.policies.dispatch import ReportedFreeness
 from shared.policies.rebalancing import InstanceView
@@ -91,23 +91,27 @@ class Load:
     """Offline tokens of each model that it could take."""
     residents: list[Resident]
     """Its models, with their online requests."""
+    by_model: dict[str, ModelLoad]
 
     @classmethod
     def of(cls, report: LoadReport) -> Load:
         num_waiting = num_offline = num_waiting_online = 0
-        waiting, room = {}, {}
+        waiting, room, by_model = {}, {}, {}
         residents: list[Resident] = []
         for load in report.models:
             num_waiting += load.num_waiting
             num_offline += load.num_offline
             num_waiting_online += load.num_waiting_online
-            waiting[load.model] = load.num_waiting_online
-            room[load.model] = load.offline_room_tokens
-            num_online = max(0, load.num_running + load.num_waiting - load.num_offline)
-            residents.append((load.model, num_online, load.decode_cost))
+            model = load.model
+            by_model[model] = load
+            waiting[model] = load.num_waiting_online
+            room[model] = load.offline_room_tokens
+            num_online = load.num_running + load.num_waiting - load.num_offline
+            residents.append((model, num_online if num_online > 0 else 0, load.decode_cost))
         num_held = report.num_running + num_waiting
         num_requests = max(0, num_held - num_offline)
-        return cls(num_requests, max(0, num_requests - num_waiting_online), num_held, waiting, room, residents)
+        num_running = max(0, num_requests - num_waiting_online)
+        return cls(num_requests, num_running, num_held, waiting, room, residents, by_model)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

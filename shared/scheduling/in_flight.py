@@ -87,6 +87,10 @@ class InFlightLedger:
         """Whether anything is in flight to it."""
         return instance_id in self._online or instance_id in self._offline
 
+    def has_load(self, instance_id: str) -> bool:
+        """Whether anything is in flight to it, or will be handed over to it."""
+        return instance_id in self._online or instance_id in self._coming or instance_id in self._offline
+
     def num_requests(self, instance_id: str) -> int:
         return self.num_online(instance_id) + len(self._offline.get(instance_id, ()))
 

@@ -146,15 +146,19 @@ class PrefixIndex:
 
     def _take_in(self, packed: bytes, holder: _Holder, is_old: bool = False) -> None:
         """Blocks that it says that it holds. What `is_old` takes nobody's place who was named since."""
-        until_s, part_of, limit_of = holder.until_s, self._part_of, self._limit_of
+        until_s, part_of, limit_of, bit = holder.until_s, self._part_of, self._limit_of, holder.bit
         for key in _keys(packed):
-            part = part_of[key[0]]
-            if is_old and len(part) >= limit_of[key[0]]:
+            first = key[0]
+            part = part_of[first]
+            if is_old and len(part) >= limit_of[first]:
                 continue
             if key in until_s:
                 part.move_to_end(key)
+            elif (before := part.get(key)) is not None:
+                part[key] = before | bit
+                part.move_to_end(key)
             else:
-                self._hold(key, holder)
+                self._add(part, key, bit)
             until_s[key] = math.inf
 
     def forget(self, instance_id: str) -> None:
@@ -168,15 +172,18 @@ class PrefixIndex:
             return
         self._expire(now)
         holder, guess_s = self._holder(instance_id), now + GUESS_S
-        guessed = []
-        for key in self._keys_of(request, block_size):
-            until_s = holder.until_s.get(key)
-            if until_s is None:
-                self._hold(key, holder)
+        until_s, part_of, bit, guessed = holder.until_s, self._part_of, holder.bit, []
+        for key in self._keys_of(request, block_size).all():
+            part, known_s = part_of[key[0]], until_s.get(key)
+            before = part.get(key)
+            if before is None:
+                self._add(part, key, bit)
             else:
-                self._part_of[key[0]].move_to_end(key)
-            if until_s is None or until_s < guess_s:
-                holder.until_s[key] = guess_s
+                part.move_to_end(key)
+                if known_s is None:
+                    part[key] = before | bit
+            if known_s is None or known_s < guess_s:
+                until_s[key] = guess_s
                 guessed.append(key)
         if guessed:
             self._guesses.append((guess_s, holder, guessed))
@@ -220,18 +227,12 @@ class PrefixIndex:
             self._known |= holder.bit
         return holder
 
-    def _hold(self, key: bytes, holder: _Holder) -> None:
-        """Notes one more holder of the block, who did not hold it so far."""
-        part = self._part_of[key[0]]
-        before = part.get(key)
-        if before is None:
-            if len(part) >= self._limit_of[key[0]]:
-                self._forget_oldest(part)
-            part[key] = holder.bit
-            self._num_entries += 1
-        else:
-            part[key] = before | holder.bit
-            part.move_to_end(key)
+    def _add(self, part: OrderedDict[bytes, int], key: bytes, bit: int) -> None:
+        """Notes a block that nobody held so far, and its holder."""
+        if len(part) >= self._limit_of[key[0]]:
+            self._forget_oldest(part)
+        part[key] = bit
+        self._num_entries += 1
 
     def _drop(self, key: bytes, holder: _Holder) -> None:
         """Notes that the block has lost this holder."""
@@ -289,13 +290,18 @@ class _PromptKeys:
     def __init__(self, request: GenerationRequest, block_size: int) -> None:
         self.request = request
         self._known: list[bytes] = []
-        self._others = prompt_keys(request, block_size)
+        self._others = block_hashes(request, block_size, MAX_BLOCKS)
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._known
-        for key in self._others:
-            self._known.append(key)
+        known = self._known
+        yield from known
+        for block_hash in self._others:
+            known.append(key := block_hash[:KEY_BYTES])
             yield key
+
+    def all(self) -> list[bytes]:
+        self._known += [block_hash[:KEY_BYTES] for block_hash in self._others]
+        return self._known
 
 
 def _keys(packed: bytes) -> list[bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shared.policies.dispatch import DispatchView, freeness_with_ledger
 from shared.policies.token_cost import token_cost_s
 from shared.scheduling.cluster import InstanceState
@@ -14,10 +16,10 @@ class Standing:
     __slots__ = (
         "_instance_id",
         "_ledger",
-        "_prompt_costs",
         "_sent_s",
         "_tokens_s",
         "_views",
+        "by_model",
         "in_flight_merged",
         "left_merged",
         "num_in_flight",
@@ -33,28 +35,38 @@ class Standing:
         self._ledger = ledger
         self.state = state
         self.report = state.report
-        self.num_in_flight = ledger.num_online(instance_id)
-        self.num_others = state.load.num_running + ledger.num_requests(instance_id)
+        load = state.load
+        self.by_model = load.by_model
+        self.num_others = load.num_running
         """Requests that would run beside another one."""
-        self.in_flight_merged = ledger.demand_merged(instance_id)
+        self.num_in_flight, self.in_flight_merged, self._sent_s = 0, 0.0, 0.0
+        if ledger.has_load(instance_id):
+            self.num_others += ledger.num_requests(instance_id)
+            self.num_in_flight = ledger.num_online(instance_id)
+            self.in_flight_merged = ledger.demand_merged(instance_id)
+            self._sent_s = ledger.prompts_s(instance_id)
         self.left_merged = state.left_merged
-        self._sent_s = ledger.prompts_s(instance_id)
         self._views: dict[bool, DispatchView] = {}
         self._tokens_s: dict[tuple[str, bool], float] = {}
-        self._prompt_costs: dict[str, tuple[float, float]] = {}
 
     def view(self, is_high: bool) -> DispatchView:
         """View by which requests of high or of normal priority rank it."""
         view = self._views.get(is_high)
         if view is None:
-            freeness = freeness_with_ledger(self.state.freeness(is_high), self.in_flight_merged, self.num_in_flight)
+            if self.num_in_flight:
+                freeness = freeness_with_ledger(self.state.freeness(is_high), self.in_flight_merged, self.num_in_flight)
+            else:
+                freeness = self.report.dispatch_freeness_high if is_high else self.report.dispatch_freeness
+                freeness = freeness if freeness == freeness else -math.inf  # not a number
             num_requests = self.state.load.num_requests + self.num_in_flight
             view = self._views[is_high] = DispatchView(freeness, num_requests, self.state.last_turn)
         return view
 
     def num_waiting(self, model: str) -> int:
         """Online requests of the model that wait there or are on their way."""
-        return self.state.load.num_waiting_online.get(model, 0) + self._num_sent(model)
+        load = self.by_model.get(model)
+        num_waiting = 0 if load is None else load.num_waiting_online
+        return num_waiting + self._num_sent(model) if self.num_in_flight else num_waiting
 
     def start_s(self, now: float) -> float:
         """Predicted time from `now` until the prompt of one more request would be begun."""
@@ -62,13 +74,13 @@ class Standing:
 
     def prompt_cost(self, model: str) -> tuple[float, float]:
         """`ModelLoad.prompt_cost`; zeros: not known."""
-        if not self._prompt_costs:
-            self._prompt_costs = {load.model: load.prompt_cost for load in self.report.models}
-        return self._prompt_costs.get(model, (0.0, 0.0))
+        load = self.by_model.get(model)
+        return (0.0, 0.0) if load is None else load.prompt_cost
 
     def fetch_token_s(self, model: str) -> float:
         """`ModelLoad.fetch_token_s`; 0: prefixes of the model neither come nor go."""
-        return next((load.fetch_token_s for load in self.report.models if load.model == model), 0.0)
+        load = self.by_model.get(model)
+        return 0.0 if load is None else load.fetch_token_s
 
     def token_s(self, model: str, is_high: bool) -> float:
         """`token_cost_s` of one more request among the online ones; for one of high priority, what others of that take is
