@@ -212,3 +212,40 @@ def test_parts_of_a_message_are_text_by_any_of_their_names() -> None:
         == "<|user|>a\nb\nc<|end|><|assistant|>No.<|end|>"
     )
     assert prompt(STRICT, said("user", "A"), said("assistant", None, refusal="No.")).endswith("<|assistant|>No.<|end|>")
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_calls_from_before_there_were_tools_reach_the_model(template: str) -> None:
+    old = prompt(
+        template,
+        said("user", "What?"),
+        said("assistant", None, function_call={"name": "f", "arguments": '{"a": 1}'}),
+        said("function", "RAIN", name="f"),
+    )
+    now = prompt(
+        template,
+        said("user", "What?"),
+        said("assistant", None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]),
+        said("tool", "RAIN", tool_call_id="1"),
+    )
+    assert old == now and "RAIN" in old
+
+
+def test_a_result_from_before_there_were_tools_names_its_call() -> None:
+    called_twice = [said("assistant", None, function_call={"name": name, "arguments": "{}"}) for name in "fg"]
+    results = [said("function", f"{name}!", name=name) for name in "fg"]
+    turns = [turn for pair in zip(called_twice, results, strict=True) for turn in pair]
+    first, result, second, other = plain_messages(msgspec.convert(turns, list[ChatMessage]))
+    assert result["role"] == other["role"] == "tool"
+    assert first["tool_calls"][0]["id"] == result["tool_call_id"] != other["tool_call_id"]
+    assert second["tool_calls"][0]["id"] == other["tool_call_id"]
+
+
+@pytest.mark.parametrize("thinking", ["WHY", [{"type": "text", "text": "W"}, {"type": "text", "text": "HY"}]])
+def test_reasoning_may_be_a_part_of_an_assistants_message(thinking: Any) -> None:
+    parts = [{"type": "thinking", "thinking": thinking, "signature": "x"}, {"type": "text", "text": "So."}]
+    assert prompt(QWEN, said("user", "A"), said("assistant", parts)) == (
+        "<|user|>A<|end|><|assistant|><think>WHY</think>So.<|end|>"
+    )
+    with pytest.raises(ApiError, match="'thinking' is not supported"):
+        prompt(QWEN, said("user", parts))

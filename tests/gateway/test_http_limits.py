@@ -339,7 +339,8 @@ async def test_a_stream_to_a_client_that_knows_no_chunks(narrow: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress)]
+    ("name", "compress"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress), ("x-gzip", gzip.compress)],
 )
 async def test_bodies_may_be_compressed(stack: Stack, name: str, compress: Callable[[bytes], bytes]) -> None:
     content = json.dumps({"model": MODEL, "prompt": "x" * 50, "max_tokens": 100}).encode()

@@ -83,7 +83,10 @@ ENCODINGS: dict[str, Undo] = {
 def decompressed(body: bytes | bytearray, encodings: str, max_bytes: int) -> bytes | bytearray:
     """The body without its content encodings, named as in the header. Raises `ApiError`: 415 for one that is not known, 413
     where more than `max_bytes` come of it, 400 where it is broken."""
-    names = [name for one in encodings.lower().split(",") if (name := one.strip()) not in ("", "identity")]
+    named = (one.strip() for one in encodings.lower().split(","))
+    names = [
+        "gzip" if name == "x-gzip" else name for name in named if name not in ("", "identity")
+    ]  # RFC 9110, 8.4.1.3
     if len(names) > MAX_ENCODINGS or not ENCODINGS.keys() >= set(names):
         known = [*ENCODINGS]
         error = ApiError(

@@ -28,6 +28,8 @@ ONLY_ARGUMENT = "arguments"
 """What arguments of a call that are no object are called in the object that they become."""
 _INSTRUCTING = ("system", "developer")
 _RESULTS = ("tool", "function")
+_THINKING = "thinking"
+"""A part of an assistant's message that is its reasoning."""
 _BETWEEN = "\n\n"
 
 
@@ -35,12 +37,14 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out, reasoning
     under the names that templates read. Raises `ApiError` 400."""
     plain: list[Message] = []
+    old_call_id = ""
     for i, message in enumerate(messages):
-        content = message.content
+        content, thought = message.content, ""
         if isinstance(content, list):
             if message.role not in _RESULTS:
-                check_parts(content, f"messages[{i}].content")
-            content = "\n".join(part.shown for part in content)
+                check_parts(content, f"messages[{i}].content", role=message.role)
+            thought = "\n".join(part.reasoning for part in content if part.type == _THINKING)
+            content = "\n".join(part.shown for part in content if part.type != _THINKING)
         elif content is None:
             if message.role not in ("assistant", *_RESULTS):  # a tool may return nothing
                 raise invalid(f"messages[{i}].content", f"Invalid value for 'messages[{i}].content': it is missing.")
@@ -49,21 +53,30 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 fields[name] = value
-        if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
+        if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning or thought):
             fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
             if not (content and message.tool_calls):  # gpt-oss's template refuses both beside calls
                 fields["thinking"] = reasoning
         if message.tool_calls:
             where = f"messages[{i}].tool_calls"
             fields["tool_calls"] = [_with_arguments(call, f"{where}[{j}]") for j, call in enumerate(message.tool_calls)]
+        elif message.function_call:
+            old_call_id = f"call{i:05}"  # nine characters: Mistral's templates refuse others
+            call = {"id": old_call_id, "type": "function", "function": message.function_call}
+            fields["tool_calls"] = [_with_arguments(call, f"messages[{i}]")]
+        elif message.role == "function":
+            fields["role"] = "tool"  # as templates know it
+            if old_call_id:
+                fields["tool_call_id"] = old_call_id
         plain.append(fields)
     return plain
 
 
-def check_parts(parts: Sequence[Part], param: str) -> None:
-    """Raises `ApiError` 400 for a part that only results of tools may have. `param`: what they are called in the request."""
+def check_parts(parts: Sequence[Part], param: str, *, role: str = "") -> None:
+    """Raises `ApiError` 400 for a part that only results of tools, or only assistants, may have. `param`: what they are
+    called in the request."""
     for i, part in enumerate(parts):
-        if part.type in UNSEEN:
+        if part.type in UNSEEN or (part.type == _THINKING and role != "assistant"):
             raise not_served(f"{param}[{i}].type", part.type)
 
 

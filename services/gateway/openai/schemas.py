@@ -356,17 +356,27 @@ def unseen(part_type: str) -> str:
     return f"[{what} was left out here: this model reads text only.]" if what else ""
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """A piece of text, as chats or responses name it, or a refusal, as an assistant's message may have it. Results of tools
-    may have images, for which a text stands."""
+class ThinkingText(msgspec.Struct, frozen=True):
+    text: str = ""
 
-    type: Literal["text", "input_text", "output_text", "refusal", "image_url", "input_image", "input_file"]
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A piece of text, as chats or responses name it, or a refusal or reasoning, as an assistant's message may have them.
+    Results of tools may have images, for which a text stands."""
+
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "image_url", "input_image", "input_file"]
     text: str = ""
     refusal: str = ""
+    thinking: str | list[ThinkingText] = ""
+    """An assistant's reasoning of before, as Anthropic's blocks or Mistral's have it."""
 
     @property
     def shown(self) -> str:
         return unseen(self.type) or self.text or self.refusal
+
+    @property
+    def reasoning(self) -> str:
+        return self.thinking if isinstance(self.thinking, str) else "".join(part.text for part in self.thinking)
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -380,10 +390,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     """The same by another name."""
     refusal: str | None = None
+    function_call: dict[str, Any] | None = None
+    """A call as it was written before there were `tool_calls`; its result has the role `function`."""
 
     def __post_init__(self) -> None:
         if self.tool_calls is not None:
             check_nesting(tool_calls=self.tool_calls)
+        if self.function_call is not None:
+            check_nesting(function_call=self.function_call)
 
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}" + END)]
