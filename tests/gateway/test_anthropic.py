@@ -284,12 +284,19 @@ async def test_tokens_are_counted_before(claude: Stack) -> None:
 async def test_errors_are_told_as_anthropic_tells_them(claude: Stack) -> None:
     claude.say("Hello")
     image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
-    long = [{"role": "user", "content": "x" * MAX_LEN}]
+    long, longer = ([{"role": "user", "content": "x" * n * MAX_LEN}] for n in (1, 1000))
     cases: list[tuple[str, dict[str, Any], int, str, str]] = [
         ("", {"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ("", {"model": "nobody"}, 404, "not_found_error", "nobody"),
         ("", {"messages": image}, 400, "invalid_request_error", "image"),
-        ("", {"messages": long}, 400, "invalid_request_error", "maximum context length"),
+        ("", {"messages": long}, 400, "invalid_request_error", f" tokens > {MAX_LEN} maximum"),
+        (
+            "",
+            {"messages": longer},
+            400,
+            "invalid_request_error",
+            "prompt is too long: This model's maximum context length",
+        ),
         ("", {"tools": [WEATHER], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
         ("/count_tokens", {"model": "nobody"}, 404, "not_found_error", "nobody"),
     ]

@@ -404,9 +404,9 @@ async def test_durations_are_written_as_they_are(stack: Stack, browser: Browser)
     def read() -> None:
         browser.open(f"{stack.url}/console")
         script = "return import('/console/dom.js').then(({seconds}) => arguments[0].map(seconds))"
-        values = [0.2, 0.28, 0.1, 0.01, 0.0304, 0.00025, 0, 1.5, 119, 120, 7200, None]
+        values = [0.2, 0.28, 0.1, 0.01, 0.0304, 0.00025, 0, 1.5, 119, 120, 7200, 2869560, None]
         expected = ["200 ms", "280 ms", "100 ms", "10 ms", "30.4 ms", "0.25 ms", "0 ms", "1.50 s", "119 s", "2 min"]
-        assert browser.run(script, values) == [*expected, "2.0 h", "–"]
+        assert browser.run(script, values) == [*expected, "2.0 h", "33 days", "–"]
 
     await asyncio.to_thread(read)
 

@@ -75,6 +75,11 @@ async def test_roles_and_the_audit_log(
         assert [line for line in lines if line["who"]] == shown[::-1] and "secret" not in json.dumps(lines)
         assert [line["status"] for line in lines if not line["who"]] == [401]
 
+        source = {"name": "x", "source": str(tmp_path / "nowhere")}
+        assert (await stack.client.post("/admin/models", json=source, headers=bearer("a-secret"))).status_code == 400
+        shown = (await stack.client.get("/admin/audit", headers=bearer("r-secret"))).json()["actions"]
+        assert "null" not in shown[0]["body"] and json.loads(shown[0]["body"]).items() >= source.items()
+
 
 async def test_strangers_cannot_push_actions_out_of_the_audit_log(
     nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -123,7 +123,8 @@ def authenticate_operator(context: GatewayContext, request: Request) -> None:
 async def read_audited(context: GatewayContext, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """The body, which the audit log shows too."""
     message: T = await read_message(request, decoder, context.bodies)
-    request.state.audited_body = msgspec.json.encode(message).decode()
+    said = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
+    request.state.audited_body = msgspec.json.encode(said).decode()
     return message
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.anthropic.messages import Block, InputMessage, MessageRequest, MessageTool, Prompted, Source
-from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.conversations import not_served
 from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
 
@@ -56,10 +56,14 @@ def chat_request(request: Prompted) -> ChatRequest:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """The error that a chat was refused with, with the field as it is called here."""
+    """The error that a chat was refused with, with the field as it is called here. Of a prompt that is too long it begins
+    with Anthropic's words, by which agents know that a conversation has to be made shorter."""
     if error.param in _NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
         error.param = _NAMES[error.param]
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        numbers = "" if error.too_long is None else "{} tokens > {} maximum. ".format(*error.too_long)
+        error.message = f"prompt is too long: {numbers}{error.message}"
     return error
 
 

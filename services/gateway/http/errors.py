@@ -15,6 +15,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.runtime.nearest import nearest
 
 MODEL_FAILED = "model_failed"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,6 +49,8 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.more_headers: dict[str, str] = {}
+        self.too_long: tuple[int, int] | None = None
+        """Tokens of a prompt, and how many the model's context takes, where the first are more."""
         self.is_of_messages = False
         """It is told as Anthropic's API does."""
 
@@ -73,7 +76,7 @@ class ApiError(Exception):
 _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.BAD_REQUEST: (400, "invalid_request_error", "invalid_value"),
     ErrorCode.UNKNOWN_MODEL: (404, "invalid_request_error", "model_not_found"),
-    ErrorCode.TOO_LONG: (400, "invalid_request_error", "context_length_exceeded"),
+    ErrorCode.TOO_LONG: (400, "invalid_request_error", CONTEXT_LENGTH_EXCEEDED),
     ErrorCode.OVERLOADED: (429, "rate_limit_error", "overloaded"),
     ErrorCode.BUSY: (429, "rate_limit_error", "overloaded"),
     ErrorCode.DEADLINE: (408, "timeout_error", "deadline_exceeded"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -223,7 +223,7 @@ def check_num_characters(num_characters: int, limit: int | None, max_model_len: 
             f"This model's maximum context length is {max_model_len} tokens, which no text of more than {limit} characters "
             f"fits into; you requested {num_characters} characters in '{param}'.",
             param=param,
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
 
 
@@ -271,12 +271,15 @@ def max_tokens_of(
         asked = f"{num_prompt_tokens + requested} tokens ({asked}, {requested} in the completion)"
     else:
         asked += ", which leaves no room for a completion"
-    raise ApiError(
+    error = ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens; you requested {asked}.",
         param=prompt_field if room < 1 else limit_field,
-        code="context_length_exceeded",
+        code=CONTEXT_LENGTH_EXCEEDED,
     )
+    if room < 1:
+        error.too_long = num_prompt_tokens, max_model_len
+    raise error
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

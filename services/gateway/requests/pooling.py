@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.context import GatewayContext
-from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.parsing import check_num_characters, check_token_ids, prompts_of
 from services.gateway.openai.replies import (
     Embedding,
@@ -189,7 +189,7 @@ async def pooled_prompts(
                 f"This model's maximum context length is {longest} tokens; you requested {len(ids)} in '{param}'. "
                 "'truncate_prompt_tokens': -1 takes as many as fit.",
                 param=param,
-                code="context_length_exceeded",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
         pooled = Pooled(num_dimensions=message.num_dimensions, num_first=num_first, is_whole=pooling.is_whole)
         sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, pooled=pooled)

@@ -60,7 +60,8 @@ export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.9995) return `${Number((1000 * value).toPrecision(3))} ms`;
   if (value < 120) return `${value.toPrecision(3)} s`;
-  return value < 7200 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
+  if (value < 7200) return `${Math.round(value / 60)} min`;
+  return value < 172800 ? `${(value / 3600).toFixed(1)} h` : `${Math.round(value / 86400)} days`;
 }
 
 /** Wall-clock time of this browser, of a Unix time. */

@@ -43,9 +43,9 @@ export function showTenants(tenants) {
 export function showAudit(actions) {
   list("audit", "Nobody has changed anything by the admin API.", "Changes by the admin API, the newest first", [
     ["at", (one) => `${new Date(1000 * one.at_s).toLocaleDateString([], {month: "short", day: "numeric"})} ${clock(one.at_s)}`],
-    ["who", (one) => one.who, {class: "text"}],
+    ["who", (one) => one.who, {class: "text short"}],
     ["action", (one) => ({key: one.action, make: () => [one.action.replace("/admin", ""), element("small", {}, one.body && ` ${one.body.slice(0, 200)}`)]}), {class: "text"}],
-    ["from", (one) => one.address, {class: "text roomy"}],
+    ["from", (one) => one.address, {class: "text short roomy"}],
     ["answer", (one) => ({key: one.status, make: () => element("span", {class: one.status < 400 ? "good" : "bad"}, one.status)})],
   ], actions.slice(0, 100), (one) => `${one.at_s} ${one.gateway_id}`);
 }
