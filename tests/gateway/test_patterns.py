@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.openai.patterns import are_apart, finds_nothing
+from services.gateway.openai.patterns import are_apart, finds_nothing, negated
 from services.gateway.openai.structured import json_grammar
 
 
@@ -97,3 +97,49 @@ def test_no_text_is_found_by_both(one: str, other: str, texts: list[str]) -> Non
         assert {text for text in texts if not finds_nothing(each, text)} >= those
     if found[0] & found[1]:
         assert not are_apart(one, other)
+
+
+ALPHABET = "a5b7 -\n\u00e9\u0660\U0001f642"
+WHOLE = (
+    "^(?:a|5b)$",
+    "(^[^5]*$)|7",
+    "^a*b?$",
+    "a5b",
+    "[xyz]$",
+    "^$",
+    "^[a-b]{2,3}$",
+    "\\$|5",
+    "^([a-b][0-9])+$",
+    ".",
+    "",
+)
+DIALECTS = ("\\w3", "^\\d{2}-\\d$", "[^\\s]b", "^\\W+$")
+"""Their classes have more characters in some dialects."""
+
+
+@pytest.mark.parametrize("pattern", [*WHOLE, *DIALECTS])
+@given(st.text(ALPHABET, max_size=6))
+def test_the_opposite_of_an_expression(pattern: str, text: str) -> None:
+    # Of Python, whose $ matches before a line break at the end, too.
+    finds = re.compile(pattern.replace("$", "\\Z").replace("\\\\Z", "\\$"))
+    other = negated(pattern)
+    assert other is not None
+    is_without = bool(other) and re.fullmatch(other[1:-1], text) is not None
+    if pattern in WHOLE:
+        assert is_without is not bool(finds.search(text))
+    elif is_without:
+        assert not finds.search(text) and not re.search(finds.pattern, text, re.ASCII)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?!a)", "a(?=b)", ".{14,}(?:ghlint|plugin)", "^((c1d3g3).{4,8}){6,6}", "(^a)b", "\\ud800"]
+)
+def test_an_opposite_that_is_not_known_or_too_large(pattern: str) -> None:
+    begun_s = time.process_time()
+    assert negated(pattern) is None
+    assert time.process_time() - begun_s < 0.2
+
+
+def test_groups_with_anchors_that_are_whole_branches() -> None:
+    assert are_apart("(^a$)|(?:^b)", "(^c)") and not are_apart("(^a$)|b", "^b")
+    assert not are_apart("(^a)+", "^b") and not are_apart("(^a$)c", "^b")

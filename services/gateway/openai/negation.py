@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from services.gateway.openai.patterns import negated
+
 ASSERTIONS = frozenset(
     (
         *("$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "nullable"),
@@ -36,6 +38,8 @@ MAX_PAIRED = 4
 """Most branches of a `oneOf` that has an opposite, which names each pair of them."""
 MAX_EXCLUDED_NUMBERS = 32
 """Most numbers that are excluded in one place."""
+MAX_EXCLUDED_CONTAINERS = 8
+"""Most objects and lists that are excluded in one place, and most members of one of them."""
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _BOUNDS = {
     "minLength": ("string", "maxLength", -1),
@@ -118,9 +122,13 @@ class Negation:
                     if opposite is not False
                 ]
             case "const", _:
-                return _other_values([value])
+                return self._other_values([value])
             case "enum", list():
-                return _other_values(value)
+                return self._other_values(value)
+            case "pattern", str():
+                if (pattern := negated(value)) is None:
+                    return None
+                return [{"type": "string", "pattern": pattern}] if pattern else []
             case "anyOf", list():
                 opposites = self._of_all(value)
                 return None if opposites is None else [{"allOf": opposites}]
@@ -148,6 +156,41 @@ class Negation:
             case _:
                 return None
 
+    def _other_values(self, values: Sequence[Any]) -> list[Any] | None:
+        containers = [value for value in values if isinstance(value, dict | list)]
+        others = _other_scalars([value for value in values if not isinstance(value, dict | list)])
+        if not containers or others is None or len(containers) > MAX_EXCLUDED_CONTAINERS:
+            return None if containers else others
+        choices = [self._other_than(container) for container in containers]
+        if None in choices:
+            return None
+        return [{"allOf": [{"anyOf": choice} for choice in (others, *choices)]}]
+
+    def _other_than(self, container: dict[str, Any] | list[Any]) -> list[Any] | None:
+        """Schemas of all values but an object or a list."""
+        size = len(container)
+        if size > MAX_EXCLUDED_CONTAINERS:
+            return None
+        is_list = isinstance(container, list)
+        members = [*enumerate(container)] if is_list else [*container.items()]
+        opposites = self._of_all({"const": value} for _, value in members)
+        if opposites is None:
+            return None
+        if is_list:
+            kind, found = "array", [{"type": "array", "minItems": size + 1}]
+            found += [{"type": "array", "maxItems": size - 1}] if size else []
+            found += [
+                {"type": "array", "prefixItems": [*[{}] * place, other], "minItems": place + 1}
+                for place, other in enumerate(opposites)
+            ]
+        else:
+            kind, found = "object", [{"type": "object", "minProperties": size + 1}]
+            named = dict.fromkeys(container, True)  # in their order
+            for (name, _), other in zip(members, opposites, strict=True):
+                found.append({"type": "object", "properties": named | {name: False}})
+                found.append({"type": "object", "required": [name], "properties": named | {name: other}})
+        return [{"type": [one for one in _TYPES if one != kind]}, *found]
+
 
 def _other_types(types: Sequence[Any]) -> list[Any] | None:
     if any(one not in (*_TYPES, "integer") for one in types) or ("integer" in types and "number" not in types):
@@ -156,7 +199,8 @@ def _other_types(types: Sequence[Any]) -> list[Any] | None:
     return [{"type": others}] if others else []
 
 
-def _other_values(values: Sequence[Any]) -> list[Any] | None:
+def _other_scalars(values: Sequence[Any]) -> list[Any] | None:
+    values = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     if not all(value is None or isinstance(value, bool | str | int) for value in values):
         return None
     strings = {value for value in values if isinstance(value, str)}

@@ -1,4 +1,4 @@
-"""Whether regular expressions of JSON schemas can find something in the same text. Pure.
+"""Whether regular expressions of JSON schemas can find something in the same text, and in which they find nothing. Pure.
 
 By derivatives (Brzozowski 1964): what is left of an expression after a character is an expression again, and two have a
 text in common if both may end after the same characters. Where the dialects differ (`\\d` with Unicode or without, `.`), an
@@ -19,6 +19,10 @@ MAX_SIZE = 300
 """Most parts that it has once repetitions are written out."""
 MAX_STEPS = 10_000
 """Steps of one comparison at most; a step takes about a microsecond."""
+MAX_STATES = 40
+"""Most states of an automaton of which an expression is made."""
+MAX_OPPOSITE = 2000
+"""Most characters of such an expression."""
 MAX_TEXT = 200
 """Most characters of a text that is followed."""
 _LAST = 0x10FFFF
@@ -97,6 +101,103 @@ def finds_nothing(pattern: str, text: str, steps: Steps | None = None) -> bool:
     except (_UnknownError, RecursionError):
         return False
     return not expressions.may_end[left]
+
+
+def negated(pattern: str) -> str | None:
+    """An expression of whole texts in which `pattern` finds nothing in any dialect: of all of them, where dialects agree.
+    Empty: there is no such text; None: it is not known, or would be too long."""
+    parsed = _parsed(pattern)
+    if parsed is None:
+        return None
+    try:
+        return _written(*_without(parsed))
+    except (_UnknownError, RecursionError):
+        return None
+
+
+_Edges = dict[tuple[int, int], list[str]]
+"""By the states that they lead from and to: expressions one of which describes what is read between them."""
+_START, _END = -1, -2
+
+
+def _without(parsed: _Parsed) -> tuple[_Edges, int]:
+    """An automaton of all texts that are none of the expression's, and how many states it has besides its ends."""
+    expressions = _Expressions(Steps())
+    everything = expressions.repeat(expressions.one(_ALL))
+    bounds = sorted({0, *_bounds(parsed[0])})
+    if any(0xD800 <= bound <= 0xDFFF for bound in bounds):
+        raise _UnknownError
+    first = expressions.copy(*parsed)
+    states, places = [first], {first: 0}
+    edges: _Edges = {(_START, 0): [""]}
+    for state in states:
+        node, place, ranges = expressions.nodes[state], places[state], dict[int, list[tuple[int, int]]]()
+        if state == everything or (node[0] == "either" and everything in node[1]):
+            continue  # all that follows is found
+        if not expressions.may_end[state]:
+            edges[place, _END] = [""]
+        for low, following in itertools.pairwise((*bounds, _LAST + 1)):
+            after = expressions.after(state, low)
+            if after not in places:
+                places[after] = len(states)
+                states.append(after)
+                if len(states) > MAX_STATES:
+                    raise _UnknownError
+            ranges.setdefault(places[after], []).append((low, following - 1))
+        edges |= {(place, after): [_spelled(_sorted(each))] for after, each in ranges.items()}
+    return edges, len(states)
+
+
+def _written(edges: _Edges, num_states: int) -> str:
+    """The expression of an automaton, whose states are taken out one by one (Kleene 1956), those with fewest ways through
+    them first."""
+    left = set(range(num_states))
+    while left:
+        state = min(left, key=lambda one: _num_ways(edges, one))
+        left.remove(state)
+        loop = edges.pop((state, state), [])
+        into = [(one, edges.pop((one, other))) for one, other in [*edges] if other == state]
+        out = [(other, edges.pop((one, other))) for one, other in [*edges] if one == state]
+        for (one, before), (other, after) in itertools.product(into, out):
+            way = _grouped(before) + (f"(?:{'|'.join(loop)})*" if loop else "") + _grouped(after)
+            if len(way) > MAX_OPPOSITE:
+                raise _UnknownError
+            edges.setdefault((one, other), []).append(way)
+    found = edges.get((_START, _END))
+    written = "" if found is None else f"^{_grouped(found)}$"
+    if len(written) > MAX_OPPOSITE:
+        raise _UnknownError
+    return written
+
+
+def _num_ways(edges: _Edges, state: int) -> int:
+    num_into = sum(other == state != one for one, other in edges)
+    return num_into * sum(one == state != other for one, other in edges)
+
+
+def _grouped(branches: Sequence[str]) -> str:
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+def _spelled(ranges: Ranges) -> str:
+    """A class of characters, as all dialects read it."""
+    others = _others(ranges)
+    if not others:
+        return "[\\s\\S]"
+    mark, shown = ("^", others) if len(others) < len(ranges) else ("", ranges)
+    return f"[{mark}{''.join(_spelled_range(low, high) for low, high in shown)}]"
+
+
+def _spelled_range(low: int, high: int) -> str:
+    return _spelled_character(low) + ("" if low == high else f"-{_spelled_character(high)}")
+
+
+def _spelled_character(character: int) -> str:
+    if chr(character).isascii() and chr(character).isalnum():
+        return chr(character)
+    if character < 0x100:
+        return f"\\x{character:02x}"
+    return f"\\u{character:04x}" if character < 0x10000 else f"\\U{character:08x}"
 
 
 # ----------------------------------------------------------------------------------------------------- expressions
@@ -281,17 +382,45 @@ class _Reader:
         return self._expressions.either(number for number, _ in branches), sum(size for _, size in branches)
 
     def _sequence(self, is_whole: bool) -> tuple[int, int]:
+        if is_whole and self._is_group_alone():
+            self._place += 1
+            self._takes("?:")
+            found = self._choice(is_whole=True)
+            if not self._takes(")"):
+                raise _UnknownError
+            return found
         parts = [] if not is_whole or self._takes("^") else [self._any]
         size_before = self._size
         while self._next() not in ("", "|", ")"):
             if is_whole and self._takes("$"):
-                if self._next() not in ("", "|"):
+                if self._next() not in ("", "|", ")"):
                     raise _UnknownError
                 break
             parts.append(self._repeated(*self._atom()))
         else:
             parts += [self._any] if is_whole else []
         return self._expressions.joined(parts), self._size - size_before
+
+    def _is_group_alone(self) -> bool:
+        """Whether a branch is one group, which may have anchors inside then."""
+        if self._next() != "(" or (
+            self._pattern.startswith("(?", self._place) and self._pattern[self._place + 2] != ":"
+        ):
+            return False
+        depth = is_in_class = 0
+        place = self._place
+        while place < len(self._pattern):
+            character = self._pattern[place]
+            if character == "\\":
+                place += 1
+            elif is_in_class or character == "[":
+                is_in_class = character != "]"
+            else:
+                depth += {"(": 1, ")": -1}.get(character, 0)
+                if not depth:
+                    return self._pattern[place + 1 : place + 2] in ("", "|", ")")
+            place += 1
+        return False
 
     def _repeated(self, atom: int, size: int) -> int:
         sign = self._next()
