@@ -136,7 +136,7 @@ class Steps:
             return None
         left_s = step.predicted_s * (1 - step.done_share) or step.ran_s
         safepoint_s = step.predicted_s * self._safepoint_share(step) or math.inf
-        spare_s = self._planner.spare_s(now) if has_online else 0.0
+        spare_s = self._planner.leaders.spare_s(now) if has_online else 0.0
         state = SuspendedStep(step.ran_s, left_s, step.lost_s)
         match what_next(state, has_online=has_online, spare_s=spare_s, safepoint_s=safepoint_s):
             case Next.RESUME:
@@ -172,7 +172,7 @@ class Steps:
             # It stops by itself, within what the objectives leave.
             return None
         if step.predicted_s:
-            online_s, objective_s = self._planner.online_need(now)
+            online_s, objective_s = self._planner.leaders.online_need(now)
             left_s = step.predicted_s * (1 - step.done_share)
             elapsed_s = now - max(step.planned_s, self._last_end_s)
             safepoint_s = step.predicted_s * self._safepoint_share(step)

@@ -370,7 +370,7 @@ def test_a_sequence_without_room_in_host_memory_does_not_keep_longer_ones_from_i
     for name, num_prompt in (("short", 300), ("long", 2000), ("longest", 3000)):
         world.submit(name, "A", num_prompt, 3000, request_class=OFFLINE)
     world.run(8.0)
-    running = world.engine.planner._queues["A"].running[PriorityClass.OFFLINE].values()
+    running = world.engine.memory.queues["A"].running[PriorityClass.OFFLINE].values()
     saved = {sequence.request.request_id: sequence.num_checkpointed_blocks for sequence in running}
     assert saved["longest"] > saved["short"] == 0
 

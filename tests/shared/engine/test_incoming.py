@@ -21,8 +21,8 @@ from shared.engine.calls import (
     Unpin,
 )
 from shared.engine.handover import Detached, rebased
+from shared.engine.leaders import EXPECTED_STEPS
 from shared.engine.plan import StepResult
-from shared.engine.planner import EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, pack_tokens

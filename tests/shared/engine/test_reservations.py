@@ -8,7 +8,7 @@ import pytest
 from shared.costs.model import shape_of
 from shared.engine.calls import OnTime, Pin, RemoveModel, Reserve, SetCostModel, Submit, Unreserve
 from shared.engine.handover import Reservation
-from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS
+from shared.engine.leaders import EXPECTED_S, EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.migration import MigrationReason
 from shared.messages.requests import ErrorCode, Priority, RequestClass

@@ -246,7 +246,7 @@ def test_decodes_that_nothing_can_join_have_no_limit() -> None:
     submit("1")
     step(0.0)
     assert step(0.1) == math.inf
-    assert engine.planner.last_limits.max_tokens == 2048
+    assert engine.planner.leaders.last_limits.max_tokens == 2048
     submit("2")
     assert step(0.2) < allowed_silence_s(TPOT_S), "the prompt is not to make the stream stand still"
     assert step(0.3) == math.inf

@@ -247,7 +247,7 @@ def test_beside_a_preempted_online_sequence_offline_tokens_keep_within_its_slack
     run.submit("offline", list(range(300, 800)), 3, offline=True)
     run.engine.memory.preempt(run.engine.held("online"), run.now, "memory")
     plan = run.engine.plan(run.now)
-    assert run.engine.planner.last_limits.offline_limit_s == 0, "it has no head start yet"
+    assert run.engine.planner.leaders.last_limits.offline_limit_s == 0, "it has no head start yet"
     assert len(plan.rows) == 1 and run.engine.held("online").row in plan.rows
 
 
