@@ -18,6 +18,7 @@ from shared.placement.estimator import estimate
 from shared.placement.plan import ATTAINMENT_GRAIN, is_affordable, plan_of
 from shared.placement.problem import Plan, Prediction, Problem
 from shared.placement.search import MAX_ENUMERATED, Searcher, search
+from shared.placement.space import Space
 from shared.simulation.deployment import predict
 from tideway.simulate import cpu_s
 
@@ -100,7 +101,7 @@ def speed(seed: int = 1) -> Table:
 
 def every_plan(problem: Problem) -> list[Slots]:
     limits = {model.name: model.replicas for model in problem.models}
-    return all_plans(problem.nodes, limits, Searcher(problem).fits, MOST_PLANS)
+    return all_plans(problem.nodes, limits, Space(problem).fits, MOST_PLANS)
 
 
 def optimum(seed: int = 1) -> Table:
@@ -115,7 +116,7 @@ def optimum(seed: int = 1) -> Table:
         outcomes = searcher.estimator.outcomes(plans)
         most = max(one.attainment for one in outcomes)
         kept = [number for number, one in enumerate(outcomes) if is_affordable(one.attainment, most)]
-        best = max(searcher.key(plans[number], outcomes[number]) for number in kept)
+        best = max(searcher.space.key(plans[number], outcomes[number]) for number in kept)
         began_s = cpu_s()
         found = search(problem).prediction
         took_s = cpu_s() - began_s

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.placement.allocation import Algorithm1
+from shared.placement.choosing import LATENCY_GRAIN
 from shared.placement.enumeration import all_plans
 from shared.placement.memory import Memory
 from shared.placement.plan import (
@@ -22,7 +24,7 @@ from shared.placement.plan import (
     unfairness,
 )
 from shared.placement.problem import Group, Plan, Prediction, Problem
-from shared.placement.search import LATENCY_GRAIN, MAX_ENUMERATED, Asked, Searcher, search
+from shared.placement.search import MAX_ENUMERATED, Asked, Searcher, search
 from tests.shared.placement.small import model, node, problem
 
 
@@ -107,12 +109,12 @@ def test_it_is_as_good_as_the_best_of_all_plans(monkeypatch, rates, seed):
     asked = problem(models, [node(num_devices=4)], rates, seed=seed)
     searcher = Searcher(asked)
     limits = {each.name: each.replicas for each in models}
-    plans = [plan_of(slots).groups for slots in all_plans(asked.nodes, limits, searcher.fits, 1 << 14)]
+    plans = [plan_of(slots).groups for slots in all_plans(asked.nodes, limits, searcher.space.fits, 1 << 14)]
     assert len(plans) > 400
     outcomes = searcher.estimator.outcomes(plans)
     most = max(one.attainment for one in outcomes)
     best = max(
-        searcher.key(plan, one)
+        searcher.space.key(plan, one)
         for plan, one in zip(plans, outcomes, strict=True)
         if is_affordable(one.attainment, most)
     )
@@ -150,7 +152,8 @@ def test_the_model_with_more_requests_gets_more_groups():
 
 def test_two_groups_are_joined_for_a_model_that_does_not_fit_one():
     asked = problem([model("small"), model("large", 8.0)], [node(num_devices=4)], [2.0, 0.5])
-    cut = Searcher(asked).cut(1)
+    searcher = Searcher(asked)
+    cut = Algorithm1(searcher.space, searcher.estimator).cut(1)
     assert [group.num_ranks for group in cut] == [1, 1, 2]
     assert all("large" in group.models for group in search(asked).plan.groups if group.num_ranks == 2)
 
