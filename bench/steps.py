@@ -128,8 +128,8 @@ class Gateway:
         for entry in frame.entries:
             choice, writer = self._choices[entry.request_id]
             assert choice.stream is not None
-            if not choice.stream.state.extend(entry, frame.sender):
-                choice.stream.state.accept(entry, frame.sender)
+            if not choice.stream.extend(entry, frame.sender):
+                choice.stream.accept(entry, frame.sender)
             if (delta := choice.advance()) is not None:
                 num_bytes += len(writer.chunks([delta], None))
         return num_bytes

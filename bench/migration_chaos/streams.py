@@ -176,26 +176,25 @@ class Streams:
                     await news.wait()
                     news.clear()
         except TimeoutError:
-            self._on_failure(f"{_describe(stream)} hangs at {len(stream.state.tokens)} of {len(expected)} tokens")
+            self._on_failure(f"{_describe(stream)} hangs at {len(stream.tokens)} of {len(expected)} tokens")
             self.table.close(stream)
             self.counts["hung"] += 1
             return
         self._judge(stream, expected)
 
     def _judge(self, stream: Stream, expected: list[int]) -> None:
-        state = stream.state
-        tokens = state.tokens.tolist()
+        tokens = stream.tokens.tolist()
         if tokens != expected[: len(tokens)]:
             self.counts["differing"] += 1
             self._on_failure(f"{_describe(stream)} differs")
         elif stream.failure is not None:
             self.counts["failed"] += 1
             self._on_failure(f"{_describe(stream)} failed: {stream.failure}")
-        elif state.finish_reason is None:
+        elif stream.finish_reason is None:
             self.counts["cancelled"] += 1
-        elif len(tokens) != len(expected) or state.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+        elif len(tokens) != len(expected) or stream.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
             self.counts["short"] += 1
-            self._on_failure(f"{_describe(stream)} has {len(tokens)} of {len(expected)} tokens: {state.finish_reason}")
+            self._on_failure(f"{_describe(stream)} has {len(tokens)} of {len(expected)} tokens: {stream.finish_reason}")
         else:
             self.counts["complete"] += 1
             self.counts["tokens"] += len(tokens)
@@ -206,7 +205,7 @@ def _tokens(random: Random, count: int) -> list[int]:
 
 
 def _describe(stream: Stream) -> str:
-    return f"{stream.request_id} (owner {stream.owner}, epoch {stream.state.epoch})"
+    return f"{stream.request_id} (owner {stream.owner}, epoch {stream.epoch})"
 
 
 def counters(metrics: GatewayMetrics) -> dict[str, Any]:

@@ -72,8 +72,7 @@ from services.gateway.openai.schemas import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from services.gateway.requests import other_routes, pooling_routes
-from services.gateway.requests.answering import answer_chat, answer_completion
+from services.gateway.requests import answering, other_routes
 from services.gateway.requests.exchange import CLIENT_GONE_STATUS, ClientGone
 from services.gateway.requests.kept_calls import STREAM_HEADER
 from services.gateway.requests.resuming import AFTER, MAX_AFTER
@@ -169,7 +168,7 @@ _DETOKENIZE = (other_routes.detokenize, DetokenizeRequest, DetokenizeReply)
 _PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
+    Route("POST", "/v1/chat/completions", answering.answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
     *(
         Route(method, f"/v1/chat/completions{path}", other_routes.find_stored_chat, None, dict, (401, 404))
         for method, path in (
@@ -180,7 +179,9 @@ ROUTES = (
             ("GET", "/{completion_id}/messages"),
         )
     ),
-    Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
+    Route(
+        "POST", "/v1/completions", answering.answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True
+    ),
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
     Route(
         "GET",
@@ -228,13 +229,13 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
     Route("POST", "/v1/messages", messages.create_message, MessageRequest, MessageObject, GENERATION_ERRORS, True),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, CountRequest, CountReply, TOKENIZER_ERRORS),
-    Route("POST", "/v1/embeddings", pooling_routes.answer_embeddings, EmbeddingRequest, Embeddings, GENERATION_ERRORS),
+    Route("POST", "/v1/embeddings", answering.answer_embeddings, EmbeddingRequest, Embeddings, GENERATION_ERRORS),
     *(
-        Route("POST", path, pooling_routes.answer_rerank, RerankRequest, Ranking, GENERATION_ERRORS)
+        Route("POST", path, answering.answer_rerank, RerankRequest, Ranking, GENERATION_ERRORS)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
-        Route("POST", path, pooling_routes.answer_score, ScoreRequest, Scores, GENERATION_ERRORS)
+        Route("POST", path, answering.answer_score, ScoreRequest, Scores, GENERATION_ERRORS)
         for path in ("/v1/score", "/score")
     ),
     Route("POST", "/v1/files", file_routes.upload_file, None, FileObject, (400, 413, 415, *FILE_ERRORS), form=_UPLOAD),

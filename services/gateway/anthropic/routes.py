@@ -20,14 +20,13 @@ from services.gateway.requests.answering import (
     answered,
     answered_once,
     begin,
-    first_deltas,
-    keep_alive_of,
-    num_prompt_tokens,
     resumed,
 )
-from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.requests.event_stream import EventStream, KeepAlive, first_deltas, keep_alive_of
+from services.gateway.requests.exchange import Exchange
 from services.gateway.requests.kept_calls import STREAM_HEADER
 from services.gateway.requests.other_routes import json_response
+from services.gateway.requests.prompts import num_prompt_tokens
 from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
 from services.gateway.streams.generation import Generation
 from shared.messages.kept import KeptCall
@@ -39,8 +38,8 @@ _COUNT = msgspec.json.Decoder(CountRequest)
 async def create_message(context: GatewayContext, request: Request) -> Response:
     """An answer to a conversation, as Anthropic's API has it."""
     exchange = Exchange(context, request, "chat")
-    exchange.call.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
-    return await in_its_shape(answered(exchange, _create(context, request, exchange)))
+    exchange.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
+    return await in_its_shape(answered(exchange, _create(exchange)))
 
 
 async def in_its_shape(work: Awaitable[Response]) -> Response:
@@ -65,21 +64,20 @@ def _with_key(request: Request) -> dict[str, str]:
     return headers
 
 
-async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
-    key = exchange.key = authenticate(context, request)
-    message = await read_message(request, _REQUEST, context.bodies)
-    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+async def _create(exchange: Exchange) -> Response:
+    exchange.authenticate(_with_key(exchange.request))
+    message = await read_message(exchange.request, _REQUEST, exchange.context.bodies)
+    keep_alive = keep_alive_of(exchange)
+    wish = exchange.wish(message)
 
     async def anew() -> Response:
-        chat = chat_request(message)
-        generation, _, headers = await begin(context, request, exchange, key, chat, wish, counted_prefix=ID_PREFIX)
+        generation, _, headers = await begin(exchange, chat_request(message), wish, counted_prefix=ID_PREFIX)
         return await _answer(exchange, generation, headers, keep_alive)
 
     async def again(record: KeptCall) -> Response:
         return await _answer_again(exchange, record, keep_alive)
 
-    return await answered_once(context, wish, anew, again)
+    return await answered_once(exchange.context, wish, anew, again)
 
 
 async def resume_message(context: GatewayContext, request: Request, call_id: str) -> Response:
@@ -103,7 +101,7 @@ async def _answer(
 ) -> Response:
     """`num_seen`: events that the client has."""
     headers["request-id"] = exchange.request.state.request_id
-    builder = MessageBuilder(exchange.call.call_id, exchange.call.shown_model, generation)
+    builder = MessageBuilder(exchange.call_id, exchange.shown_model, generation)
     if generation.options.is_stream:
         # Its own sign of life is an event.
         signs = None if keep_alive is None else KeepAlive(keep_alive.interval_s)

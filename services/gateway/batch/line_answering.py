@@ -22,9 +22,9 @@ from services.gateway.http.errors import ApiError
 from services.gateway.openai.parsing import options_of
 from services.gateway.openai.replies import Usage
 from services.gateway.openai.schemas import ChatRequest, CompletionRequest
-from services.gateway.requests.answering import prompts_in_time
 from services.gateway.requests.answers import Collector
 from services.gateway.requests.exchange import Call
+from services.gateway.requests.prompts import prompts_in_time
 from services.gateway.responses.conversion import opened_response
 from services.gateway.responses.messages import ResponseRequest
 from services.gateway.responses.store import ID_PREFIX as RESPONSE_PREFIX
@@ -174,6 +174,7 @@ async def answer_line(
 
     try:
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+            context.catalog.check_can_be_served(spec.name)
             prompts, tokenizer = await prompts_in_time(context, spec, message, options)
             await charge.charge(key, sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
             generation = call.plan(message, options, prompts, tokenizer, key.tenant, count_output)

@@ -1,5 +1,5 @@
 """One generation request, from its arrival to its last byte: its span, its metrics and its outcome (`Call`), and over HTTP
-its ticket and the client's presence (`Exchange`). Whatever way it ends, `end` runs once and leaves nothing behind."""
+its key, its ticket and the client's presence (`Exchange`). However it ends, `end` runs once and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
-from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.access.admission import Key, Ticket, name_of
 from services.gateway.context import GatewayContext
@@ -27,8 +23,8 @@ from services.gateway.models.catalog import READY
 from services.gateway.models.routes import Routed
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import GenerationFields
-from services.gateway.requests.answers import Collector, Operation, StreamWriter
-from services.gateway.requests.kept_calls import STREAM_HEADER, Kept, Plan
+from services.gateway.requests.answers import Collector, Operation
+from services.gateway.requests.kept_calls import STREAM_HEADER, Kept, Plan, Wish
 from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, pooled_body
 from services.gateway.requests.tracing import (
     queue_s,
@@ -83,7 +79,7 @@ def outcome_of(error: BaseException | None) -> tuple[str, int]:
 
 
 class Call:
-    """Over HTTP, or a line of a batch."""
+    """A request of a client, a line of a batch, or a mirror of one of these."""
 
     def __init__(self, context: GatewayContext, operation: Operation, span: Span, *, is_mirror: bool = False) -> None:
         """`is_mirror`: nobody sees the answer."""
@@ -331,7 +327,9 @@ class Call:
                 self.span.add_event(event.kind, {"tideway.choice": choice.index, **known}, int(event.at_s * 1e9))
 
 
-class Exchange:
+class Exchange(Call):
+    """A call over HTTP."""
+
     def __init__(self, context: GatewayContext, request: Request, operation: Operation) -> None:
         span = context.telemetry.tracer.start_span(
             operation,
@@ -343,8 +341,7 @@ class Exchange:
                 "tideway.http_request_id": request.state.request_id,
             },
         )
-        self.context = context
-        self.call = Call(context, operation, span)
+        super().__init__(context, operation, span)
         self.key: Key | None = None
         self.ticket: Ticket | None = None
         self.is_client_gone = False
@@ -352,22 +349,31 @@ class Exchange:
         self._has_ended = False
         self._watch: asyncio.Task[None] | None = None
 
+    def authenticate(self, headers: Mapping[str, str] | None = None) -> Key:
+        """Whose request it is. `headers`: in the place of the request's. Raises as `Admission.authenticate`."""
+        self.key = self.context.admission.authenticate(self.request.headers if headers is None else headers)
+        return self.key
+
+    def wish(self, message: Any) -> Wish | None:
+        """How the call is to be kept; None: it is not. Raises as `KeptCalls.wish`."""
+        assert self.key is not None
+        request, is_stream = self.request, bool(message.stream)
+        return self.context.kept.wish(request.headers, self.key.tenant, request.url.path, message, is_stream=is_stream)
+
     def identify(self, model: str, request: GenerationFields, options: Options) -> None:
-        """Names the model and the options (see `Call.identify`)."""
-        self.call.identify(model, request, options)
-        self.call.span.update_name(f"{self.call.operation} {model}")
-        self.context.metrics.in_flight.labels(self.call.request_class.value).inc()
+        super().identify(model, request, options)
+        self.span.update_name(f"{self.operation} {model}")
+        self.context.metrics.in_flight.labels(self.request_class.value).inc()
 
     def resume(self, record: KeptCall) -> None:
-        """Takes up a kept call, in place of `identify` (see `Call.resume`)."""
-        if self.call.metrics is None:
+        if self.metrics is None:
             self.context.metrics.in_flight.labels(record.template.request_class.value).inc()
-        self.call.resume(record)
-        self.call.span.update_name(f"{self.call.operation} {record.model}")
+        super().resume(record)
+        self.span.update_name(f"{self.operation} {record.model}")
 
     def rate_limits(self) -> dict[str, str]:
         """Headers that say what is left of the key's limits."""
-        return {} if self.key is None else self.key.rate_limits(self.call.request_class, self.context.bus.now())
+        return {} if self.key is None else self.key.rate_limits(self.request_class, self.context.bus.now())
 
     def watch_client(self) -> None:
         """Notices from now on at once that the client goes away. The body must have been read."""
@@ -383,8 +389,8 @@ class Exchange:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
         self.is_client_gone = True
-        if self.call.generation is not None:
-            self.call.generation.wake()
+        if self.generation is not None:
+            self.generation.wake()
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """The result of `work`; cancels it and raises `ClientGone` if the client goes away first."""
@@ -421,16 +427,16 @@ class Exchange:
             self._watch.cancel()
         if self.ticket is not None:
             self.ticket.release()
-        if self.call.metrics is not None:
-            self.context.metrics.in_flight.labels(self.call.request_class.value).dec()
+        if self.metrics is not None:
+            self.context.metrics.in_flight.labels(self.request_class.value).dec()
         outcome, status = outcome_of(error)
         if outcome == "disconnected":
             self.context.metrics.disconnects.inc()
             body: AnswerBody | None = self.request.scope.get("state", {}).get("answer_body")
             if body is not None and body.is_given_up:
-                self.call.span.set_attribute("error.type", "slow_reader")
-        self.call.span.set_attribute("http.response.status_code", status)
-        self.call.end(error)
+                self.span.set_attribute("error.type", "slow_reader")
+        self.span.set_attribute("http.response.status_code", status)
+        super().end(error)
 
 
 def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
@@ -445,7 +451,7 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
         decode_s = now - generation.first_token_at
         metrics.gen_ai_per_token.observe(decode_s * len(generation.choices) / num_later)
     for choice in generation.choices:
-        if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
+        if choice.stream is not None and (timing := choice.stream.timing) is not None:
             metrics.queue.observe(queue_s(generation, timing.prefill_s))
             metrics.prefill.observe(timing.prefill_s)
             metrics.decode.observe(timing.decode_s)
@@ -462,12 +468,6 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
         metrics.num_choices.observe(generation.options.num_choices)
 
 
-COMMENT = b": keep-alive\n\n"
-COLD_SIGN_S = 2.0
-"""Seconds of silence after which a stream is told that its model is being loaded: longer than from host memory, and
-than what cannot be loaded at all takes to be known."""
-
-
 def cold_text(state: str, why: str) -> str:
     """`state`: of `Catalog.state`; `why`: a `WhyAsleep`, or empty."""
     where = {"loading": "being loaded", "host": "in host memory", "disk": "on disk"}.get(state, state)
@@ -478,142 +478,3 @@ def cold_text(state: str, why: str) -> str:
     }
     reason = reasons.get(why) if state != "loading" else None
     return where if reason is None else f"{where}: {reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """What a stream has in silence."""
-
-    interval_s: float
-    sign: bytes = b""
-    """Empty: as its writer has it."""
-
-
-def silence_s(call: Call, keep_alive: KeepAlive | None) -> float | None:
-    """Until the next sign of life; None: there is none."""
-    if keep_alive is None:
-        return None
-    return min(COLD_SIGN_S, keep_alive.interval_s) if call.cold_start() else keep_alive.interval_s
-
-
-class EventStream(Response):
-    """A generation's answer as server-sent events, one write for all that is new.
-
-    Most news are written where they come, at the end of the event loop's turn, without waking a task. The task of the
-    request writes the beginning and the end, and waits where the client reads slowly; what comes meanwhile goes into one
-    write."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        generation: Generation,
-        writer: StreamWriter,
-        first: list[Delta],
-        headers: dict[str, str],
-        keep_alive: KeepAlive | None,
-    ) -> None:
-        """`first`: what was there when the answer was begun; empty after `keep_alive.interval_s` of silence. `keep_alive`:
-        the sign of life after so much of it; None: there is none."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        del self.headers["content-length"]
-        self.headers["content-type"] = "text/event-stream; charset=utf-8"
-        self._exchange = exchange
-        self._generation = generation
-        self._writer = writer
-        self._first = first
-        self._keep_alive = keep_alive
-        self._has_written = False
-        """News, since silence was looked for last."""
-        self._body: AnswerBody | None = None
-        """None: the task writes all, since the server has no such way."""
-        self._is_due = False
-        """`_write_news` is about to run."""
-        self._broken: Exception | None = None
-        """What it failed with."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = self._exchange
-        self._body = scope["state"].get("answer_body")
-        parent = trace.set_span_in_context(exchange.call.span)
-        failure: BaseException | None = None
-        with exchange.context.telemetry.tracer.start_as_current_span("stream", parent):
-            try:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                if not self._first and not self._generation.is_done:
-                    await send(self._silence())
-                await self._send_all(send)
-            except ClientGone as error:
-                failure = error
-            except ApiError as error:
-                failure = error
-                await send({"type": "http.response.body", "body": self._writer.error(error)})
-            except Exception as error:
-                failure = error
-                logger.exception("%s failed in its stream", exchange.call.call_id)
-                internal = ApiError(500, "Internal error.", type="server_error", code="internal_error")
-                await send({"type": "http.response.body", "body": self._writer.error(internal)})
-            except BaseException as error:
-                failure = error
-                raise
-            finally:
-                exchange.end(failure)
-
-    async def _send_all(self, send: Send) -> None:
-        generation, writer = self._generation, self._writer
-        has_continuous_usage = generation.options.has_continuous_usage
-        deltas = self._first
-        while True:
-            body = writer.chunks(deltas, generation.usage() if has_continuous_usage else None)
-            if generation.is_done:
-                await writer.before_end(generation.usage())
-                await send({"type": "http.response.body", "body": body + writer.end(generation.usage())})
-                return
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            try:
-                deltas = await self._next_deltas()
-            except TimeoutError:
-                if not self._has_written:
-                    await send(self._silence())
-                self._has_written, deltas = False, []
-
-    async def _next_deltas(self) -> list[Delta]:
-        """Those that are the task's to write."""
-        self._generation.listener = None if self._body is None else self._on_news
-        timeout_s = silence_s(self._exchange.call, self._keep_alive)
-        try:
-            deltas = await self._exchange.next_deltas(self._generation, timeout_s)
-        finally:
-            self._generation.listener = None
-        if self._broken is not None:
-            raise self._broken
-        return deltas
-
-    def _on_news(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._write_news)
-
-    def _write_news(self) -> None:
-        self._is_due = False
-        generation, body = self._generation, self._body
-        if generation.listener is None or body is None:
-            return  # the task was woken and has them
-        if not body.takes_more:
-            generation.wake()
-            return
-        try:
-            deltas = generation.advance()
-            usage = generation.usage() if generation.options.has_continuous_usage else None
-            if chunks := self._writer.chunks(deltas, usage):
-                body.write(chunks)
-                self._has_written = True
-        except Exception as error:
-            self._broken = error
-        if generation.is_done or generation.failure is not None or self._broken is not None:
-            generation.wake()
-
-    def _silence(self) -> Message:
-        sign = (self._keep_alive.sign if self._keep_alive is not None else b"") or self._writer.keep_alive()
-        body = self._exchange.call.cold_start() or sign
-        return {"type": "http.response.body", "body": body, "more_body": True}

@@ -196,7 +196,7 @@ class Kept:
         if any(stream.failure is not None for stream in streams):
             self._close()
             self._calls.tasks.start(self._calls.forget(self, "failed"))
-        elif all(stream.is_enough or stream.state.finish_reason in _WELL_ENDED for stream in streams):
+        elif all(stream.is_enough or stream.finish_reason in _WELL_ENDED for stream in streams):
             outputs = [_NO_OUTPUT if stream is None else _whole(stream) for stream in self._streams]
             self._close()
             self._calls.tasks.start(self._calls.store(self, outputs))
@@ -209,16 +209,15 @@ class Kept:
 
 
 def _whole(stream: Stream) -> TokenEntry:
-    state = stream.state
     return TokenEntry(
-        request_id=state.request_id,
-        epoch=state.epoch,
+        request_id=stream.request_id,
+        epoch=stream.epoch,
         offset=0,
-        tokens=state.tokens.tobytes(),
-        finish_reason=state.finish_reason,
-        logprobs=tuple(state.logprobs),
-        num_cached_tokens=state.num_cached_tokens or 0,
-        timing=state.timing,
+        tokens=stream.tokens.tobytes(),
+        finish_reason=stream.finish_reason,
+        logprobs=tuple(stream.logprobs),
+        num_cached_tokens=stream.num_cached_tokens or 0,
+        timing=stream.timing,
     )
 
 

@@ -17,8 +17,8 @@ from services.gateway.http.errors import ApiError
 from services.gateway.models.routes import Routed
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import ChatRequest, CompletionRequest
-from services.gateway.requests.answering import prompts_in_time
 from services.gateway.requests.exchange import Call
+from services.gateway.requests.prompts import prompts_in_time
 from shared.bus.interface import BusError, ServiceError
 from shared.messages.requests import Priority, RequestClass
 from shared.policies.routing import Role, mirrored_to
@@ -68,6 +68,7 @@ class Mirrors:
             with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
                 spec = context.catalog.spec(routed.model)
                 call.identify(message.model, message, options)
+                context.catalog.check_can_be_served(spec.name)
                 prompts, tokenizer = await prompts_in_time(context, spec, message, options)
                 generation = call.plan(
                     message, options, prompts, tokenizer, original.tenant, lambda num_tokens, now: None

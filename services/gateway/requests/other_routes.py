@@ -23,7 +23,7 @@ from services.gateway.openai.replies import (
     VersionReply,
 )
 from services.gateway.openai.schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.requests.answering import chat_ids, rendered_chat
+from services.gateway.requests.prompts import chat_ids, rendered_chat
 from services.gateway.tools.use import plain_tool
 from services.gateway.vllm_metrics import vllm_text
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE

@@ -65,5 +65,5 @@ async def attach(
             )
         exchange.watch_client()
     tokenizer = await exchange.unless_gone(context.tokenizers.get(spec))
-    generation = await exchange.call.join(record, plan, tokenizer, client_has)
-    return generation, plan, {**exchange.rate_limits(), **exchange.call.headers()}
+    generation = await exchange.join(record, plan, tokenizer, client_has)
+    return generation, plan, {**exchange.rate_limits(), **exchange.headers()}

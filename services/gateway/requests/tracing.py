@@ -76,7 +76,7 @@ def response_attributes(generation: Generation, call_id: str, model: str, now: f
         attributes["gen_ai.latency.time_to_first_token"] = first_s
         attributes["gen_ai.response.time_to_first_chunk"] = first_s
     for choice in generation.choices:
-        if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
+        if choice.stream is not None and (timing := choice.stream.timing) is not None:
             attributes["gen_ai.latency.time_in_queue"] = queue_s(generation, timing.prefill_s)
             attributes["gen_ai.latency.time_in_model_prefill"] = timing.prefill_s
             attributes["gen_ai.latency.time_in_model_decode"] = timing.decode_s

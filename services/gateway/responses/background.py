@@ -86,7 +86,7 @@ class Background:
             if exchange.ticket is not None:
                 # Nothing runs any more: whoever has read the end may ask again, though it is not stored yet.
                 exchange.ticket.release()
-            await self._responses.keep(response, exchange.call.tenant, list(plan.items), WRITE_WITHIN_S)
+            await self._responses.keep(response, exchange.tenant, list(plan.items), WRITE_WITHIN_S)
         except BaseException as error:
             failure = error
             raise

@@ -21,14 +21,13 @@ from services.gateway.requests.answering import (
     answered,
     answered_once,
     begin,
-    first_deltas,
-    keep_alive_of,
-    num_prompt_tokens,
     resumed,
 )
-from services.gateway.requests.exchange import EventStream, Exchange, KeepAlive
+from services.gateway.requests.event_stream import EventStream, KeepAlive, first_deltas, keep_alive_of
+from services.gateway.requests.exchange import Exchange
 from services.gateway.requests.kept_calls import Plan, Wish, plan_of
 from services.gateway.requests.other_routes import json_response
+from services.gateway.requests.prompts import num_prompt_tokens
 from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
 from services.gateway.responses.compaction import compacted, summing_up
 from services.gateway.responses.conversion import (
@@ -67,23 +66,23 @@ _COMPACT = msgspec.json.Decoder(CompactRequest)
 async def create_response(context: GatewayContext, request: Request) -> Response:
     """An answer to a message or a conversation; with `previous_response_id` it goes on from a stored one."""
     exchange = Exchange(context, request, "chat")
-    exchange.call.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
-    made = await answered(exchange, _create(context, request, exchange))
+    exchange.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
+    made = await answered(exchange, _create(exchange))
     if isinstance(made, Response):
         return made
     # Its call has no client; this one reads it as others might.
     reader = Exchange(context, request, "chat")
-    return await answered(reader, _read(context, request, reader, made))
+    return await answered(reader, _read(reader, made))
 
 
-async def _create(context: GatewayContext, request: Request, exchange: Exchange) -> Response | KeptCall:
+async def _create(exchange: Exchange) -> Response | KeptCall:
     """A call: one in the background whose events are wanted."""
-    key = exchange.key = context.admission.authenticate(request.headers)
-    message = await read_message(request, _REQUEST, context.bodies)
+    context, key = exchange.context, exchange.authenticate()
+    message = await read_message(exchange.request, _REQUEST, context.bodies)
     items = await _conversation(context, message, key.tenant)
     message.tools = tools_of(message, items)
-    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
-    wish = context.kept.wish(request.headers, key.tenant, request.url.path, message, is_stream=bool(message.stream))
+    keep_alive = keep_alive_of(exchange)
+    wish = exchange.wish(message)
     if wish is None and message.stream and message.store is not False and context.settings.resume_s:
         # Whoever may read it by its id may read its events so, too.
         wish = Wish()
@@ -91,12 +90,14 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
         wish = _background_wish(context, message, wish)
 
     def opened(options: Options, prompts: list[Prompt]) -> tuple[ResponseObject, tuple[InputItem, ...]]:
-        call = exchange.call
-        return opened_response(message, call.call_id, call.created_s, call.shown_model, options, prompts), tuple(items)
+        response = opened_response(
+            message, exchange.call_id, exchange.created_s, exchange.shown_model, options, prompts
+        )
+        return response, tuple(items)
 
     async def anew() -> Response | KeptCall:
         try:
-            begun = await begin(context, request, exchange, key, chat_request(message, items), wish, opened, ID_PREFIX)
+            begun = await begin(exchange, chat_request(message, items), wish, opened, ID_PREFIX)
         except ApiError as error:
             raise renamed(error) from None
         if message.background:
@@ -106,7 +107,7 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     async def again(record: KeptCall) -> Response:
         if message.background and not message.stream:
             exchange.end(None)
-            return await _shown_of(context, request, key, record)
+            return await _shown_of(context, exchange.request, key, record)
         return await _answer_again(exchange, record, keep_alive)
 
     return await answered_once(context, wish, anew, again)
@@ -136,11 +137,11 @@ def _background_wish(context: GatewayContext, message: ResponseRequest, wish: Wi
 async def _begin_in_background(
     context: GatewayContext, exchange: Exchange, generation: Generation, plan: Plan, headers: dict[str, str]
 ) -> Response | KeptCall:
-    kept, response = exchange.call.kept, plan.response
+    kept, response = exchange.kept, plan.response
     assert kept is not None and response is not None
     queued = _queued(response)
     async with context.background.turn(response.id):
-        failure = await context.responses.keep(queued, exchange.call.tenant, list(plan.items))
+        failure = await context.responses.keep(queued, exchange.tenant, list(plan.items))
         if not queued.store:
             kept.cancel()
             if failure is not None:
@@ -157,10 +158,10 @@ def _queued(response: ResponseObject) -> ResponseObject:
     return msgspec.structs.replace(response, status="queued")
 
 
-async def _read(context: GatewayContext, request: Request, exchange: Exchange, record: KeptCall) -> Response:
+async def _read(exchange: Exchange, record: KeptCall) -> Response:
     """The events of a call of this request, which was begun in the background."""
-    exchange.key = context.admission.authenticate(request.headers)
-    keep_alive = keep_alive_of(request, context.settings.stream_keep_alive_s)
+    exchange.authenticate()
+    keep_alive = keep_alive_of(exchange)
     begun = await attach(exchange, record, nothing_seen, is_counted=True)
     return await _answer(exchange, *begun, keep_alive)
 
@@ -189,7 +190,7 @@ async def _answer(
     builder = ResponseBuilder(
         response, generation.tokenizer, generation.options.num_top_logprobs, called_tools(response.tools)
     )
-    tenant = exchange.call.tenant
+    tenant = exchange.tenant
 
     async def keep(response: ResponseObject) -> None:
         await exchange.context.responses.keep(response, tenant, items)
@@ -327,26 +328,25 @@ async def count_input_tokens(context: GatewayContext, request: Request) -> Respo
 async def compact_response(context: GatewayContext, request: Request) -> Response:
     """A shorter conversation in place of a long one: its user messages, and the model's summary of it all."""
     exchange = Exchange(context, request, "chat")
-    return await answered(exchange, _compact(context, request, exchange))
+    return await answered(exchange, _compact(exchange))
 
 
-async def _compact(context: GatewayContext, request: Request, exchange: Exchange) -> Response:
-    key = exchange.key = context.admission.authenticate(request.headers)
-    message = await read_message(request, _COMPACT, context.bodies)
-    items = await _conversation(context, message, key.tenant)
+async def _compact(exchange: Exchange) -> Response:
+    key = exchange.authenticate()
+    message = await read_message(exchange.request, _COMPACT, exchange.context.bodies)
+    items = await _conversation(exchange.context, message, key.tenant)
     try:
-        generation, _, headers = await begin(context, request, exchange, key, summing_up(message, items))
+        generation, _, headers = await begin(exchange, summing_up(message, items))
     except ApiError as error:
         raise renamed(error) from None
     texts: list[str] = []
     while not generation.is_done:
         texts += [delta.text for delta in await exchange.next_deltas(generation)]
-    call = exchange.call
-    response_id = ID_PREFIX + call.call_id.rpartition("-")[2]
+    response_id = ID_PREFIX + exchange.call_id.rpartition("-")[2]
     output = compacted(items, response_id, "".join(texts))
     usage = response_usage(generation.usage())
     exchange.end(None)
-    short = CompactedResponse(id=response_id, created_at=call.created_s, output=output, usage=usage)
+    short = CompactedResponse(id=response_id, created_at=exchange.created_s, output=output, usage=usage)
     return Response(msgspec.json.encode(short), media_type="application/json", headers=headers)
 
 

@@ -140,7 +140,7 @@ class Choice:
         if self._seen is not None:
             seen = self._seen
             if seen.num_tokens or seen.is_over:
-                is_short = self.stream is not None and len(self.stream.state.tokens) < seen.num_tokens
+                is_short = self.stream is not None and len(self.stream.tokens) < seen.num_tokens
                 # Who has the end has all, whatever its number says: nothing else would end what was said to be over.
                 self._next(None if seen.is_over else seen.num_tokens, may_end=seen.is_over or is_short)
             if self.finish_reason is not None:
@@ -157,9 +157,9 @@ class Choice:
         if self.stream is None:
             self.finish_reason = "length"
             return Delta(self.index, self.prompt.echo_text, True, self.finish_reason)
-        state = self.stream.state
-        num_here = len(state.tokens)
-        has_ended = may_end and state.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        stream = self.stream
+        num_here = len(stream.tokens)
+        has_ended = may_end and stream.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if self._is_stepwise and self.num_tokens < num_here:
             has_ended = False
         if self.num_tokens == num_here and not has_ended:
@@ -171,12 +171,12 @@ class Choice:
         echoed = self._echoed_tokens() if self._is_first else ()
         end = num_here if limit is None else min(limit, num_here)
         while self.num_tokens < end and self.finish_reason is None:
-            token_id = state.tokens[self.num_tokens]
+            token_id = stream.tokens[self.num_tokens]
             # A token that ends the output is its end and not its text, even where it has one.
             piece = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
             if self._hidden is not None:
                 start = len(self.prompt.echo_text) + self._num_decoded
-                self._hidden.append(ShownToken(token_id, state.logprobs[self.num_tokens], start, start + len(piece)))
+                self._hidden.append(ShownToken(token_id, stream.logprobs[self.num_tokens], start, start + len(piece)))
             self.num_tokens += 1
             if self._reader is None:
                 text += self._show(piece, self.num_tokens <= self._min_tokens)
@@ -186,7 +186,7 @@ class Choice:
             last = self._show(self._detokenizer.flush(), self._is_in_call)
             if self.finish_reason is None:
                 last += self._stops.flush()
-                self.finish_reason = "stop" if state.finish_reason is FinishReason.STOP else "length"
+                self.finish_reason = "stop" if stream.finish_reason is FinishReason.STOP else "length"
             if self._reader is None:
                 text += last
             else:
@@ -251,13 +251,13 @@ class Choice:
         """Log-probabilities of each token of the prompt, once the first token has come. None for the first token, and
         for all where the instance that had them is gone and its successor has them not."""
         num_tokens, num_top = len(self.prompt.tokens), self.prompt.sampling.prompt_logprobs
-        first = self.stream.state.logprobs[0] if self.stream is not None and self.stream.state.logprobs else None
+        first = self.stream.logprobs[0] if self.stream is not None and self.stream.logprobs else None
         known = [] if first is None else unpack_logprobs(first.prompt, num_top)
         return [None, *known] if len(known) == num_tokens - 1 else [None] * num_tokens
 
     def pooled(self) -> bytes:
         """What was pooled of the prompt; empty where the instance that had it is gone and its successor has it not."""
-        known = self.stream.state.logprobs if self.stream is not None else ()
+        known = self.stream.logprobs if self.stream is not None else ()
         return known[0].prompt if known else b""
 
     def _echoed_tokens(self) -> Sequence[ShownToken]:
@@ -360,7 +360,7 @@ class Generation:
                 request = self._request(choice)
                 if outputs:
                     choice.stream = Stream(request, self.arrived_at, choice.listener)
-                    choice.stream.state.accept(outputs[choice.index], None)
+                    choice.stream.accept(outputs[choice.index], None)
                     choice.stream.is_open = False
                 else:
                     choice.stream = await self.table.attach(request, self.arrived_at, choice.listener)
@@ -474,7 +474,7 @@ class Generation:
         num_cached = 0
         for choice in self.choices[:: self.options.num_choices]:
             if choice.stream is not None:
-                num_cached += choice.stream.state.num_cached_tokens or 0
+                num_cached += choice.stream.num_cached_tokens or 0
         num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
         return Usage(
             num_prompt,

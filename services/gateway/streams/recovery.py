@@ -131,13 +131,13 @@ class Recovery:
 
     def _left(self, stream: Stream, reason: str, in_order: bool) -> None:
         if in_order:
-            self._tasks.start(self._await_next_owner(stream, stream.owner, stream.state.epoch))
+            self._tasks.start(self._await_next_owner(stream, stream.owner, stream.epoch))
         else:
-            self.lose(stream, stream.state.epoch, reason)
+            self.lose(stream, stream.epoch, reason)
 
     async def _await_next_owner(self, stream: Stream, owner: str | None, epoch: int) -> None:
         await asyncio.sleep(FAREWELL_S)
-        is_same = stream.owner == owner and stream.state.epoch == epoch
+        is_same = stream.owner == owner and stream.epoch == epoch
         if stream.is_open and is_same and not stream.is_placing:
             stream.owned_by(None)
             stream.heard(self._bus.now())
@@ -147,7 +147,7 @@ class Recovery:
         """The owner in `epoch` does not continue the stream. Told again of the same loss, this does nothing."""
         if not stream.is_open:
             return
-        owner, loss = stream.owner, stream.state.lose(epoch)
+        owner, loss = stream.owner, stream.lose(epoch)
         if loss is Loss.COMPLETE:
             self._table.end(stream)
         if loss in (Loss.COMPLETE, Loss.IGNORED):
@@ -156,12 +156,12 @@ class Recovery:
             self._table.fail(stream, ErrorCode.UNKNOWN_MODEL, f"The model '{stream.model}' was removed.")
             return
         if loss is Loss.FAIL:
-            message = f"{stream.state.num_losses} instances in turn gave this request up."
+            message = f"{stream.num_losses} instances in turn gave this request up."
             self._table.fail(stream, ErrorCode.INTERNAL, message)
             return
         self._metrics.replacements.labels(reason).inc()
         self._timelines.lose(stream, owner, reason)
-        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, len(stream.state.tokens))
+        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, len(stream.tokens))
         stream.must_place = True
         if not stream.is_placing:
             self.place_again(stream)
@@ -270,7 +270,7 @@ class Recovery:
 
     async def _replay(self, instance_id: str, streams: list[Stream], reason: str) -> None:
         self._metrics.replays.labels(reason).inc()
-        epochs = {stream.request_id: stream.state.epoch for stream in streams}
+        epochs = {stream.request_id: stream.epoch for stream in streams}
         for stream in streams:
             stream.is_replaying = True
         moved: list[MigratedRequest] = []
@@ -300,8 +300,8 @@ class Recovery:
             stream = self._table.streams.get(told.request_id)
             if stream is None:
                 continue
-            owner, epoch = stream.owner, stream.state.epoch
-            if stream.state.follow(told.instance_id, told.epoch):
+            owner, epoch = stream.owner, stream.epoch
+            if stream.follow(told.instance_id, told.epoch):
                 self._table.follow(stream, owner, epoch)
                 streams[told.instance_id].append(stream)
         for instance_id, theirs in streams.items():
@@ -309,7 +309,7 @@ class Recovery:
 
     async def _ask(self, instance_id: str, streams: list[Stream]) -> ReplayReply:
         """Takes what the instance replays. Raises `BusError`."""
-        query = ReplayQuery([stream.state.position for stream in streams])
+        query = ReplayQuery([stream.position for stream in streams])
         endpoint = INSTANCE_REPLAY.at(instance_id=instance_id)
         reply = await self._bus.request(endpoint, query, timeout_s=REPLAY_TIMEOUT_S)
         self._table.take(instance_id, reply.entries)
@@ -373,7 +373,7 @@ class Recovery:
         """A quiet stream that a scheduler was to place. The scheduler is asked to take it (again: without effect where
         it has it); if none answers, an instance may have it all the same."""
         async with self._slots:
-            epoch = stream.state.epoch
+            epoch = stream.epoch
             if not stream.is_open or stream.owner is not None:
                 return
             try:

@@ -12,11 +12,13 @@ QUIET_S = 2.0
 MAX_QUIET_S = 16.0
 
 
-class Stream:
+class Stream(StreamState):
+    """The output of a sequence, and how this gateway hosts it."""
+
     def __init__(self, request: GenerationRequest, arrived_at: float, on_news: Callable[[], None]) -> None:
         """`on_news` is called after new tokens, the end or a failure, as all `listeners` are; it must not block.
         `request.timeout_s` counts from `arrived_at` (seconds on the bus's clock), when the client's request came."""
-        self.state = StreamState(request.request_id, request.sampling)
+        super().__init__(request.request_id, request.sampling)
         self.failure: ErrorInfo | None = None
         """Set: the stream has ended without success."""
         self.model = request.model
@@ -49,32 +51,24 @@ class Stream:
             listener()
 
     @property
-    def request_id(self) -> str:
-        return self.state.request_id
-
-    @property
     def num_tokens(self) -> int:
-        return len(self._request.prompt) // 4 + len(self.state.tokens)
+        return len(self._request.prompt) // 4 + len(self.tokens)
 
     def to_send(self, now: float) -> GenerationRequest:
         self.must_place = self.must_announce = False
-        return self.state.placed_again(self._request, self._arrived_at, self.first_token_at, now)
-
-    @property
-    def owner(self) -> str | None:
-        return self.state.owner
+        return self.placed_again(self._request, self._arrived_at, self.first_token_at, now)
 
     def begin_placement(self) -> None:
-        self.state.begin_placement()
+        super().begin_placement()
         self.owner_incarnation = None
 
     def owned_by(self, instance_id: str | None, incarnation: str | None = None) -> None:
         """`incarnation`: None where it is not known."""
-        self.state.owner = instance_id
+        self.owner = instance_id
         self.owner_incarnation = incarnation
 
     def heard(self, now: float) -> None:
         self.heard_at = now
         self.quiet_s = QUIET_S
-        if self.first_token_at is None and self.state.tokens:
+        if self.first_token_at is None and self.tokens:
             self.first_token_at = now

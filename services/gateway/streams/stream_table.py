@@ -1,6 +1,6 @@
 """Every open stream of this gateway: frames go in, news for clients come out.
 
-The thin service around `streams.StreamState`. It owns the subscriptions on this gateway's frames and, while it has streams
+The thin service around `stream.Stream`. It owns the subscriptions on this gateway's frames and, while it has streams
 that began at another one, on that one's; what is lost on the way is found again by `recovery`. It knows nothing of HTTP or
 text.
 """
@@ -155,18 +155,17 @@ class StreamTable:
         if not stream.is_open:
             return
         self._forget(stream)
-        if stream.state.finish_reason is None:
+        if stream.finish_reason is None:
             self._bus.publish(SCHEDULER_CANCEL, Cancel(stream.request_id))
             if stream.owner is not None:
                 self._cancel_at(stream.owner, stream.request_id)
 
     def end(self, stream: Stream) -> None:
-        """Its state has a finish reason."""
-        state = stream.state
-        if state.finish_reason is FinishReason.DEADLINE:
-            stream.failure = state.error or ErrorInfo(ErrorCode.DEADLINE, "The request's time limit has passed.")
-        elif state.finish_reason is FinishReason.ERROR:
-            stream.failure = state.error or ErrorInfo(ErrorCode.INTERNAL, "The instance failed on this request.")
+        """It has a finish reason."""
+        if stream.finish_reason is FinishReason.DEADLINE:
+            stream.failure = stream.error or ErrorInfo(ErrorCode.DEADLINE, "The request's time limit has passed.")
+        elif stream.finish_reason is FinishReason.ERROR:
+            stream.failure = stream.error or ErrorInfo(ErrorCode.INTERNAL, "The instance failed on this request.")
         self._forget(stream)
         stream.on_news()
 
@@ -181,7 +180,7 @@ class StreamTable:
         behind: list[Stream] = []
         for entry in entries:
             stream = self.streams.get(entry.request_id)
-            if stream is not None and stream.state.extend(entry, sender):
+            if stream is not None and stream.extend(entry, sender):
                 stream.heard(now)
                 stream.on_news()
                 continue
@@ -191,9 +190,9 @@ class StreamTable:
                     self._metrics.dropped_entries.labels("unknown").inc()
                     self._cancel_at(sender, entry.request_id)
                 continue
-            owner, epoch = stream.owner, stream.state.epoch
+            owner, epoch = stream.owner, stream.epoch
             is_instance = entry.finish_reason is None or entry.tokens or sender in self._catalog.instances
-            outcome = stream.state.accept(entry, sender if is_instance else None)
+            outcome = stream.accept(entry, sender if is_instance else None)
             if outcome is Outcome.STALE:
                 self._metrics.dropped_entries.labels("stale").inc()
                 if entry.finish_reason is None and owner not in (None, sender) and not _was_moved(entry.epoch, epoch):
@@ -203,12 +202,12 @@ class StreamTable:
                 self.follow(stream, owner, epoch)
             if outcome is Outcome.NEWS:
                 stream.heard(now)
-                if stream.state.finish_reason is not None:
+                if stream.finish_reason is not None:
                     self.end(stream)
                 else:
                     stream.on_news()
             elif outcome is Outcome.GIVEN_UP:
-                self._recovery.lose(stream, stream.state.epoch, "given_up")
+                self._recovery.lose(stream, stream.epoch, "given_up")
             elif outcome is Outcome.GAP:
                 behind.append(stream)
             elif stream.owner == owner:
@@ -220,7 +219,7 @@ class StreamTable:
         """The stream's owner has changed; `earlier` had it, in `epoch`."""
         info = self._catalog.instances.get(stream.owner or "")
         stream.owned_by(stream.owner, info.incarnation if info else None)
-        if earlier and stream.owner and _was_moved(epoch, stream.state.epoch):
+        if earlier and stream.owner and _was_moved(epoch, stream.epoch):
             stream.heard(self._bus.now())
             self._metrics.moved_streams.inc()
 

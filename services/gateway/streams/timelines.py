@@ -163,7 +163,7 @@ class Timelines:
     def lose(self, stream: Stream, owner: str | None, reason: str) -> None:
         """It is to be placed again."""
         if (timeline := self._open.get(stream.request_id)) is not None:
-            numbers = (len(stream.state.tokens),)
+            numbers = (len(stream.tokens),)
             self._note(timeline, EventKind.LOST, self._bus.now(), reason, owner or "", numbers)
 
     def end(self, stream: Stream) -> None:
@@ -177,7 +177,7 @@ class Timelines:
         if stream.failure is not None:
             timeline.state = f"failed: {stream.failure.code}"
         else:
-            timeline.state = stream.state.finish_reason or (FinishReason.STOP if stream.is_enough else CANCELLED)
+            timeline.state = stream.finish_reason or (FinishReason.STOP if stream.is_enough else CANCELLED)
         timeline.ended_s = self._unix_s(now)
         self._note(timeline, EventKind.ENDED, now, timeline.state)
         self._ended[timeline.request_id] = timeline
@@ -231,7 +231,7 @@ class Timelines:
 
     def _see(self, timeline: _Timeline, stream: Stream) -> None:
         """What the stream knows."""
-        timeline.num_output = len(stream.state.tokens)
+        timeline.num_output = len(stream.tokens)
         if stream.first_token_at is not None and timeline.course.delivered_s is None:
             self._note(timeline, EventKind.DELIVERED, stream.first_token_at)
 
