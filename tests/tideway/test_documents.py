@@ -118,6 +118,21 @@ def test_paths_and_options_in_documents_exist(document: Path) -> None:
         assert target in make_targets()
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Anchors of a page's headings, by GitHub's rule, without the numbers of repeated ones."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_headings(document: Path) -> None:
+    links = re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", document.read_text())
+    for name, anchor in links:
+        page = document.parent / name if name else document
+        assert page.suffix != ".md" or anchor in anchors_of(page), f"{name}#{anchor}"
+
+
 def test_the_table_of_options_is_whole_and_true() -> None:
     table = (REPOSITORY / "docs" / "operating.md").read_text().split("## Settings")[0]
     documented = set(re.findall(r"^\| `?(--[\w-]+)", table, re.MULTILINE)) | set(re.findall(r", `(--[\w-]+)", table))
