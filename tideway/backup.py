@@ -17,18 +17,21 @@ KEPT = ("nats", "credentials.json", "models.json", "cost_models")
 """Models, plan, files, batches and their lines are in the first; logs are not kept."""
 
 Archive = Annotated[
-    Path, typer.Argument(help="A tar archive; it holds credentials, so it is its owner's alone (mode 600).")
+    Path, typer.Argument(help="Tar archive. It contains credentials, so only its owner may read it (mode 600).")
 ]
 DataDir = Annotated[
     Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Data folder of a stopped Tideway.")
 ]
+NewDataDir = Annotated[
+    Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Folder to restore into; not a data folder yet.")
+]
 
 
 def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
-    """Write models, plan, files, batches and credentials into one archive. Tideway must be stopped."""
+    """Back up models, plan, files, batches and credentials into one archive. Tideway must be stopped."""
     data = DataFolder(data_dir)
     if not (data.path / KEPT[0]).is_dir():
-        raise OperatorError(f"{data.path} is no data folder of Tideway; say which with --data-dir.")
+        raise OperatorError(f"{data.path} is not a data folder of Tideway; name one with --data-dir.")
     data.acquire()
     # Under another name until it is whole.
     partial = archive.with_name(archive.name + ".part")
@@ -48,11 +51,11 @@ def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
         raise OperatorError(f"{archive} could not be written: {error}.") from None
     finally:
         data.release()
-    print(f"{archive} has what {data.path} keeps ({archive.stat().st_size / 2**20:.1f} MiB).")
+    print(f"{data.path} is backed up in {archive} ({archive.stat().st_size / 2**20:.1f} MiB).")
 
 
-def restore(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
-    """Make a data folder from an archive, where none is yet."""
+def restore(archive: Archive, data_dir: NewDataDir = DEFAULT_DATA_DIR) -> None:
+    """Restore a backup into a new data folder."""
     data = DataFolder(data_dir)
     data.prepare()
     data.acquire()
@@ -64,7 +67,7 @@ def restore(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
             )
         with tarfile.open(archive) as tar:
             if KEPT[0] not in tar.getnames():
-                raise OperatorError(f"{archive} is no backup of Tideway.")
+                raise OperatorError(f"{archive} is not a backup of Tideway.")
             # Beside, so that a next try finds nothing of one that failed.
             shutil.rmtree(beside, ignore_errors=True)
             tar.extractall(beside, [m for m in tar if m.name.split("/")[0] in KEPT], filter="data")
@@ -76,4 +79,4 @@ def restore(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         data.release()
-    print(f"{data.path} is as it was; start it with `tideway up --data-dir {data.path}`.")
+    print(f"{archive} is restored into {data.path}; start it with `tideway up --data-dir {data.path}`.")

@@ -31,7 +31,7 @@ MINIMUM = (3, 11)
 NEWER_PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11")
 LINE_INTERVAL_S = 10.0
 """Between progress lines where the output is not a terminal."""
-LONG_PHASES = ("installing", "compiling")
+LONG_PHASES = ("making", "installing", "compiling")
 """What takes minutes on a busy machine without a word from the program that does it."""
 DOWNLOAD_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 15
@@ -395,7 +395,12 @@ def main() -> int:
         if options.for_up:
             check_port(shlex.split(os.environ.get("UP_ARGS", "")))
         print(f"Installing Tideway into {venv} (Python {python_version()})", flush=True)
-        pip = pip_of(venv) or make_venv(venv)
+        progress = Progress(venv)
+        progress.show("making the environment")
+        try:
+            pip = pip_of(venv) or make_venv(venv)
+        finally:
+            progress.end()
         kernels = start_kernels(venv)
         install(pip, venv, extras)
         match_ucx(pip, venv)

@@ -84,19 +84,21 @@ def tideway(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Serves several LLMs on one pool of machines, to people who wait and to batches that do not."""
+    """Serve several LLMs to interactive users and batch jobs on one pool of GPUs or CPUs."""
 
 
-engine_app = typer.Typer(no_args_is_help=True, help="Engines of others, in environments of their own.")
+engine_app = typer.Typer(no_args_is_help=True, help="Install other engines, each in an environment of its own.")
 app.add_typer(engine_app, name="engine", rich_help_panel=OPERATE)
 
 
 @engine_app.command("install")
 def install_engine(
-    name: Annotated[str, typer.Argument(help="vllm")],
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where a driver of NVIDIA is.")] = "auto",
+    name: Annotated[str, typer.Argument(help="Engine to install: vllm.")],
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: cuda if an NVIDIA driver is installed, otherwise cpu.")
+    ] = "auto",
 ) -> None:
-    """Make an engine's environment on this machine, of pinned versions."""
+    """Install an engine on this machine, in pinned versions, in an environment of its own."""
     if device == "auto":
         device = "cuda" if shutil.which("nvidia-smi") else "cpu"
     try:
@@ -111,48 +113,47 @@ def up(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models. NAME=FOLDER,on-demand "
-            "or NAME=FOLDER,idle=SECONDS: loaded when requests come, put away after so long without any (300)."
+            help="Model to serve: NAME=FOLDER or NAME=HUB_ID; repeatable. Default: the two demonstration models. With "
+            "NAME=FOLDER,on-demand or NAME=FOLDER,idle=SECONDS it is loaded when a request arrives, and unloaded after "
+            "SECONDS (300) without requests."
         ),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help="A LoRA adapter: NAME=MODEL=FOLDER or NAME=MODEL=HUB_ID; repeatable."),
+        typer.Option(help="LoRA adapter to serve: NAME=MODEL=FOLDER or NAME=MODEL=HUB_ID; repeatable."),
     ] = None,
     quantization: Annotated[
         str,
         typer.Option(
             envvar="TIDEWAY_QUANTIZATION",
-            help="Quantise the weights of the models' layers: int8, int4 or fp8.",
+            help="Quantise the layer weights of all models given here: int8, int4 or fp8.",
         ),
     ] = "",
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="A small model with the same tokenizer that drafts tokens: NAME=FOLDER or NAME=HUB_ID of one model, or of "
-            "all; repeatable.",
+            help="Draft model for speculative decoding, with the same tokenizer: FOLDER or HUB_ID for all models, or "
+            "NAME=FOLDER or NAME=HUB_ID for one; repeatable.",
         ),
     ] = None,
     tool_format: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"How models write calls of tools, where their chat templates do not tell: {', '.join(TOOL_FORMATS)}, "
-            "or NAME=FORMAT of one model; repeatable.",
+            help="Format of tool calls, for models whose chat templates do not determine it: FORMAT for all models, or "
+            f"NAME=FORMAT for one; repeatable. Formats: {', '.join(TOOL_FORMATS)}.",
         ),
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="That computes models: native or vllm, or NAME=ENGINE of one model; repeatable."),
+        typer.Option(help="Engine that runs the models: native or vllm, or NAME=ENGINE for one model; repeatable."),
     ] = None,
     engine_args: Annotated[
         list[str] | None,
-        typer.Option(help="Flags of models' engines, as a shell reads them, or NAME=FLAGS of one model; repeatable."),
+        typer.Option(help="Flags for the engine, quoted as in a shell, or NAME=FLAGS for one model; repeatable."),
     ] = None,
     engine_url: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A server that runs already and computes a model: URL, or NAME=URL of one model; repeatable."
-        ),
+        typer.Option(help="URL of a running server that serves the models, or NAME=URL for one model; repeatable."),
     ] = None,
     host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TIDEWAY_PORT", min=1, max=65535, help="Port of the gateway.")] = 8000,
@@ -195,7 +196,7 @@ def up(
         typer.Option(
             "--deterministic",
             envvar="TIDEWAY_DETERMINISTIC",
-            help="Make each request's tokens depend on the request alone, to the last bit. Slower.",
+            help="Make a request's tokens independent of other requests, to the last bit. May be slower.",
         ),
     ] = False,
     schedulers: Annotated[
@@ -205,7 +206,7 @@ def up(
         int, typer.Option(min=1, max=16, help="Number of gateways, on --port and the ports after it.")
     ] = 1,
     nats_url: Annotated[
-        str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
+        str, typer.Option(envvar="TIDEWAY_NATS_URL", help="URL of a NATS server to use instead of starting one.")
     ] = "",
     nats_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the bundled NATS server; 0 picks a free one.")
@@ -222,7 +223,7 @@ def up(
         bool, typer.Option("--detach", help="Return when everything is ready; `tideway down` stops it.")
     ] = False,
 ) -> None:
-    """Start everything on this machine, and keep it running until Ctrl-C."""
+    """Start Tideway on this machine and keep it running until Ctrl-C."""
     if detach:
         _up_in_background(DataFolder(data_dir))
         return
@@ -295,7 +296,7 @@ def _up_in_background(data: DataFolder) -> None:
 
 @app.command(rich_help_panel=START)
 def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
-    """Stop what `tideway up` started."""
+    """Stop the Tideway that runs on a data folder."""
     data = DataFolder(data_dir)
     pid = data.holder_pid()
     if pid is None:
@@ -337,15 +338,15 @@ def drain(
         bool, typer.Option("--force", help="Drain the last instance too; requests then wait until their deadlines.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until it is gone; with --undo, until it is ready.")
+        bool, typer.Option("--wait", help="Wait until the instance is gone; with --undo, until it is ready.")
     ] = False,
     timeout: Timeout = 600.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Empty an instance: its requests move away or finish, then it exits. Requests left after the worker's
-    TIDEWAY_DRAIN_GRACE_S (15 s) are placed again elsewhere."""
+    """Drain an instance: its requests move to others or finish, then it exits. Requests that remain after the worker's
+    TIDEWAY_DRAIN_GRACE_S (15 s) are placed again on other instances."""
     if undo and force:
         raise OperatorError("--undo and --force exclude each other.")
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
@@ -360,12 +361,12 @@ def role(
         str,
         typer.Argument(help="Instance, as `tideway top` names it.", autocompletion=completion.instances),
     ],
-    role: Annotated[str, typer.Argument(help="prefill, decode, both, or auto: what the scheduler chooses.")],
+    role: Annotated[str, typer.Argument(help="prefill, decode, both, or auto (the scheduler chooses).")],
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Choose what an instance is sent: `prefill` computes long prompts that others decode. Holds until the instance ends."""
+    """Set an instance's role until it ends: `prefill` instances compute long prompts, which other instances decode."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
         client.set_role(instance, role)
@@ -401,11 +402,11 @@ def scale(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Set the number of a model's instances, or of all."""
+    """Set how many instances hold a model, or how many instances there are."""
     if model and instances is not None:
-        raise OperatorError("MODEL N and --instances N exclude each other: say one of them.")
+        raise OperatorError("MODEL N and --instances N exclude each other: give one of them.")
     if not number and instances is None:
-        raise OperatorError("Say MODEL and N (1 or more, or all), or --instances N.")
+        raise OperatorError("Give MODEL and N (1 or more, or all), or --instances N.")
     if number and number != "all" and not (_is_count(number)):
         raise OperatorError(
             f"{number!r} is not a valid instance count: use 1 or more, or all (or --instances N for all models)."
@@ -441,8 +442,8 @@ def load_adapter(
     name: Annotated[str, typer.Argument(help="Model name exposed to clients.")],
     source: Annotated[str, typer.Argument(help="Folder in PEFT's format, as the workers see it, or a hub id.")],
     base: Annotated[str, typer.Option(help="Base model of the adapter.")],
-    ttft_ms: Annotated[float, typer.Option(min=0, help="Objective in milliseconds; 0: the base model's.")] = 0.0,
-    tpot_ms: Annotated[float, typer.Option(min=0)] = 0.0,
+    ttft_ms: Annotated[float, typer.Option(min=0, help="TTFT objective in milliseconds; 0: the base model's.")] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(min=0, help="TPOT objective in milliseconds; 0: the base model's.")] = 0.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -450,7 +451,7 @@ def load_adapter(
     """Serve a LoRA adapter as a model of its own."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         client.load_adapter(name, operations.source_told(source), base, ttft_ms, tpot_ms)
-        print(f"{name} is served, with the weights of {base}.")
+        print(f"{name} is served on the base model {base}.")
 
 
 @app.command("unload-adapter", rich_help_panel=OPERATE)
@@ -463,7 +464,7 @@ def unload_adapter(
     """Unload a LoRA adapter. Running requests finish; new ones are refused."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         client.unload_adapter(name)
-        print(f"{name} is not served any more.")
+        print(f"{name} is unloaded; requests that use it may finish.")
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -473,13 +474,13 @@ def plan(
         bool, typer.Option("--apply", help="Apply the proposed plan; search first if there is none.")
     ] = False,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="Roll back the change that is under way, or the last one.")
+        bool, typer.Option("--rollback", help="Roll back the change in progress, or the last one.")
     ] = False,
     to_set: Annotated[
         Path | None,
         typer.Option(
             "--set",
-            help="Apply your own plan: a TOML file with tables \\[\\[groups]] of node, devices, models.",
+            help="Apply your own plan: a TOML file with \\[\\[groups]] of node, devices and models, as --write writes it.",
         ),
     ] = None,
     write: Annotated[Path | None, typer.Option(help="Write the running plan to a file that --set can read.")] = None,
@@ -489,8 +490,8 @@ def plan(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show which models are on which instances, and what a search proposes instead: requests that meet their SLO, and mean
-    latency over mean execution time, measured and predicted."""
+    """Show, search for, apply or roll back a placement plan: which models are on which instances. Plans are compared by the
+    share of requests that meet their SLO, and by mean latency over mean execution time."""
     if search + apply + rollback + (to_set is not None) + (write is not None) > 1:
         raise OperatorError("--search, --apply, --set, --write and --rollback exclude each other.")
     groups = read_groups(to_set) if to_set is not None else []
@@ -500,7 +501,7 @@ def plan(
             plans.search(client, wait_s=timeout, say=say)
         if write is not None:
             write_plan(client.plan(), write)
-            say(f"{write} has the plan that runs.")
+            say(f"The running plan is in {write}.")
         action = "apply" if apply else "roll_back" if rollback else "set" if groups else ""
         if action:
             plans.carry_out(client, action, groups, wait_s=timeout, say=say)
@@ -514,7 +515,7 @@ def request(
         str,
         typer.Argument(
             metavar="[ID]",
-            help="Id of an answer (`chatcmpl-...`), of one of its sequences, or an `x-request-id`.",
+            help="Id of an answer (`chatcmpl-...`) or of one of its sequences, or an `x-request-id`.",
             show_default=False,
             autocompletion=completion.requests,
         ),
@@ -534,8 +535,7 @@ def request(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show what happened to a request and where its time went, or which requests there were; those of the last minutes are
-    known."""
+    """Show a request's timeline and where its time went; without ID, list the requests of the last minutes."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         if request_id:
             requests.show_request(client, TableConsole(), request_id, as_json=as_json)
@@ -548,7 +548,7 @@ def request(
 @app.command(rich_help_panel=LOOK)
 def explain(
     slo: Annotated[
-        bool, typer.Option("--slo", help="Explain missed objectives (the only explanation there is).")
+        bool, typer.Option("--slo", help="Explain missed objectives; the default, and the only explanation.")
     ] = True,
     interval: Annotated[
         int,
@@ -559,7 +559,7 @@ def explain(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Explain where the time went of requests that missed their objectives."""
+    """Explain where the time of requests went that missed their objectives."""
     del slo
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         requests.explain_slo(client, TableConsole(), interval_s=interval, as_json=as_json)
@@ -568,14 +568,16 @@ def explain(
 @app.command(rich_help_panel=LOOK)
 def top(
     context: typer.Context,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default without a terminal.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and exit; the default if stdout is not a terminal.")
+    ] = False,
     as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Watch instances, KV pools, queues and moves; Ctrl-C ends it. With nothing on the default data folder, and no --url, it
-    looks at http://127.0.0.1:8000."""
+    """Watch instances, KV pools, queues and moves until Ctrl-C. If nothing runs on the default data folder and no --url is
+    given, it asks http://127.0.0.1:8000."""
     signal.signal(signal.SIGTERM, _leave)
     may_guess = is_default(context, "data_dir")
     with AdminClient.of(DataFolder(data_dir), url, api_key, may_guess=may_guess) as client:
@@ -598,7 +600,7 @@ def tenants(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show who shares the service: weights, what each had and has, and what is used of the limits of keys."""
+    """Show tenants: weights, recent service, running and waiting requests, and use of the limits of API keys."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         show_tenants(client, TableConsole(), as_json=as_json)
 
@@ -607,7 +609,7 @@ def tenants(
 def replay(
     file: Annotated[Path, typer.Argument(help="Recording that a scheduler or instance wrote to TIDEWAY_RECORD_FILE.")],
 ) -> None:
-    """Run a recorded scheduler, engine or host of migrations again and check that it decides the same."""
+    """Replay a recording of a scheduler, engine or migrations, and check that every decision is the same."""
     # Scheduler and engine, which no other command needs.
     from shared.engine import recording
     from shared.migration import recording as migration
@@ -627,7 +629,7 @@ def replay(
             case _:
                 moves, number = migration.replay(recorded)
                 num_open = moves.num_migrating_out + moves.num_migrating_in
-                what = f"{number} times commands, all as recorded; migrations under way at the end: {num_open}"
+                what = f"{number} times commands, all as recorded; migrations in progress at the end: {num_open}"
     except OSError as error:
         raise OperatorError(f"{file}: {error.strerror}") from None
     except ReplayMismatch as error:

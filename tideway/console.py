@@ -108,7 +108,7 @@ def fit(table: Table, console: Console, least_wanted: Sequence[str], wrapped: Co
     name.width, name.overflow = max(min(longest, LEAST_NAME_CELLS), longest - max(0, too_wide)), "fold"
     if left_out:
         shown = ", ".join(" ".join(header.split()) for header in wanted if header in left_out)
-        table.caption, table.caption_justify = f"No room here for: {shown}.", "left"
+        table.caption, table.caption_justify = f"Too narrow for: {shown}.", "left"
     return table
 
 

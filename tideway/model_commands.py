@@ -16,7 +16,7 @@ from tideway.data_folder import DataFolder
 from tideway.operations import AdminClient, source_told
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 
-app = typer.Typer(no_args_is_help=True, help="Models: add, remove, list, also those that are loaded on demand.")
+app = typer.Typer(no_args_is_help=True, help="Add, remove and list models.")
 
 
 @app.command("list")
@@ -26,7 +26,7 @@ def list_models(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show all models, whether they are loaded, and where the weights are of those that are put away."""
+    """Show all models and their state; for unloaded ones, where their weights are."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         states = client.models()
     empty = "There is no model; tideway model add NAME SOURCE adds one."
@@ -53,32 +53,35 @@ def _table(models: list[ModelState]) -> Table:
 
 @app.command("add")
 def add_model(
-    name: Annotated[str, typer.Argument(help="As clients will call it.")],
+    name: Annotated[str, typer.Argument(help="Model name exposed to clients.")],
     source: Annotated[str, typer.Argument(help="Folder in Hugging Face format, as the workers see it, or a hub id.")],
     on_demand: Annotated[
-        bool, typer.Option("--on-demand", help="Load it when requests for it come, and put it away when it is idle.")
+        bool, typer.Option("--on-demand", help="Load it when a request arrives, and unload it when it is idle.")
     ] = False,
     idle: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help=f"Seconds without requests after which it is put away; {DEFAULT_IDLE_S:g} unless said. Says --on-demand.",
+            help=f"Seconds without requests after which it is unloaded (default {DEFAULT_IDLE_S:g}). Implies --on-demand.",
         ),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Instances that hold it; all unless said.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Round its weights: int8, int4 or fp8.")] = "",
+    replicas: Annotated[int | None, typer.Option(min=1, help="Number of instances that hold it. Default: all.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type: auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Quantise its layer weights: int8, int4 or fp8.")] = "",
     draft: Annotated[
-        str, typer.Option(help="Folder or hub id of a small model with the same tokenizer that drafts tokens for it.")
+        str, typer.Option(help="Folder or hub id of a draft model with the same tokenizer, for speculative decoding.")
     ] = "",
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and output together.")] = None,
-    ttft_ms: Annotated[float, typer.Option(min=0, help="Objective: time to first token; 0: the default.")] = 0.0,
-    tpot_ms: Annotated[float, typer.Option(min=0, help="Objective: time per output token; 0: the default.")] = 0.0,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of prompt and output together. Default: what the model allows."),
+    ] = None,
+    ttft_ms: Annotated[float, typer.Option(min=0, help="TTFT objective in milliseconds; 0: the default.")] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(min=0, help="TPOT objective in milliseconds; 0: the default.")] = 0.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Serve a model, beside those that are there."""
+    """Add a model to those that are served."""
     wanted: dict[str, Any] = {
         "source": source_told(source),
         "draft": source_told(draft),
@@ -107,13 +110,18 @@ def add_model(
 
 @app.command("remove")
 def remove_model(
-    name: Annotated[str, typer.Argument(help="As `tideway model list` names it.", autocompletion=completion.models)],
+    name: Annotated[
+        str, typer.Argument(help="Model to remove, as `tideway model list` names it.", autocompletion=completion.models)
+    ],
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Serve a model no more. Its requests that run may finish; those that wait are refused."""
+    """Remove a model. Running requests may finish; waiting ones are refused."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
         client.remove_model(name)
-        print(f"There is no model {name} any more.")
+        print(f"Model {name} is removed.")
+        routes = [one.name for one in client.routes().routes if name in {*one.arms, *one.mirrors, *one.fallbacks}]
+        if routes:
+            print(f"Routes that still name it: {', '.join(routes)}. Their other models answer; see tideway route list.")

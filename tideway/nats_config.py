@@ -68,17 +68,19 @@ def chart_permissions() -> str:
 def nats_config(
     node: Annotated[
         list[str] | None,
-        typer.Option(help="A worker's TIDEWAY_NODE_ID; repeatable. Each gets a user that hears its own requests only."),
+        typer.Option(
+            help="TIDEWAY_NODE_ID of a worker; repeatable. Each worker gets a user that receives only its own messages."
+        ),
     ] = None,
     chart: Annotated[
         bool,
         typer.Option(
             "--chart",
-            help="Print the roles' permissions in the form that the Helm chart reads, instead of a configuration.",
+            help="Print the roles' permissions as the Helm chart reads them, instead of a server's configuration.",
         ),
     ] = False,
 ) -> None:
-    """Print the users of a NATS server, one a role, for its configuration."""
+    """Print the users for a NATS server's configuration, one for each role."""
     if chart and node:
         raise OperatorError("--chart names no nodes: the chart fills them in.")
     print(chart_permissions() if chart else users_file(node or []), end="")

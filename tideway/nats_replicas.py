@@ -33,12 +33,12 @@ def nats_replicas(
         int, typer.Argument(metavar="1|3|5", help="Number of copies of each stream, each on its own server.")
     ],
 ) -> None:
-    """Move the streams on a NATS cluster (TIDEWAY_NATS_URL) to so many copies each, while all runs."""
+    """Set the number of copies of each stream on a NATS cluster (TIDEWAY_NATS_URL), while everything runs."""
     if number not in (1, 3, 5):
         raise OperatorError(f"{number} copies: expected 1, 3 or 5.")
     if not os.environ.get("TIDEWAY_NATS_URL"):
         raise OperatorError(
-            "Set TIDEWAY_NATS_URL: the NATS that `tideway up` starts is one server, with one copy of all."
+            "Set TIDEWAY_NATS_URL: the NATS that `tideway up` starts is a single server with one copy of each stream."
         )
     asyncio.run(move_all(load(BusSettings), number, os.environ))
 

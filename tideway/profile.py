@@ -53,10 +53,12 @@ GOOD_MEDIAN_ERROR, GOOD_P99_ERROR = 0.05, 0.20
 def profile(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
+        typer.Option(
+            help="Model to profile: NAME=FOLDER or NAME=HUB_ID; repeatable. Default: the demonstration models."
+        ),
     ] = None,
     brief: Annotated[
-        bool, typer.Option("--brief", help="Take seconds instead of minutes, as an instance does at its start.")
+        bool, typer.Option("--brief", help="Take seconds instead of minutes, as an instance does when it is idle.")
     ] = False,
     instances: Annotated[
         int,
@@ -71,7 +73,9 @@ def profile(
     data_dir: Annotated[
         Path,
         typer.Option(
-            "--data-dir", envvar="TIDEWAY_DATA_DIR", help="Data folder; cost models go to its folder cost_models."
+            "--data-dir",
+            envvar="TIDEWAY_DATA_DIR",
+            help="Data folder; cost models are written into its folder cost_models.",
         ),
     ] = DEFAULT_DATA_DIR,
     hardware: Annotated[
@@ -80,10 +84,10 @@ def profile(
     ] = None,
     base: Annotated[
         str,
-        typer.Option(help="Known kind of device that supplies what is not measured. Default: by the device's name."),
+        typer.Option(help="Built-in kind of device that supplies what is not measured. Default: by the device's name."),
     ] = "",
 ) -> None:
-    """Measure how long steps take, and store the cost models that instances plan with."""
+    """Measure step times of models, and store the cost models that instances plan with."""
     # Before torch is imported, as in an instance.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:

@@ -105,7 +105,7 @@ def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_js
 def _missed_table(explained: SloExplanation) -> Table:
     title = f"Objectives in the last {explained.interval_s:.0f} s"
     table = Table("model", "objective", title=title, **LOOK)
-    for name in ("requests", "missed", "share", "objective", "measured\nof these"):
+    for name in ("requests", "missed", "share", "objective", "mean of\nmissed"):
         table.add_column(name, justify="right")
     for one in explained.objectives:
         of_missed = (seconds(one.objective_s), seconds(one.measured_s)) if one.num_missed else ("-", "-")

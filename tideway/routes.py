@@ -15,7 +15,7 @@ from tideway.data_folder import DataFolder, OperatorError
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 
-app = typer.Typer(no_args_is_help=True, help="Public names that split their requests over models.")
+app = typer.Typer(no_args_is_help=True, help="Set, delete and list routes: public names for one or several models.")
 
 
 @app.command("list")
@@ -25,10 +25,10 @@ def list_routes(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show all routes, with their models and which of these are down."""
+    """Show all routes, their models, and which of these are down."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         states = client.routes()
-    empty = "There is no route; tideway route set NAME MODEL=WEIGHT ... makes one."
+    empty = "There are no routes. To set one: tideway route set NAME MODEL=WEIGHT ..."
     show_listing(TableConsole(), states, _table(states.routes), as_json=as_json, empty=empty, wrapped=LISTS)
 
 
@@ -54,29 +54,32 @@ def _table(routes: list[RouteState]) -> Table:
 
 @app.command("set")
 def set_route(
-    name: Annotated[str, typer.Argument(help="Name that clients use. A model's own name is routed, too.")],
+    name: Annotated[
+        str, typer.Argument(help="Name that clients use; may be the name of a model, which the route then takes over.")
+    ],
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL[=WEIGHT]...", help="MODEL or MODEL=WEIGHT; the default weight is 1.")
     ],
     sticky: Annotated[
-        str, typer.Option(help="Who stays with one model: none, key (per API key) or user (per `user` of the request).")
+        str,
+        typer.Option(help="Keep requests at one model: none, key (per API key) or user (per `user` of the request)."),
     ] = "none",
     mirror: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODEL=SHARE",
-            help="Mirror: MODEL=SHARE of requests that are also sent there, without an answer; repeatable.",
+            help="Also send this share of the requests to a model, and discard its answers; repeatable.",
         ),
     ] = None,
     fallback: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODEL", help="Fallback while none of the models is up; repeatable, in order."),
+        typer.Option(metavar="MODEL", help="Model that answers while none of the others is up; repeatable, in order."),
     ] = None,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Make a route, or replace the one of that name: `set chat llama=9 new-llama=1`; `set old-name llama` renames."""
+    """Set a route: `set chat llama=9 new-llama=1` splits requests for chat; `set other-name llama` renames a model."""
     body = {
         "name": name,
         "arms": dict(_pair(text, 1.0) for text in models),
@@ -100,13 +103,13 @@ def _pair(text: str, default: float | None) -> tuple[str, float]:
 
 @app.command("delete")
 def delete_route(
-    name: Annotated[str, typer.Argument()],
+    name: Annotated[str, typer.Argument(help="Route to delete.")],
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Remove a route. Where a model has its name, requests go to that again."""
+    """Delete a route. If a model has the same name, it gets the requests again."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         print(client.place)
         client.delete_route(name)
-        print(f"There is no route {name} any more.")
+        print(f"Route {name} is deleted.")

@@ -80,7 +80,7 @@ def simulate(
         Path | None, typer.Option(metavar="FOLDER", help="Write plots, as PNG files (needs matplotlib).")
     ] = None,
 ) -> None:
-    """Say what models, machines and traffic would do, without any of them: simulated by the real scheduler and engine."""
+    """Simulate models, machines and traffic: the real scheduler and engine run in virtual time, without the hardware."""
     from tideway import scenario, scenario_plots
 
     if plot is not None:

@@ -51,14 +51,14 @@ PERMISSIONS: dict[str, Any] = {
 """Permissions of a user for backups in NATS' configuration. It sees all that is stored, and can make no stream but by a
 restore."""
 
-Backups = Annotated[Path, typer.Argument(help="Folder in which each backup gets a folder of its own.")]
+Backups = Annotated[Path, typer.Argument(help="Folder for backups; each gets a folder named after its time.")]
 
 
 def backup_streams(
     folder: Backups,
     keep: Annotated[int, typer.Option(min=1, help="Number of newest backups to keep.")] = 7,
 ) -> None:
-    """Copy what JetStream keeps on disk from a NATS that runs (TIDEWAY_NATS_URL, user `backup`)."""
+    """Back up JetStream's streams on disk from a running NATS (TIDEWAY_NATS_URL, user `backup`)."""
     made = make_backup(load(BusSettings), folder)
     for old in sorted(_backups(folder))[:-keep]:
         shutil.rmtree(old)
@@ -69,7 +69,7 @@ def backup_streams(
 def restore_streams(
     backup: Annotated[Path, typer.Argument(help="Backup to restore: a folder named after its time.")],
 ) -> None:
-    """Make JetStream's streams from a backup, in a NATS that has none of them yet."""
+    """Restore JetStream's streams from a backup into a NATS that has none of them."""
     names = restore_backup(load(BusSettings), backup)
     print(f"{len(names)} streams are as in {backup}.")
 

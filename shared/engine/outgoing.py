@@ -267,7 +267,7 @@ class Outgoing:
                 self._awaited.append(sequence)
             else:
                 self._taken.append((sequence, self._detached(sequence, now)))
-                self._memory.events.add(sequence, EventKind.LEFT_BATCH, now)
+                self._memory.events.add(sequence, EventKind.DETACHED, now)
 
     def _detached(self, sequence: Sequence, now: float) -> Detached:
         request, sampling = sequence.request, sequence.request.sampling

@@ -287,7 +287,7 @@ class Steps:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
             sequence.first_total = len(sequence.tokens)
-        kind = EventKind.FIRST_TOKEN if sequence.num_output == 1 else EventKind.GOES_ON
+        kind = EventKind.FIRST_TOKEN if sequence.num_output == 1 else EventKind.DECODE_RESUMED
         self._memory.events.add(sequence, kind, now, numbers=(sequence.device_s,))
 
     def _end_unguided(self, step: PlannedStep, result: StepResult, now: float) -> None:

@@ -39,7 +39,7 @@ _PHASES = {
     EventKind.PREEMPTED: Phase.PREEMPTED,
     EventKind.RESTORING: Phase.RESTORE,
     EventKind.SUSPENDED: Phase.SUSPENDED,
-    EventKind.LEFT_BATCH: Phase.MOVE,
+    EventKind.DETACHED: Phase.MOVE,
     EventKind.LOST: Phase.RESCUE,
 }
 """Phase that each event begins, whatever was before."""
@@ -47,7 +47,7 @@ OBJECTIVES = {"ttft": "time to first token", "tpot": "time per output token"}
 NUM_EXAMPLES = 5
 """Examples of requests that missed an objective."""
 
-_TOKENS = (EventKind.FIRST_TOKEN, EventKind.GOES_ON)
+_TOKENS = (EventKind.FIRST_TOKEN, EventKind.DECODE_RESUMED)
 
 
 class Times(defaultdict[Phase, float]):
@@ -89,7 +89,7 @@ class _Machine:
         if self._is_lost:
             self.phase = Phase.RESCUE
             return
-        if kind in (EventKind.SUSPENDED, EventKind.LEFT_BATCH) and self.phase not in (Phase.SUSPENDED, Phase.MOVE):
+        if kind in (EventKind.SUSPENDED, EventKind.DETACHED) and self.phase not in (Phase.SUSPENDED, Phase.MOVE):
             self._before = self.phase
         if kind is EventKind.PREEMPTED:
             self._was_preempted = True
@@ -97,7 +97,7 @@ class _Machine:
             self.phase = Phase.RECOMPUTE if self._was_preempted else Phase.PREFILL
         elif kind is EventKind.RESUMED and self.phase is Phase.SUSPENDED:
             self.phase = self._before or Phase.PREFILL
-        elif kind is EventKind.STAYED and self.phase is Phase.MOVE:
+        elif kind is EventKind.MIGRATION_ABORTED and self.phase is Phase.MOVE:
             self.phase = self._before or Phase.DECODE
         elif kind is EventKind.MOVED and event.numbers[:1] == (0.0,):
             # It came without KV, and waits.
@@ -287,7 +287,7 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
         case EventKind.ARRIVED:
             return f"{numbers[2]:.0f} of its model wait before it" if len(numbers) > 2 else ""
         case EventKind.ADMITTED:
-            return f"{second:.0f} tokens to compute, {number:.0f} were there"
+            return f"{second:.0f} tokens to compute, {number:.0f} cached"
         case EventKind.PREEMPTED:
             what = {"memory": "others need its memory", "rows": "others need its row", "failure": "its step failed"}
             kept = f", {second:.0f} of them with a checkpoint" if second else ""
@@ -298,20 +298,20 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
             return "its step stopped between two layers, for an online request"
         case EventKind.RESUMED:
             return "its step is computed again" if cause == "discarded" else ""
-        case EventKind.FIRST_TOKEN | EventKind.GOES_ON:
+        case EventKind.FIRST_TOKEN | EventKind.DECODE_RESUMED:
             return f"{seconds(number)} of execution so far" if number else ""
         case EventKind.MIGRATING:
-            return f"its KV is copied to {place} while it goes on: {cause}"
-        case EventKind.LEFT_BATCH:
-            return "stands still until the other instance has it"
+            return f"its KV is copied to {place} while it decodes: {cause}"
+        case EventKind.DETACHED:
+            return "pauses until the other instance has it"
         case EventKind.MOVED:
             return f"from {place}, with the KV of {number:.0f} tokens" if number else f"from {place}, without KV"
-        case EventKind.STAYED:
+        case EventKind.MIGRATION_ABORTED:
             return f"did not move to {place}: {cause}"
         case EventKind.BACKED_UP:
             return f"{place} keeps copies of its KV"
         case EventKind.LOST:
-            return f"{place or 'its owner'} does not go on with it ({cause}) after {number:.0f} tokens; placed again"
+            return f"{place or 'its instance'} no longer has it ({cause}), after {number:.0f} tokens; placed again"
         case EventKind.ENDED:
             return f"{cause}; {second:.0f} tokens" if numbers else cause
         case _:

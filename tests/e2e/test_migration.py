@@ -134,13 +134,13 @@ async def test_drained_streams_are_the_same_and_their_traces_show_the_move(machi
     source, destination = stays(collector, migration)
     assert source.attributes["tideway.moved_to"] == destination.attributes["tideway.instance_id"] == "worker-0-1"
     assert source.attributes["gen_ai.usage.output_tokens"] < destination.attributes["gen_ai.usage.output_tokens"]
-    assert {"arrived", "left_batch"} <= set(source.events) and {"moved", "goes_on"} <= set(destination.events)
+    assert {"arrived", "detached"} <= set(source.events) and {"moved", "decode_resumed"} <= set(destination.events)
     shown = timeline(machine, migration.attributes["tideway.request_id"])
     told = {event["kind"]: event for event in shown["events"]}
     assert told["migrating"]["cause"] == "drain" and told["moved"]["place"] == "worker-0-0"
     assert sum(phase["end_s"] - phase["begin_s"] for phase in shown["phases"] if phase["phase"] == "move") > 0
     printed = machine.tideway("request", shown["id"])
-    assert all(word in printed for word in ("migrating", "left batch", "moved", "goes on", "worker-0-1"))
+    assert all(word in printed for word in ("migrating", "detached", "moved", "decode resumed", "worker-0-1"))
 
 
 def timeline(system: Stack, request_id: str) -> dict:

@@ -55,7 +55,7 @@ async def test_what_was_kept_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="is no data folder"):
+    with pytest.raises(OperatorError, match="is not a data folder"):
         backup(tmp_path / "backup.tar", tmp_path / "none")
     (tmp_path / "file").write_bytes(b"nothing")
     with pytest.raises(OperatorError, match="could not be restored"):

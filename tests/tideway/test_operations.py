@@ -385,7 +385,7 @@ async def test_ids_of_requests_are_whole_on_80_columns(stack: Stack) -> None:
     lines = output.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines) and len(lines) == 5
     assert any(line.startswith(f"{answer.json()['id']}-0  ") for line in lines)
-    assert lines[-1].startswith("No room here for: ") and "instance" in lines[-1]
+    assert lines[-1].startswith("Too narrow for: ") and "instance" in lines[-1]
 
 
 async def test_requests_that_there_are_not_are_named(stack: Stack) -> None:
@@ -608,8 +608,8 @@ def test_the_live_view_outlasts_a_gateway_that_is_away(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["scale"], "Say MODEL and N"),
-        (["scale", "tide"], "Say MODEL and N"),
+        (["scale"], "Give MODEL and N"),
+        (["scale", "tide"], "Give MODEL and N"),
         (["scale", "tide", "some"], "1 or more, or all"),
         (["scale", "tide", "0"], "1 or more, or all"),
         (["scale", "tide", "1", "--instances", "2"], "exclude each other"),
@@ -619,6 +619,14 @@ def test_scale_wants_one_thing(arguments: list[str], expected: str) -> None:
     result = CliRunner().invoke(command.app, arguments)
     assert isinstance(result.exception, OperatorError)
     assert "--instances N" in str(result.exception) and expected in str(result.exception)
+
+
+async def test_who_removes_a_model_hears_of_the_routes_that_name_it(stack: Stack) -> None:
+    common = ["--url", stack.url, "--api-key", "root"]
+    for arguments in (["route", "set", "chat", MODEL], ["model", "remove", MODEL]):
+        result = await asyncio.to_thread(CliRunner().invoke, command.app, [*arguments, *common])
+        assert result.exit_code == 0, result.output
+    assert f"Model {MODEL} is removed.\nRoutes that still name it: chat." in result.output
 
 
 def test_commands_reach_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_what_is_left_out_is_said_and_what_has_room_all_the_same_is_kept() -> No
     shown = lines(table, 64)
     assert all(len(line) <= 64 for line in shown)
     assert shown[0].split() == ["name", "few", "source", "note"]
-    assert shown[-1] == "No room here for: a rather long header."
+    assert shown[-1] == "Too narrow for: a rather long header."
     assert "the-name-of-a-model" in shown[1]
     folded = "".join(line[26:43].strip() for line in shown[1:-1])
     assert folded == "/a/folder/with/a/long/path", "in more lines, and whole"

@@ -26,7 +26,7 @@ def bench(
         str,
         typer.Option(
             rich_help_panel=SERVER,
-            help="Any server that speaks OpenAI's API. Default: the gateway that runs on the data folder, else "
+            help="URL of any server with OpenAI's API. Default: the gateway that runs on the data folder, otherwise "
             "http://127.0.0.1:8000.",
         ),
     ] = "",
@@ -35,7 +35,7 @@ def bench(
         list[str] | None,
         typer.Option(
             rich_help_panel=SERVER,
-            help="Model to ask: NAME or NAME=WEIGHT; repeatable. Default: the first one the server lists.",
+            help="Model to send requests to: NAME or NAME=WEIGHT; repeatable. Default: the first one the server lists.",
         ),
     ] = None,
     endpoint: Annotated[
@@ -47,7 +47,7 @@ def bench(
     ] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds of load. Default: the file's.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds to wait for answers after the last request is sent.")] = 60.0,
-    warmup: Annotated[float, typer.Option(help="Seconds at the start whose requests are not counted.")] = 0.0,
+    warmup: Annotated[float, typer.Option(help="Seconds at the start whose requests do not count.")] = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="The same seed and workload give the same requests. Default: the file's, or 0.")
     ] = None,
@@ -84,19 +84,24 @@ def bench(
         typer.Option(rich_help_panel=TRACES, help="Length of the part that is replayed, in seconds of the trace."),
     ] = None,
     trace_keep: Annotated[
-        float, typer.Option(rich_help_panel=TRACES, help="Share of the trace's requests that are sent.")
+        float, typer.Option(rich_help_panel=TRACES, help="Share of the trace's requests to send.")
     ] = 1.0,
     time_scale: Annotated[
-        float, typer.Option(rich_help_panel=TRACES, help="Time scale of the replay; 0.5 plays it twice as fast.")
+        float,
+        typer.Option(rich_help_panel=TRACES, help="Factor on the times of the trace; 0.5 replays it twice as fast."),
     ] = 1.0,
     rate_scale: Annotated[
         float, typer.Option(rich_help_panel=TRACES, help="Factor on the rates of a trace of rates.")
     ] = 1.0,
     trace_series: Annotated[
-        str, typer.Option(rich_help_panel=TRACES, help="Model whose rates are used, in a trace of several models.")
+        str, typer.Option(rich_help_panel=TRACES, help="Model whose rates to use, from a trace of several models.")
     ] = "",
-    prompt_scale: Annotated[float, typer.Option(rich_help_panel=TRACES, help="For lengths from a trace.")] = 1.0,
-    output_scale: Annotated[float, typer.Option(rich_help_panel=TRACES, help="For lengths from a trace.")] = 1.0,
+    prompt_scale: Annotated[
+        float, typer.Option(rich_help_panel=TRACES, help="Factor on the prompt tokens of a trace.")
+    ] = 1.0,
+    output_scale: Annotated[
+        float, typer.Option(rich_help_panel=TRACES, help="Factor on the output tokens of a trace.")
+    ] = 1.0,
     offline_arrivals: Annotated[
         str, typer.Option(rich_help_panel=OFFLINE, help="Arrivals of offline requests, written as --arrivals.")
     ] = "",
@@ -109,7 +114,7 @@ def bench(
         typer.Option(rich_help_panel=OFFLINE, help="Output tokens of offline requests, written as --output-tokens."),
     ] = "",
     offline_lengths_from: Annotated[
-        str, typer.Option(rich_help_panel=OFFLINE, help="Trace of offline lengths, as --lengths-from.")
+        str, typer.Option(rich_help_panel=OFFLINE, help="Trace from which pairs of offline lengths are drawn.")
     ] = "",
     offline_requests: Annotated[
         int | None, typer.Option(rich_help_panel=OFFLINE, min=1, help="Maximum number of offline requests.")
@@ -134,24 +139,30 @@ def bench(
         bool, typer.Option(rich_help_panel=SERVER, help="Send the objectives with each request.")
     ] = False,
     extra_body: Annotated[
-        str, typer.Option(rich_help_panel=SERVER, help="JSON object whose fields are sent with every request.")
+        str, typer.Option(rich_help_panel=SERVER, help="JSON object with fields to add to every request.")
     ] = "",
     vocabulary: Annotated[
         int,
         typer.Option(
             rich_help_panel=SERVER,
             min=0,
-            help="Vocabulary size: send prompts as random token ids below it instead of text.",
+            help="Vocabulary size: send prompts as random token ids below it, instead of text.",
         ),
     ] = 0,
     max_tokens_field: Annotated[
         str,
         typer.Option(
-            rich_help_panel=SERVER, help="Name of the field for the output limit, if the server wants another."
+            rich_help_panel=SERVER,
+            help="Name of the request field that limits the output, if it is not the usual one.",
         ),
     ] = "",
-    temperature: Annotated[float, typer.Option(rich_help_panel=SERVER)] = 0.0,
-    api_key: Annotated[str, typer.Option(rich_help_panel=SERVER, envvar="OPENAI_API_KEY", show_envvar=True)] = "",
+    temperature: Annotated[
+        float, typer.Option(rich_help_panel=SERVER, help="Sampling temperature of all requests.")
+    ] = 0.0,
+    api_key: Annotated[
+        str,
+        typer.Option(rich_help_panel=SERVER, envvar="OPENAI_API_KEY", show_envvar=True, help="API key of the server."),
+    ] = "",
     timeout: Annotated[float, typer.Option(rich_help_panel=SERVER, help="Timeout of one request, in seconds.")] = 600.0,
     metrics_url: Annotated[
         list[str] | None,
@@ -164,7 +175,7 @@ def bench(
         str,
         typer.Option(
             rich_help_panel=RESULT,
-            help="Detail per request in result.json: none, requests, or tokens (the time of each).",
+            help="Detail in result.json: none, requests (one row each), or tokens (with the time of each token).",
         ),
     ] = "requests",
     plots: Annotated[bool, typer.Option(rich_help_panel=RESULT, help="Draw plots; needs matplotlib.")] = True,

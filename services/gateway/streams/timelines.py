@@ -45,7 +45,7 @@ ASK_ALL_S = 10.0
 
 MAX_MOVES = 256
 MOVES_SHOWN_S = 4.0
-_OF_MOVES = (EventKind.MIGRATING, EventKind.MOVED, EventKind.STAYED)
+_OF_MOVES = (EventKind.MIGRATING, EventKind.MOVED, EventKind.MIGRATION_ABORTED)
 
 Question = FindTimeline | ListTimelines | ExplainSlo
 

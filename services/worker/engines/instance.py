@@ -262,7 +262,7 @@ class EngineInstance:
         for held in adopted:
             self._tell(held, EventKind.MOVED)
         for effect in taken:
-            self._move_events.add(effect.request, EventKind.LEFT_BATCH)
+            self._move_events.add(effect.request, EventKind.DETACHED)
         if taken and self._migrations is not None:
             self._migrations.on_effects(taken, None)
         for request_id in cancelled:
@@ -399,7 +399,7 @@ class EngineInstance:
         for held in effects.begun:
             if held.request.adapter is not None:
                 self._note_adapter(held.request.adapter.name)
-            self._tell(held, EventKind.GOES_ON if held.request.prior else EventKind.FIRST_TOKEN)
+            self._tell(held, EventKind.DECODE_RESUMED if held.request.prior else EventKind.FIRST_TOKEN)
         for held in effects.diverged:
             self._diverged.labels(self._id).inc()
             log.warning("the output of %s was made again and came out otherwise", held.request_id)

@@ -231,7 +231,7 @@ class InstanceMigrations(KvUsers):
             num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
             self._metrics.on_migrated_away(request.public_model, num_new)
         else:
-            self._events.add(request, EventKind.STAYED, outcome.reason, outcome.destination_id)
+            self._events.add(request, EventKind.MIGRATION_ABORTED, outcome.reason, outcome.destination_id)
             if (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
                 self._tell(request.gateway_id, entry)
         self._report_soon()

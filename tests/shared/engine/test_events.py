@@ -68,7 +68,7 @@ def test_preemptions_and_what_comes_after_them() -> None:
     preempted = told[EventKind.PREEMPTED]
     assert preempted == node.engine.counters.num_preemptions > 0
     assert told[EventKind.ADMITTED] == 3 + preempted and told[EventKind.FIRST_TOKEN] == told[EventKind.ENDED] == 3
-    assert told[EventKind.GOES_ON] == preempted
+    assert told[EventKind.DECODE_RESUMED] == preempted
 
 
 def test_an_end_that_is_an_error_is_told_with_its_reason() -> None:

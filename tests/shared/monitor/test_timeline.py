@@ -40,15 +40,15 @@ LATE = (
     (FIRST, event(EventKind.FIRST_TOKEN, 2.5, "", "", 0.15)),
     (GATEWAY, event(EventKind.DELIVERED, 2.51)),
     (FIRST, event(EventKind.MIGRATING, 2.8, "balance", SECOND)),
-    (FIRST, event(EventKind.LEFT_BATCH, 3.0)),
+    (FIRST, event(EventKind.DETACHED, 3.0)),
     (SECOND, event(EventKind.MOVED, 3.1, "", FIRST, 60.0)),
     (SECOND, event(EventKind.ADMITTED, 3.15, "", "", 60.0, 1.0)),
-    (SECOND, event(EventKind.GOES_ON, 3.2, "", "", 0.3)),
+    (SECOND, event(EventKind.DECODE_RESUMED, 3.2, "", "", 0.3)),
     (GATEWAY, event(EventKind.LOST, 4.0, "exited", SECOND, 20.0)),
     (SCHEDULER, event(EventKind.DISPATCHED, 4.1, "the freest", FIRST, 3.0, 1.0)),
     (FIRST, event(EventKind.ARRIVED, 4.2, "", "", 1.5, 0.1, 0.0)),
     (FIRST, event(EventKind.ADMITTED, 4.3, "", "", 0.0, 70.0)),
-    (FIRST, event(EventKind.GOES_ON, 5.0, "", "", 0.2)),
+    (FIRST, event(EventKind.DECODE_RESUMED, 5.0, "", "", 0.2)),
     (FIRST, event(EventKind.SUSPENDED, 5.2)),
     (FIRST, event(EventKind.RESUMED, 5.5)),
     (FIRST, event(EventKind.ENDED, 6.0, "length", "", 0.7, 26.0)),
@@ -145,7 +145,7 @@ def test_each_event_has_its_words() -> None:
     assert texts[EventKind.QUEUED] == "7 ahead in the queue: no instance serves the model"
     assert texts[EventKind.DISPATCHED] == f"to {FIRST}: the freest (freeness 3.0; 1 serve the model)"
     assert texts[EventKind.PREEMPTED].startswith("others need its memory; 32 tokens")
-    assert texts[EventKind.LOST] == f"{SECOND} does not go on with it (exited) after 20 tokens; placed again"
+    assert texts[EventKind.LOST] == f"{SECOND} no longer has it (exited), after 20 tokens; placed again"
     idle = event_text(event(EventKind.DISPATCHED, 0.0, "the freest", FIRST, float("inf"), 2.0), 1)
     assert "(idle; 2 serve the model)" in idle
 
