@@ -1,4 +1,4 @@
-"""`tideway backup` and `tideway restore`: what a data folder keeps, in one archive, while nothing runs on it."""
+"""`tideway backup` and `tideway restore`: the durable content of a data folder in one archive, while Tideway is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs, as the bus knows it: nodes, instances, the placement plan, and what becomes of each model."""
+"""The cluster as the bus knows it: nodes, instances, the placement plan, and the state of each model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the shell completes beside names of commands and options: instances, models and requests of the gateway that the
-command would talk to."""
+"""Shell completion of arguments: instances, models and requests, from the gateway that the command would ask."""
 
 from __future__ import annotations
 

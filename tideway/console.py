@@ -1,5 +1,5 @@
-"""What the operator reads: one line a thing that is done, a spinner on a terminal, plain lines elsewhere; and tables, from
-which names can be copied."""
+"""Output for operators: one line per completed step, a spinner on a terminal, plain lines elsewhere; and tables from which
+names can be copied."""
 
 from __future__ import annotations
 

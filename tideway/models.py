@@ -1,4 +1,4 @@
-"""`tideway models`: what the service monitor knows of each model's traffic, from the gateway's admin API."""
+"""`tideway models`: each model's traffic, as the service monitor counts it, from the gateway's admin API."""
 
 from __future__ import annotations
 

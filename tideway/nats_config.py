@@ -1,4 +1,4 @@
-"""The users of a NATS server, one a role, with what the catalogue of subjects lets each do; `tideway nats-config`."""
+"""`tideway nats-config`: the users of a NATS server, one per role, with permissions from the catalogue of subjects."""
 
 from __future__ import annotations
 

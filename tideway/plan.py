@@ -1,5 +1,4 @@
-"""`tideway plan`: the placement that runs and the one that a search proposes, what is predicted of both and what was
-measured, and the way from one to the other."""
+"""`tideway plan`: the running placement and the proposed one, predicted and measured, and the steps from one to the other."""
 
 from __future__ import annotations
 

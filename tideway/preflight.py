@@ -1,4 +1,4 @@
-"""What is looked at before anything starts, so that a machine that cannot run Tideway is told so in one sentence."""
+"""Checks before anything starts; each failure is one sentence that says what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `tideway up` waits for: each process healthy, each model served, the gateway ready. Starts and prints nothing."""
+"""The conditions that `tideway up` waits for: each process healthy, each model served, the gateway ready. Starts and prints
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tideway request` and `tideway explain`: what happened to requests, and where the time of those that were late went."""
+"""`tideway request` and `tideway explain`: timelines of requests, and where late requests spent their time."""
 
 from __future__ import annotations
 

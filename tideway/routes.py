@@ -1,4 +1,4 @@
-"""`tideway route`: public names that split their requests over models."""
+"""`tideway route`: public names for one or several models."""
 
 from __future__ import annotations
 

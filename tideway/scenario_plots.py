@@ -1,4 +1,4 @@
-"""Plots of what `tideway simulate` found, as PNG files: settings beside each other."""
+"""Plots of simulation results, as PNG files: variants side by side."""
 
 from __future__ import annotations
 

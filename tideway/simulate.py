@@ -1,5 +1,4 @@
-"""`tideway simulate`: these models, these GPUs, this traffic: what happens? Several settings beside each other, in virtual
-time."""
+"""`tideway simulate`: predicts how models on given GPUs serve given traffic, for several variants, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tideway tenants`: who shares the service, what each has of it, and what is left of the limits of keys."""
+"""`tideway tenants`: weights and service of tenants, and use of their keys' limits."""
 
 from __future__ import annotations
 

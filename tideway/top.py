@@ -1,4 +1,4 @@
-"""`tideway top`: the cluster at a glance, refreshed each second. What it shows comes from the gateway's admin API."""
+"""`tideway top`: the cluster at a glance, refreshed each second, from the gateway's admin API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes one `tideway up` consists of, and with which settings. Starts nothing."""
+"""The processes of one `tideway up`, and their settings. Starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tideway up`: starts NATS and the services, says how far they are, keeps them running, stops them in order.
+"""`tideway up`: starts NATS and the services, reports progress, keeps them running, and stops them in order.
 
 Raises `OperatorError` or `SettingsError` where the operator must change something; whatever was started is stopped by then.
 """

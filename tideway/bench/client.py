@@ -1,4 +1,4 @@
-"""One request over HTTP: streamed, its events timed, every failure a short reason in its record."""
+"""Sends one streamed HTTP request, times its events, and records each failure as a short reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of one request. All times are seconds since the start of the run, on one monotonic clock."""
+"""Records of requests: outcome and times, in seconds since the start of the run, on one monotonic clock."""
 
 from __future__ import annotations
 

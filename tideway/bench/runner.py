@@ -1,4 +1,4 @@
-"""Sends planned requests at their times and collects what became of them.
+"""Sends planned requests at their times and collects their records.
 
 An open loop never waits for an answer, nor for a connection: every request is a task of its own. How late the client itself
 was is measured, both in sending and on its event loop (which would make answers look later than they came).

@@ -1,4 +1,4 @@
-"""What a server says of itself at /metrics during a run, as series over time. A server without it is no error."""
+"""A server's own /metrics during a run, as time series. A server without /metrics is no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run against a server: plan, calibrate, send, watch, and put the result together."""
+"""One whole run against a server: plan, calibrate, send, watch, and assemble the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may use the gateway and how much: API keys, their limits here and over all gateways.
+"""API keys and limits: who may use the gateway, and how much, here and over all gateways.
 
 Called once before a request is tokenised and once when it ends. Knows counts and tokens, not what was asked.
 """

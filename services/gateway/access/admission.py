@@ -1,4 +1,4 @@
-"""Who may use the gateway, and how much at once: API keys, their limits, and the gateway's own bound.
+"""Admission: checks API keys, their limits, and the gateway's own bound on requests in flight.
 
 Decisions take the time as an argument (seconds on any monotonic clock).
 """

@@ -1,5 +1,5 @@
-"""Who changed what by the admin API, from where, and what came of it: lines in the log, and a bounded bucket that all
-gateways share."""
+"""The audit log: which key changed what by the admin API, from where, with which outcome. Lines in the log, and a bounded
+bucket that all gateways share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's view of batches: one of any tenant, with what its first failed lines said, and its end."""
+"""The operator's view of batches: a batch of any tenant with the errors of its first failed lines, and its cancellation."""
 
 from __future__ import annotations
 

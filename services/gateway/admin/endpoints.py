@@ -1,4 +1,4 @@
-"""The operator's API: models and instances are changed through placement; the rest shows the registry and the load."""
+"""The operator's API: changes models and instances through placement, and shows the registry and the load."""
 
 from __future__ import annotations
 

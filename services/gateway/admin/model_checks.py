@@ -1,6 +1,5 @@
-"""A checkpoint that is about to be served, tried as requests will use it: its tokenizer is loaded, its chat template renders
-conversations of the usual kinds, and what comes of them lies within the model's vocabulary. One that embeds or scores has a
-text to read."""
+"""Checks of a checkpoint before it is served: its tokenizer loads, its chat template renders usual conversations, and all
+resulting tokens are in the model's vocabulary. An embedding or scoring model gets a plain text."""
 
 from __future__ import annotations
 

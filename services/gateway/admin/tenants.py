@@ -1,4 +1,4 @@
-"""The admin API of tenants: who they are, what they have of the cluster, and what is left of their keys' limits."""
+"""The admin API of tenants: weights, recent service, requests, and use of their keys' limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message while it is made: its content blocks from deltas, and the events that tell of them."""
+"""Writes a message while it is generated: its content blocks from deltas, and their events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch's input, line by line, through whatever happens to the connection."""
+"""Reads a batch's input line by line, and resumes after a lost connection."""
 
 from __future__ import annotations
 

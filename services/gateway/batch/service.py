@@ -1,5 +1,5 @@
-"""Which batches this gateway runs: it contends for the lease of every unfinished batch that nobody holds, the nearest
-deadline first, and gives each up when it is done. Also sweeps away what is left of old batches and files."""
+"""Which batches this gateway runs: it competes for the lease of each unfinished batch without an owner, nearest deadline
+first, and releases it at the end. It also removes what old batches and files leave behind."""
 
 from __future__ import annotations
 

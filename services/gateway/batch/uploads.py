@@ -1,4 +1,4 @@
-"""A multipart upload, written to the object store as it comes in: neither memory nor disk holds the file."""
+"""Multipart uploads, written to the object store while they arrive: neither memory nor disk holds the whole file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of a batch's input file: what one must look like, and what it will probably cost. Pure."""
+"""Validation of a batch's input lines, and an estimate of what each will cost. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last hour of the cluster, for the console: a sample each ten seconds, in a bucket that all gateways share.
+"""The last hour of the cluster, for the console: a sample every ten seconds, in a bucket that all gateways share.
 
 All gateways watch, and the first that writes a slot of time has written it for all (`create`), so that a gateway that
 dies leaves no gap. Samples end by the bucket's TTL.

@@ -1,4 +1,4 @@
-"""What the console draws, put together at most twice a second, however many look on."""
+"""The console's view of the cluster, assembled at most twice a second, however many people watch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content encodings of request bodies: each undone within a bound on what comes of it. Pure.
+"""Content encodings of request bodies, each decoded within a limit on the result. Pure.
 
 gzip and deflate are always there; zstd (which Codex sends) and br where the packages `zstandard` and `brotli` are
 installed.

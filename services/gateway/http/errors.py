@@ -1,4 +1,4 @@
-"""What a client is told when something fails: OpenAI's error object, with the field at fault and its limit.
+"""Errors in OpenAI's shape, with the field at fault and its limit.
 
 The only place that knows how the bus's typed reasons (`ErrorCode`) map to HTTP statuses and OpenAI's codes.
 """

@@ -1,5 +1,5 @@
-"""Fields of a request that nobody here knows: they change nothing, and the client is told so in a header of the answer, the
-operator once in the log."""
+"""Unknown request fields: they change nothing; the client learns of them from a header of the answer, the operator from one
+line in the log."""
 
 from __future__ import annotations
 

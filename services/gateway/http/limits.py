@@ -1,4 +1,4 @@
-"""The floor under HTTP: what a connection may cost while no request of it is understood, and how many there may be.
+"""Limits of connections: how many there may be, and what each may cost before a request of it is understood.
 
 `Waiting` and `Connections` decide; `LimitedProtocol` is uvicorn's protocol over httptools with those decisions applied. All
 connections are looked at `SWEEP_S` apart, which costs less than a timer each, and counts only the time in which this

@@ -1,4 +1,4 @@
-"""Which web pages may reach a gateway that asks for no key: none of another origin, under no name that a page may choose.
+"""Protection of a gateway without API keys against web pages: which origins may call it, and under which host names.
 
 A browser sends what any page wants to http://127.0.0.1:8000, and a name of the page's own may be made to lead there (DNS
 rebinding). What makes the gateway safe from both is the key that such a page does not have; without keys it looks at

@@ -1,4 +1,4 @@
-"""Which JSON schemas exclude each other, and what keeps one away from another. Pure.
+"""Decides which JSON schemas exclude each other, and what keeps one apart from another. Pure.
 
 All that is known of a schema is what each of its values has (`_Facts`); a schema may allow less than that, never more. So
 two schemas whose facts contradict each other have no value in common, while those of which nothing of the kind is found

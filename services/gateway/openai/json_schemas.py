@@ -1,4 +1,4 @@
-"""JSON schemas as clients write them, put so that llguidance enforces the same. Pure.
+"""Rewrites clients' JSON schemas into equivalent ones that llguidance enforces. Pure.
 
 What only remarks on values (formats nobody knows, `discriminator`) is left out, OpenAPI's older words are translated, and
 `oneOf` becomes `anyOf` where at most one branch can hold, or where each can be told to exclude the others. `not`, `if`,

@@ -1,4 +1,4 @@
-"""How many members objects may have and how they may be called, in keywords that grammars follow. Pure."""
+"""How many members JSON objects may have, and their names, in keywords that grammars can enforce. Pure."""
 
 from __future__ import annotations
 

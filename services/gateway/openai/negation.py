@@ -1,4 +1,4 @@
-"""The opposite of a JSON schema, in keywords that grammars follow. Pure."""
+"""The negation of a JSON schema, in keywords that grammars can enforce. Pure."""
 
 from __future__ import annotations
 

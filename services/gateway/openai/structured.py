@@ -1,4 +1,4 @@
-"""Grammars that workers follow, from what requests ask of their output's form.
+"""Grammars for structured output, from the request's fields.
 
 Fields as in OpenAI's API (`response_format`) and vLLM's (`structured_outputs`, and `guided_*` of before). A grammar travels
 as llguidance takes it, in JSON; whether it can be followed is found out in a process of `text.pool`, since a grammar is a

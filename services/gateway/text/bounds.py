@@ -1,4 +1,4 @@
-"""How many characters of a text a token can stand for: from it, a text is too long for a model before it is tokenised."""
+"""How many characters one token can stand for: a text that is too long for a model is refused before it is tokenised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids to text while they come: never half a character, never a stop string, never a token's text twice.
+"""Incremental detokenisation: never half a character, never a stop string, never the same text twice.
 
 Pure. `Detokenizer` turns tokens into text pieces, `StopStrings` decides how much of the text may be shown. Both run on the
 event loop: what a token alone is as text is remembered, so that most tokens cost less than handing them to a thread would.

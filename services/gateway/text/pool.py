@@ -1,5 +1,5 @@
-"""Processes that do what is not safe to do in the gateway itself (`work`): killed when they take too long, take too
-much memory, or nobody waits for a long text any more.
+"""Processes for text work that could harm the gateway (`work`): killed when they take too long or too much memory, or when
+no request waits for a long text any more.
 
 Started when they are needed first. A template that had to be killed over a few short messages will be again: its model's
 chats are refused for a while, so that they do not hold up those of others.

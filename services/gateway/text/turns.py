@@ -1,4 +1,4 @@
-"""Turns of text work, shared fairly between those for whom it is done."""
+"""Turns of text work, shared fairly between the clients for whom it is done."""
 
 from __future__ import annotations
 

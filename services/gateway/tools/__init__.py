@@ -1,4 +1,4 @@
-"""Tool calls: how families of models are told of functions, write calls of them, and are made to.
+"""Tool calls: how model families are given tools, how they write calls, and how they are constrained to write them.
 
 `formats` is the registry, with a format for each family; `parsers` find calls in text as it comes; `call_reader` reads one.
 """

@@ -1,4 +1,4 @@
-"""One call, `{"name": "f", "arguments": {...}}`, read as its text comes: the name as soon as it is whole, the arguments as
+"""Reads one call, `{"name": "f", "arguments": {...}}`, while its text arrives: the name when it is complete, the arguments as
 the model writes them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What gpt-oss writes (the harmony format): messages, each with a header that names its channel and whom it is for."""
+"""Parser of gpt-oss' output (the harmony format): messages, each with a header that names its channel and recipient."""
 
 from __future__ import annotations
 

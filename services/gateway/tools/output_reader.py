@@ -1,4 +1,4 @@
-"""One output of a chat as its answer tells of it: reasoning, content, and calls of tools."""
+"""Splits one output of a chat into reasoning, content and tool calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reasoning in a model's output, which stands between marks before the answer. Found as the text comes, wherever it is
-cut."""
+"""Finds reasoning in a model's output, which stands between marks before the answer, wherever the text is cut."""
 
 from __future__ import annotations
 

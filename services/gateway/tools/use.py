@@ -1,4 +1,4 @@
-"""What a chat request says of tools."""
+"""The tools of a chat request, and whether and how the model must call them."""
 
 from __future__ import annotations
 
