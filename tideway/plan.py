@@ -1,4 +1,4 @@
-"""`tideway plan`: the running placement and the proposed one, predicted and measured, and the steps from one to the other."""
+"""`tideway plan`: the running and the proposed placement, predicted and measured, and the way from one to the other."""
 
 from __future__ import annotations
 

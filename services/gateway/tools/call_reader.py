@@ -1,5 +1,5 @@
-"""Reads one call, `{"name": "f", "arguments": {...}}`, while its text arrives: the name when it is complete, the arguments as
-the model writes them."""
+"""Reads one call, `{"name": "f", "arguments": {...}}`, while its text arrives: the name once it is complete, the arguments
+as the model writes them."""
 
 from __future__ import annotations
 
