@@ -57,7 +57,7 @@ class TokenWindow:
         self._total += num_tokens
 
     def take_back(self, num_tokens: int, added_at: float) -> None:
-        """What `add` was told at that time. Nothing where it is out of the window."""
+        """Takes back what `add` returned at that time, if it is still in the window."""
         second = float(int(added_at))
         for bucket in self._buckets:
             if bucket[0] == second:
@@ -418,7 +418,7 @@ class Admission:
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
 
     def set_keys(self, keys: dict[str, Key]) -> None:
-        """In place of those there were. What a key that stays has in flight and has used goes on counting."""
+        """Replaces the keys. For keys that stay, calls in flight and used tokens continue to count."""
         self._keys = {}
         for text, limits in keys.items():
             digest = _digest(text)
@@ -649,7 +649,7 @@ FILES_INTERVAL_S = 1.0
 
 
 class KeyFiles:
-    """Files of keys, read again when they change: a file that cannot be used is told, and the keys there were stay."""
+    """Key files, read again when they change. A file that cannot be used is reported, and the previous keys stay."""
 
     def __init__(self, settings: GatewaySettings, admission: Admission, metrics: GatewayMetrics) -> None:
         """The keys in `admission` are those of the files now."""

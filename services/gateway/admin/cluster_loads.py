@@ -65,7 +65,7 @@ class ClusterLoads:
             await self._subscription.stop()
 
     async def states(self) -> list[InstanceState]:
-        """States of the live instances, with what they report as far as it is heard. Takes up to `LONG_LISTEN_S`."""
+        """States of the live instances, with the load that they reported. Takes up to `LONG_LISTEN_S`."""
         if self._bus.now() - self._listened_s >= FRESH_S or self._is_any_awaited():
             if self._listening is None or self._listening.done():
                 self._listening = asyncio.create_task(self._listen(), name="load reports")
@@ -73,7 +73,7 @@ class ClusterLoads:
         return self._states(self._loads)
 
     def states_lately(self) -> list[InstanceState]:
-        """States that `states` found for somebody lately; nobody is listened to."""
+        """The states that `states` last returned, if that is recent; does not subscribe to reports."""
         return self._states({i: heard for i, heard in self._loads.items() if self._bus.now() - heard.heard_s < KEPT_S})
 
     def _states(self, loads: Mapping[str, HeardLoad]) -> list[InstanceState]:

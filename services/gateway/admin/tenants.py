@@ -17,7 +17,7 @@ _NOTHING = TenantStatistics(tenant="")
 
 
 async def list_tenants(context: GatewayContext, request: Request) -> Response:
-    """Those of keys and of weights, and whoever else has requests or had some in the last minute."""
+    """Tenants of keys and of weights, and all others with requests now or in the last minute."""
     authenticate_operator(context, request)
     uses = context.admission.limited_keys() | await api_errors(context.admission.uses.all())
     served = context.loads.tenants()

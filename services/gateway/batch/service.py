@@ -74,7 +74,7 @@ class BatchService:
         self._tasks.start(self._check_storage_forever())
 
     async def stop(self) -> None:
-        """Runs end, and other gateways may go on with their batches at once."""
+        """Ends the runs; other gateways may continue their batches at once."""
         await self._tasks.end_all()
         await self._context.batches.stop()
         await asyncio.gather(*(claim.lease.stop() for claim in self._claims.values()))

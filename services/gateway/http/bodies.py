@@ -23,7 +23,7 @@ RETRY_AFTER_S = 1.0
 
 
 class BodyRoom:
-    """What bodies may take: one by itself, and all that are being read together."""
+    """Bytes that request bodies may take: one alone, and all that are being read."""
 
     def __init__(self, max_body_bytes: int, max_total_bytes: int, ignored_fields: IgnoredFields | None = None) -> None:
         """`ignored_fields`: who tells of fields that nobody knows; None: nobody does."""

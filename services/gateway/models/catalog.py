@@ -174,7 +174,7 @@ class Catalog:
         return found[0]
 
     def failure(self, model: str) -> ErrorInfo | None:
-        """Why nobody can serve the model, where that is known and nobody is loading it."""
+        """Why no instance can serve the model, if that is known and none is loading it."""
         found = [loaded for info in self.alive.values() if (loaded := loaded_model(info, model)) is not None]
         if any(loaded.state != FAILED for loaded in found):
             return None

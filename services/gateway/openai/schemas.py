@@ -492,7 +492,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
 
 
 class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
-    """Some of `tools`, of all of which the model is told."""
+    """A subset of `tools` that may be called; the model is given all of them."""
 
     allowed_tools: AllowedTools
 
@@ -557,7 +557,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """A LoRA adapter to serve as a model of its own, as vLLM is told of it."""
+    """vLLM's request to serve a LoRA adapter as a model of its own."""
 
     lora_name: PublicName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]

@@ -135,7 +135,7 @@ async def answered_once(
     anew: Callable[[], Awaitable[T]],
     again: Callable[[KeptCall], Awaitable[T]],
 ) -> T:
-    """What `anew` makes, or `again` of the call that was made under the same idempotency key. Raises as
+    """The result of `anew`, or of `again` for the call made earlier under the same idempotency key. Raises as
     `KeptCalls.claimed`."""
     record = await context.kept.claimed(wish)
     if record is None:

@@ -58,7 +58,7 @@ ID_PREFIXES = {
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody reads the answer."""
+    """The client closed its connection, so no one reads the answer."""
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, int]:
@@ -380,7 +380,7 @@ class Exchange(Call):
         self._watch = asyncio.create_task(self._wait_until_gone())
 
     def let_client_go(self) -> None:
-        """Lets the call go on without its client: it is not cancelled when that one goes away, or has gone."""
+        """Detaches the call from its client: it is not cancelled when the client disconnects, or has disconnected."""
         self.is_client_gone = False
         if self._watch is not None:
             self._watch.cancel()

@@ -150,7 +150,7 @@ class Kept:
             self._give_up()
 
     def release(self) -> None:
-        """It is no more this gateway's; its streams go on."""
+        """Gives the call up without ending its streams: it no longer belongs to this gateway."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -159,12 +159,12 @@ class Kept:
                 stream.listeners.remove(self._on_news)
 
     async def discard(self) -> None:
-        """It was not placed, or has failed: the next try begins anew, unless JetStream elects for long."""
+        """Drops a call that was not placed or has failed, so that the next attempt starts afresh, unless JetStream elects for long."""
         self.release()
         await asyncio.wait({self._calls.tasks.start(self._calls.forget(self, "failed"))}, timeout=SILENCE_S)
 
     def cancel(self) -> None:
-        """Nobody wants it any more; those who read it are told."""
+        """Cancels the call and tells its readers."""
         self.release()
         for stream in filter(None, self._streams):
             if stream.is_open:
@@ -257,7 +257,7 @@ class KeptCalls:
         ]
 
     async def stop(self) -> None:
-        """The calls go on without this gateway. To be called while their streams are open."""
+        """Leaves the calls to other gateways. Call it while their streams are open."""
         await self._copies.stop()
         for subscription in self._subscriptions:
             await subscription.stop()

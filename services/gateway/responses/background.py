@@ -38,7 +38,7 @@ class Background:
         metrics.background_responses.set_function(lambda: len(self._making))
 
     async def stop(self) -> None:
-        """What is not over goes on without this gateway. To be called when its streams have ended."""
+        """Leaves unfinished responses to other gateways. Call it when their streams have ended."""
         await self._tasks.end_all()
 
     def turn(self, response_id: str) -> asyncio.Lock:

@@ -64,7 +64,7 @@ _COMPACT = msgspec.json.Decoder(CompactRequest)
 
 
 async def create_response(context: GatewayContext, request: Request) -> Response:
-    """An answer to a message or a conversation; with `previous_response_id` it goes on from a stored one."""
+    """Answers a message or a conversation; with `previous_response_id`, continues a stored one."""
     exchange = Exchange(context, request, "chat")
     exchange.call_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
     made = await answered(exchange, _create(exchange))

@@ -144,7 +144,7 @@ class StreamTable:
             self.close(stream)
 
     def abandon(self, stream: Stream, why: str) -> None:
-        """It goes on, but not here."""
+        """Removes the stream here; it continues elsewhere."""
         if stream.is_open:
             stream.failure = ErrorInfo(ErrorCode.HANDED_OVER, why)
             self._forget(stream)

@@ -71,7 +71,7 @@ class ArgumentsText:
         self._is_object = False
 
     def feed(self, text: str) -> str:
-        """What may be told now."""
+        """Deltas that can be emitted now."""
         if self._is_object:
             return text
         self._held += text
