@@ -411,7 +411,7 @@ def main() -> int:
         print(f"tideway: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ntideway: stopped; the next run goes on", file=sys.stderr)
+        print("\ntideway: stopped; the next run continues", file=sys.stderr)
         return 130
     except OSError as error:
         print(f"tideway: {error}", file=sys.stderr)
