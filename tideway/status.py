@@ -33,7 +33,7 @@ from tideway.operations import drained_and_gone
 from tideway.readiness import answers, nats_greets
 from tideway.tree import bus_settings
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
 LEADERS = ("scheduler", "placement")
 STATISTICS_TIMEOUT_S = 2.0
 """The scheduler publishes its statistics each second."""
