@@ -159,7 +159,7 @@ class Kept:
                 stream.listeners.remove(self._on_news)
 
     async def discard(self) -> None:
-        """Drops a call that was not placed or has failed. The next attempt starts afresh, unless JetStream elects for long."""
+        """Drops a call that was not placed or has failed: unless JetStream elects for long, the next attempt starts afresh."""
         self.release()
         await asyncio.wait({self._calls.tasks.start(self._calls.forget(self, "failed"))}, timeout=SILENCE_S)
 
