@@ -351,7 +351,9 @@ class Leaders:
             elif room_of_model_s < step_s and least_s[one.name] < left_s < math.inf:
                 waits = True
         if waits and not due:
-            return [min(high, key=lambda one: one.queue.token_left_s(begins_s, (PriorityClass.ONLINE_HIGH,)))]
+            # By claims, not by streams alone: a prompt of high priority whose first token is due has none yet.
+            classes = (PriorityClass.ONLINE_HIGH,)
+            return [min(high, key=lambda one: room_s(one.queue.claims(begins_s, classes, serving_steps=HIGH_STEPS)))]
         return [normal[index] for *_, index in sorted(due)]
 
     def _time_beside_high(self, high: list[Candidate], begins_s: float) -> tuple[float, float]:

@@ -558,8 +558,9 @@ class CandidatesFor:
         """Tokens of the prompt that instances with blocks of that size have in their caches."""
         held = self._held_tokens.get(block_size)
         if held is None:
-            is_known = self._prefixes is not None and self._request is not None
-            held = self._prefixes.held_tokens(self._request, block_size, self.now) if is_known else NOT_HELD
+            held = NOT_HELD
+            if self._prefixes is not None and self._request is not None:
+                held = self._prefixes.held_tokens(self._request, block_size, self.now)
             self._held_tokens[block_size] = held
         return held
 

@@ -527,7 +527,8 @@ def _idle_s(world: World) -> float:
     return total_s - sum(end_s - start_s for start_s, end_s in busy)
 
 
-@pytest.mark.parametrize("seed", seeds(10, normally=2))
+# 111: a prompt of high priority between a stream of high priority and normal streams, each of another model
+@pytest.mark.parametrize("seed", [*seeds(10, normally=2), 111])
 def test_at_a_load_that_fits_everybody_has_what_was_promised(seed):
     world = _mixed(seed, load=0.35)
     num_stages = world.engine.planner._num_stages
