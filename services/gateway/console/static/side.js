@@ -151,7 +151,7 @@ export function showBatch(detail) {
   byId("batch-cancel").disabled = !["validating", "in_progress", "finalizing"].includes(batch.status);
   const times = [["created", detail.created_s], ...Object.entries(detail.status_s)].sort((a, b) => a[1] - b[1]);
   const lines = [
-    `${batch.endpoint}${batch.model ? `, ${batch.model}` : ""}, ${detail.tenant ? `tenant ${detail.tenant}` : "no tenant"}; ${counts.completed} of ${counts.total} done, ${counts.failed} failed or not done`,
+    `${batch.endpoint}${batch.model ? `, ${batch.model}` : ""}, ${detail.tenant ? `tenant ${detail.tenant}` : "no tenant"}; ${counts.completed} of ${counts.total} done, ${counts.failed} failed`,
     times.map(([status, atS]) => `${status.replace("_", " ")} ${clock(atS)}`).join(", "),
     `files: input ${batch.input_file_id}${batch.output_file_id ? `, output ${batch.output_file_id}` : ""}${batch.error_file_id ? `, errors ${batch.error_file_id}` : ""}`,
   ];
