@@ -171,12 +171,11 @@ class Negation:
         size = len(container)
         if size > MAX_EXCLUDED_CONTAINERS:
             return None
-        is_list = isinstance(container, list)
-        members = [*enumerate(container)] if is_list else [*container.items()]
-        opposites = self._of_all({"const": value} for _, value in members)
+        values = container if isinstance(container, list) else container.values()
+        opposites = self._of_all({"const": value} for value in values)
         if opposites is None:
             return None
-        if is_list:
+        if isinstance(container, list):
             kind, found = "array", [{"type": "array", "minItems": size + 1}]
             found += [{"type": "array", "maxItems": size - 1}] if size else []
             found += [
@@ -186,7 +185,7 @@ class Negation:
         else:
             kind, found = "object", [{"type": "object", "minProperties": size + 1}]
             named = dict.fromkeys(container, True)  # in their order
-            for (name, _), other in zip(members, opposites, strict=True):
+            for name, other in zip(container, opposites, strict=True):
                 found.append({"type": "object", "properties": named | {name: False}})
                 found.append({"type": "object", "required": [name], "properties": named | {name: other}})
         return [{"type": [one for one in _TYPES if one != kind]}, *found]
