@@ -39,7 +39,7 @@ async def start(client: openai.AsyncOpenAI, lines: list[Any], window: str = "24h
 
 
 async def reach(
-    client: openai.AsyncOpenAI, batch_id: str, condition: Callable[[Any], object], timeout_s: float = 25.0
+    client: openai.AsyncOpenAI, batch_id: str, condition: Callable[[Any], object], timeout_s: float = 60.0
 ) -> openai.types.Batch:
     deadline = time.monotonic() + timeout_s
     while True:
