@@ -114,6 +114,7 @@ def run(jobs: Sequence[Job], device: Device, system: System, num_instances: int,
     ttfts_s = [record.ttft_s for record in talks]
     kinds = {
         "down": "offloaded_blocks",
+        "checkpointed": "checkpointed_blocks",
         "restored": "restored_blocks",
         "written": "written_blocks",
         "read": "read_blocks",

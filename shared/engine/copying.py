@@ -22,7 +22,8 @@ IDLE_STEP_S = 1.0
 """What counts as the step beside which copies run where none runs."""
 
 COPY_SHARE = 0.5
-"""Share of a step's time that copies in both directions may take beside it."""
+"""Share of a step's time that copies in both directions may take beside it, but for those back of online sequences, whose
+clients wait: these may take all of it."""
 
 FIRST_BLOCKS = 8
 """Whose copies begin beside a step in a direction in which nobody knows how long a block takes."""
@@ -40,12 +41,13 @@ class Copying:
         """Follows the memory consumption, where there is host memory to copy to."""
         if self._memory.host.pool is None:
             return
+        self._memory.host.pool.on_time(now)
         used = self._memory.pool.used_merged()
         if self._seen_s is not None and now > self._seen_s:
             self._growth.add(used - self._seen_used, now - self._seen_s)
         self._seen_s, self._seen_used = now, used
 
-    def start(self, step_s: float | None) -> None:
+    def start(self, step_s: float | None, now: float) -> None:
         """Begins the copies that run beside a step of so many predicted seconds (0: unknown; None: no step runs)."""
         host = self._memory.host
         if host.pool is None:
@@ -54,16 +56,16 @@ class Copying:
         times = self._memory.copy_times
         save_s, restore_s = times.slowest(CopyKind.CHECKPOINT), times.slowest(CopyKind.RESTORE)
         # What is under way takes its part of this step's time too.
-        budget_s = COPY_SHARE * step_s - host.num_checkpointing_blocks * (save_s or 0.0)
-        budget_s -= host.num_restoring_blocks * (restore_s or 0.0)
-        budget_s -= self._restore(budget_s, restore_s) * (restore_s or 0.0)
+        under_way_s = host.num_checkpointing_blocks * (save_s or 0.0) + host.num_restoring_blocks * (restore_s or 0.0)
+        budget_s = COPY_SHARE * step_s - under_way_s
+        budget_s -= self._restore(step_s - under_way_s, budget_s, restore_s) * (restore_s or 0.0)
         num_before = host.num_checkpointing_blocks
         self._checkpoint(step_s, budget_s, save_s)
         budget_s -= (host.num_checkpointing_blocks - num_before) * (save_s or 0.0)
-        self._memory.tiers.start(budget_s)
+        self._memory.tiers.start(budget_s, now)
 
-    def _restore(self, budget_s: float, block_s: float | None) -> int:
-        """Returns the number of blocks."""
+    def _restore(self, online_s: float, offline_s: float, block_s: float | None) -> int:
+        """Seconds of copies for online sequences, and of those for offline ones. Returns the number of blocks."""
         host = self._memory.host
         restoring = [
             sequence
@@ -71,9 +73,10 @@ class Copying:
             for sequence in queue.restoring.values()
             if sequence.restore[1]
         ]
+        restoring.sort(key=restore_key)
+        budget_s = online_s if restoring and restoring[0].is_online else offline_s
         if not restoring or (budget_s <= 0 and host.num_restoring_blocks):
             return 0
-        restoring.sort(key=restore_key)
         num_missing = sum(len(sequence.restore[1]) for sequence in restoring)
         if block_s is None:
             count = min(FIRST_BLOCKS, num_missing)

@@ -184,7 +184,7 @@ class Engine:
         self.memory.serve_demand(now)
         planned = self.steps.plan(now)
         running = planned or self.steps.running
-        self._copying.start(None if running is None else running.predicted_s)
+        self._copying.start(None if running is None else running.predicted_s, now)
         plan = None if planned is None else planned.plan
         if self._record is not None:
             self._record(plan, now)

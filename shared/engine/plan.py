@@ -170,6 +170,10 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     """A move's entries in block tables: (row, index in its block table, the block there from now on)."""
     hashes: list[bytes] = []
     """Hashes by which the blocks of a write or a read, which have no device blocks, are found on disk."""
+    depth: int = 0
+    """Blocks before the first of these in the chain of their hashes."""
+    gives_way_s: float = 0.0
+    """For a write, others on disk give way that were not used for so many seconds; if none was, it fails."""
 
 
 class DraftShape(msgspec.Struct, frozen=True, array_like=True):

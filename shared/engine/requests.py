@@ -284,7 +284,7 @@ class RequestTable:
     ) -> None:
         """`tokens`: the last token, already in `sequence.tokens`, that goes out with the end."""
         self._charge_leaving(sequence, now)
-        self._memory.tiers.note_ended(sequence)
+        self._memory.tiers.note_ended(sequence, now)
         request = sequence.request
         planned, first = sequence.first_planned_s, sequence.first_token_s
         timing = RequestTiming(

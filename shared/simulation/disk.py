@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from shared.engine.calls import Call, FoundOnDisk, LostOnDisk
 from shared.engine.plan import CopyKind, KvCopy
+from shared.policies.kv_tiers import giving_way, used_at_s
 
 T = TypeVar("T")
 
@@ -20,14 +20,21 @@ class Host(Protocol):
     def apply(self, call: Call[T]) -> T: ...
 
 
+class _Stored(NamedTuple):
+    key: tuple[str, bytes]
+    """Model and hash."""
+    at_s: float
+    num_bytes: int = 1
+
+
 class VirtualDisk:
     def __init__(self, max_blocks: int, read_block_s: float, write_block_s: float) -> None:
         """Blocks are counted alike, whatever their model."""
         self._max_blocks = max_blocks
         self._block_s = {CopyKind.READ: read_block_s, CopyKind.WRITE: write_block_s}
         self._free_s = dict.fromkeys(self._block_s, 0.0)
-        self._files: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        """By model and hash, the one that was longest not read first."""
+        self._files: dict[tuple[str, bytes], float] = {}
+        """By model and hash: when it was used."""
         self._hosts: list[Host] = []
 
     def __len__(self) -> int:
@@ -38,7 +45,8 @@ class VirtualDisk:
         """The instance shares the folder, and looks what is there of a model that it has loaded."""
         if host not in self._hosts:
             self._hosts.append(host)
-        host.apply(FoundOnDisk(model, [block_hash for name, block_hash in self._files if name == model]))
+        here = sorted((at_s, block_hash) for (name, block_hash), at_s in self._files.items() if name == model)
+        host.apply(FoundOnDisk(model, [block_hash for _, block_hash in here]))
 
     def begin(self, copy: KvCopy, now: float) -> tuple[float, float]:
         """Returns the time at which the copy ends, and how long it takes from its turn on."""
@@ -46,19 +54,27 @@ class VirtualDisk:
         self._free_s[copy.kind] = max(now, self._free_s[copy.kind]) + seconds
         return self._free_s[copy.kind], seconds
 
-    def end(self, copy: KvCopy) -> bool:
+    def end(self, copy: KvCopy, now: float) -> bool:
         """Whether it succeeded."""
         keys = [(copy.model, block_hash) for block_hash in copy.hashes]
-        if copy.kind == CopyKind.READ and not all(key in self._files for key in keys):
+        num_new = sum(key not in self._files for key in keys)
+        if num_new and (copy.kind == CopyKind.READ or not self._make_room(num_new, now - copy.gives_way_s)):
             return False
-        for key in keys:
-            self._files[key] = None
-            self._files.move_to_end(key)
-        while len(self._files) > self._max_blocks:
-            model, block_hash = self._files.popitem(last=False)[0]
+        for depth, key in enumerate(keys, copy.depth):
+            self._files[key] = used_at_s(now, depth)
+        return True
+
+    def _make_room(self, num_blocks: int, before_s: float) -> bool:
+        if len(self._files) + num_blocks <= self._max_blocks:
+            return True
+        stored = [_Stored(key, at_s) for key, at_s in self._files.items()]
+        going = giving_way(stored, num_blocks, self._max_blocks, before_s)
+        for one in going or ():
+            del self._files[one.key]
+            model, block_hash = one.key
             for host in self._hosts:
                 host.apply(LostOnDisk(model, [block_hash]))
-        return True
+        return going is not None
 
     def tell(self, copy: KvCopy) -> None:
         """The other instances have looked, some time after a write."""

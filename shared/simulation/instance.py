@@ -215,7 +215,7 @@ class VirtualInstance:
         self.wake()
 
     def _end_disk_copy(self, disk: VirtualDisk, copy: KvCopy, seconds: float) -> None:
-        self._end_copy(copy, seconds, disk.end(copy))
+        self._end_copy(copy, seconds, disk.end(copy, self._events.now))
         if copy.kind == CopyKind.WRITE:
             self._events.after(LOOK_S, disk.tell, copy)
 

@@ -139,7 +139,7 @@ def test_two_that_write_one_block_at_once_have_one_file(tmp_path: Path, monkeypa
     files = files_of(tmp_path)
     files.write(name(1), content(1))
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "_touch", lambda path: os.stat(path + ".not there"))
+        patched.setattr(store_module, "_touch", lambda path, depth: os.stat(path + ".not there"))
         files.write(name(1), content(1))
     assert files._store.used_bytes == FILE_BYTES and len(paths(tmp_path)) == 1 and is_read(files, 1)
 
@@ -167,6 +167,31 @@ def test_the_folder_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path
     assert DiskStore(tmp_path, bound).used_bytes == FILE_BYTES * (1 + len(left))
     lost = files[0].look()
     assert not lost.lost and len(lost.found) == 1 + len(left) // 2
+
+
+def test_of_a_chain_the_last_blocks_go_first(tmp_path: Path) -> None:
+    files = files_of(tmp_path, 10 * FILE_BYTES)
+    for depth in range(10):
+        assert files.write(name(depth), content(depth), depth)
+    assert files.write(name(10), content(10))
+    left = [depth for depth in range(10) if os.path.exists(files._path(name(depth)))]
+    assert left == list(range(len(left))) and 8 <= len(left) < 10
+
+
+def test_a_block_is_refused_where_all_others_were_used_too_lately_to_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = files_of(tmp_path, 3 * FILE_BYTES)
+    for number in range(3):
+        assert files.write(name(number), content(number))
+    assert not files.write(name(3), content(3), gives_way_s=60.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(files._store, "_files", lambda: pytest.fail("the folder is looked through for each block"))
+        assert not files.write(name(4), content(4), gives_way_s=60.0)
+    os.utime(files._path(name(1)), (1.0, 1.0))
+    assert files.write(name(5), content(5), gives_way_s=30.0), "one was not used for longer"
+    assert not os.path.exists(files._path(name(1))) and is_read(files, 0) and is_read(files, 2)
+    assert files._store.used_bytes == 3 * FILE_BYTES and len(paths(tmp_path)) == 3
 
 
 def test_a_block_that_is_larger_than_the_folder_may_be_is_refused(tmp_path: Path) -> None:
@@ -247,7 +272,7 @@ class Copies:
 def copies(folder: Path, **options) -> Iterator[Copies]:
     one = Copies(folder, **options)
     yield one
-    one.copies.close()
+    one.copies.close(10.0)
     assert not any(thread.is_alive() for thread in one.copies._threads)
 
 
@@ -325,6 +350,26 @@ async def test_what_waits_for_a_disk_that_hangs_is_given_up_and_found_again(
         await tier.close()
 
 
+async def test_an_instance_that_ends_waits_for_a_disk_that_hangs_no_longer_than_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "END_S", 1.0)
+    tier = DiskTier(
+        DiskStore(tmp_path, 1 << 30), cast("disk_tier.KeyedPools", None), CollectorRegistry(), "i", is_polite=False
+    )
+    tier.loop = cast("EngineLoop", SimpleNamespace(failure=None, apply=lambda call: False))
+    goes_on = threading.Event()
+    for lane in (tier.copies._reads, tier.copies._writes):
+        lane.put(lambda: goes_on.wait(60) and None)
+    begun_s = time.monotonic()
+    try:
+        await tier.flush()
+        await tier.close()
+        assert time.monotonic() - begun_s < 3.0 and all(thread.is_alive() for thread in tier.copies._threads)
+    finally:
+        goes_on.set()
+
+
 def test_a_full_disk_refuses_blocks_for_a_while_and_reads_go_on(tmp_path: Path) -> None:
     try:
         disk = SmallDisk(60 * FILE_BYTES)
@@ -354,5 +399,5 @@ def test_copies_that_wait_when_it_closes_fail_and_are_told(tmp_path: Path) -> No
     it.copies.start_copy(KvCopy(1, CopyKind.WRITE, "m", [], [0], hashes=[name(1)]))
     it.copies._is_closing = True
     gate.set()
-    it.copies.close()
+    it.copies.close(10.0)
     assert [ended[:2] for ended in it.copies.finished_copies()] == [(1, False)]

@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -158,6 +161,17 @@ async def test_two_instances_share_a_folder_and_other_weights_find_nothing(
         ended = await second.answer(PROMPTS)
         assert second.texts(ended) == expected and any(one.num_disk_tokens for one in ended)
         assert not any(one.num_cached_tokens for one in await other.answer(PROMPTS)) and not other.num_known()
+
+
+async def test_blocks_of_another_attention_back_end_are_not_taken_for_its_own(path: Path, tmp_path: Path) -> None:
+    async with instance(path, tmp_path) as one:
+        loaded = one.executor._models["m"]
+        key, facts = one.executor.kv_key("m"), loaded.backend.facts
+        other = SimpleNamespace(facts=msgspec.structs.replace(facts, name="of others"))
+        one.executor._models["m"] = replace(loaded, backend=other)
+        assert one.executor.kv_key("m") != key
+        one.executor._models["m"] = loaded
+        assert one.executor.kv_key("m") == key
 
 
 @pytest.mark.parametrize(

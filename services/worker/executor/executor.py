@@ -720,8 +720,8 @@ class Executor:
 
     def kv_key(self, model: str) -> str:
         """Names all that the contents of a model's blocks depend on, but for the tokens: its weights and configuration,
-        their types, the size of its blocks, and in deterministic mode its very bits. Empty: that is not known. Raises
-        `KeyError` where the model is not here."""
+        their types, the size of its blocks, the attention back end, and in deterministic mode its very bits. Empty: that is
+        not known. Raises `KeyError` where the model is not here."""
         loaded = self._models[model]
         identity = loaded.identity
         if identity is None:
@@ -729,6 +729,7 @@ class Executor:
         facts = (
             identity.files, str(identity.dtype), identity.max_model_len, identity.quantization, loaded.fingerprint,
             checkpoint.read_config(identity.path), loaded.num_layers, loaded.block_size, loaded.model.head_dim,
+            loaded.backend.facts.name,
             self._group.size if self._numerics is INVARIANT else 0,
         )  # fmt: skip
         return blake2b(msgspec.json.encode([model, *facts]), digest_size=16).hexdigest()

@@ -20,8 +20,10 @@ from shared.models.checkpoint import CheckpointError
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 10.0
-"""Time for what is worth it to go to disk, when an instance ends."""
+END_S = 10.0
+"""Time for what is worth it to go to disk and for copies under way to end, when an instance ends."""
+LEAST_CLOSE_S = 0.5
+"""Of it, for the copies under way, at least."""
 POLL_S = 0.05
 METRICS_S = 2.0
 READ_TIMEOUT_S = 5.0
@@ -47,6 +49,8 @@ class DiskTier(KvUsers):
         """The engine's, set by whoever makes it of these copies."""
         self._executor = executor
         self._num_refused = 0
+        self._end_until_s: float | None = None
+        """Set once the instance ends."""
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, ("engine",), registry=registry).labels(instance_id)
@@ -85,12 +89,12 @@ class DiskTier(KvUsers):
             self.loop.apply(FoundOnDisk(model, changes.found))
 
     async def flush(self) -> None:
-        """Lets what is worth it go to disk, for `FLUSH_S` at most."""
+        """Lets what is worth it go to disk. Until `close` has ended, `END_S` pass at most."""
         assert self.loop is not None
-        until_s = time.monotonic() + FLUSH_S
+        self._end_until_s = time.monotonic() + END_S
         while not self.loop.failure and not self.loop.apply(FlushTiers()):
-            if time.monotonic() > until_s:
-                log.warning("not all KV blocks that were worth it are on disk after %.0f s", FLUSH_S)
+            if time.monotonic() > self._end_until_s - LEAST_CLOSE_S:
+                log.warning("not all KV blocks that were worth it are on disk after %.0f s", END_S)
                 return
             await asyncio.sleep(POLL_S)
 
@@ -126,4 +130,5 @@ class DiskTier(KvUsers):
 
     async def close(self) -> None:
         """After the engine's loop has ended."""
-        await asyncio.to_thread(self.copies.close)
+        left_s = END_S if self._end_until_s is None else self._end_until_s - time.monotonic()
+        await asyncio.to_thread(self.copies.close, max(LEAST_CLOSE_S, left_s))

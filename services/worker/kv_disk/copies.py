@@ -36,7 +36,6 @@ PAUSE_S = 30.0
 """Nothing is written for so long after the disk refused a block."""
 MAX_TOLD = 4096
 """Blocks that one call to `on_change` names."""
-CLOSE_TIMEOUT_S = 10.0
 
 
 class _Model:
@@ -45,22 +44,22 @@ class _Model:
     def __init__(self, pool: KvPool, files: ModelFiles) -> None:
         self.pool, self.files = pool, files
 
-    def write(self, block: int, block_hash: bytes) -> None:
+    def write(self, block: int, block_hash: bytes, depth: int, gives_way_s: float) -> bool:
         run = self.pool.run_of([block])
         if run is None:
             staging = self._staging()
             self.pool.gather([block], staging, LINE_BYTES)
             run = staging.numpy()
         assert isinstance(run, np.ndarray)
-        self.files.write(block_hash, run)
+        return self.files.write(block_hash, run, depth, gives_way_s)
 
-    def read(self, block: int, block_hash: bytes) -> bool:
+    def read(self, block: int, block_hash: bytes, depth: int) -> bool:
         run = self.pool.run_of([block])
         if run is not None:
             assert isinstance(run, np.ndarray)
-            return self.files.read(block_hash, run)
+            return self.files.read(block_hash, run, depth)
         staging = self._staging()
-        is_read = self.files.read(block_hash, staging.numpy())
+        is_read = self.files.read(block_hash, staging.numpy(), depth)
         if is_read:
             self.pool.scatter([block], staging, LINE_BYTES)
         return is_read
@@ -156,15 +155,16 @@ class DiskCopies:
                 finished.append(self._finished.popleft())
         return finished
 
-    def close(self) -> None:
-        """Ends the threads after the copies that they are at; those that wait fail."""
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads after the copies that they are at, or leaves them to a disk that hangs; those that wait fail."""
+        until_s = time.monotonic() + timeout_s
         self._is_closing = True
         self._reads.put(None)
         self._writes.put(None)
         for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
             if thread.is_alive():
-                logger.error("the thread %s did not end within %.0f s", thread.name, CLOSE_TIMEOUT_S)
+                logger.error("the thread %s did not end within %.1f s", thread.name, timeout_s)
 
     # --------------------------------------------------------------------------------------------- the threads
 
@@ -212,15 +212,13 @@ class DiskCopies:
         self.on_finished()
 
     def _carry_out(self, copy: KvCopy, model: _Model) -> bool:
-        blocks = zip(copy.host_blocks, copy.hashes, strict=True)
+        blocks = enumerate(zip(copy.host_blocks, copy.hashes, strict=True), copy.depth)
         if copy.kind == CopyKind.READ:
-            return all(model.read(block, block_hash) for block, block_hash in blocks)
+            return all(model.read(block, block_hash, depth) for depth, (block, block_hash) in blocks)
         if time.monotonic() < self._paused_until_s:
             self.num_refused += len(copy.host_blocks)
             return False
-        for block, block_hash in blocks:
-            model.write(block, block_hash)
-        return True
+        return all(model.write(block, block_hash, depth, copy.gives_way_s) for depth, (block, block_hash) in blocks)
 
     def _look(self) -> None:
         for name, model in list(self._models.items()):

@@ -6,7 +6,8 @@
 A file is written under another name and renamed when it is whole, so whoever finds it finds all of it. It is named by the
 chained hash of its block, so two instances that write the same block write the same file. Nothing is synced: a crash of the
 machine may leave files that are not what they should be, which their checksums show; such a file is removed by whoever reads
-it. Where the folder would become too large the files that were longest not read go first, of whatever model and instance.
+it. Where the folder would become too large, files give way as `shared.policies.kv_tiers` says, of whatever model and
+instance: those that were longest not used, as their times of change have it. If none may, the new block is not kept.
 What else lies in the folder is not counted and never removed.
 
 Blocking; from any thread. The operating system caches what is read and written for all instances of the node.
@@ -25,12 +26,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from services.worker.kv_transport.wire import LINE_BYTES, checksum
+from shared.policies.kv_tiers import giving_way, used_at_s
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,10 @@ _SUFFIX = ".kv"
 _UNFINISHED = ".part"
 _PART = re.compile("[0-9a-f]{2}")
 _NAME = re.compile(r"[0-9a-f]+(\.kv|\.[0-9a-f]+\.part)")
-KEPT_SHARE = 0.9
-"""Share of the limit that stays when files are removed: the folder is not looked through for each block."""
 ABANDONED_S = 600.0
 """Age of an unfinished file that nobody goes on with."""
+LOOK_AGAIN_S = 10.0
+"""After no file could give way, until the folder is looked through again for such blocks, at most."""
 
 
 class Changes(NamedTuple):
@@ -58,7 +61,7 @@ class Changes(NamedTuple):
 
 class _File(NamedTuple):
     at_s: float
-    """Time at which it was written, or read last."""
+    """Time at which it counts as used."""
     num_bytes: int
     path: str
 
@@ -81,6 +84,8 @@ class DiskStore:
         # The blocks hold what requests say: they are nobody else's.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._used_path = folder / "used"
+        self._refuses = (0.0, inf)
+        """Until this time, blocks to which only files give way that were not used for so many seconds, or longer."""
         with self._locked() as used:
             total = 0
             for file in self._files():
@@ -127,36 +132,48 @@ class DiskStore:
                             stat = entry.stat(follow_symlinks=False)
                             yield _File(stat.st_mtime, stat.st_size, entry.path)
 
-    def take_room(self, path: str, num_bytes: int) -> int:
-        """A new file of so many bytes, which count from now on; others are removed for it where the folder would become too
-        large. Returns its descriptor. Raises `OSError`."""
+    def take_room(self, path: str, num_bytes: int, gives_way_s: float = 0.0) -> int | None:
+        """A new file of so many bytes, which count from now on; others that were not used for `gives_way_s` are removed for
+        it where the folder would become too large. Returns its descriptor; None: too few may be. Raises `OSError`."""
         if num_bytes > self.max_bytes:
             raise OSError(errno.EFBIG, f"a block takes {num_bytes} bytes, the folder {self.max_bytes} at most")
         with self._locked() as used:
             total = self._get(used)
             if total + num_bytes > self.max_bytes:
-                total = self._remove_oldest(min(self.max_bytes - num_bytes, int(KEPT_SHARE * self.max_bytes)))
+                until_s, refused_s = self._refuses
+                if gives_way_s >= refused_s and time.time() < until_s:
+                    return None
+                total = self._make_room(num_bytes, gives_way_s)
+                self._set(used, total)
+                if total + num_bytes > self.max_bytes:
+                    return None
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 os.posix_fallocate(file, 0, num_bytes)
             except OSError:
                 os.close(file)
                 _remove(path)
-                self._set(used, total)
                 raise
             self._set(used, total + num_bytes)
             return file
 
-    def _remove_oldest(self, most_bytes: int) -> int:
-        """Until no more than `most_bytes` are left. Returns how many are."""
-        files = sorted(self._files())
-        total = sum(file.num_bytes for file in files)
-        for file in files:
-            if total <= most_bytes:
-                break
-            if not file.is_unfinished or file.is_abandoned:
-                total -= _remove(file.path) * file.num_bytes
-        return total
+    def _make_room(self, num_bytes: int, gives_way_s: float) -> int:
+        """For so many bytes more, if there are files that may go. Returns how many bytes are left."""
+        now, files, taken = time.time(), [], 0
+        for file in self._files():
+            if file.is_abandoned and _remove(file.path):
+                continue
+            if file.is_unfinished:
+                taken += file.num_bytes
+            else:
+                files.append(file)
+        total = taken + sum(file.num_bytes for file in files)
+        going = giving_way(files, taken + num_bytes, self.max_bytes, now - gives_way_s)
+        if going is None:
+            # The first one that may go is the oldest.
+            oldest_s = min((file.at_s for file in files), default=now)
+            self._refuses = min(oldest_s + gives_way_s, now + LOOK_AGAIN_S), gives_way_s
+        return total - sum(_remove(file.path) * file.num_bytes for file in going or ())
 
     def remove(self, path: str, num_bytes: int) -> None:
         with self._locked() as used:
@@ -207,27 +224,32 @@ class ModelFiles:
         name = block_hash.hex()
         return f"{self._folder}/{name[:2]}/{name}{_SUFFIX}"
 
-    def write(self, block_hash: bytes, block: np.ndarray) -> None:
-        """`block`: `[block_bytes]` uint8. Nothing happens where it is there already. Raises `OSError`."""
+    def write(self, block_hash: bytes, block: np.ndarray, depth: int = 0, gives_way_s: float = 0.0) -> bool:
+        """`block`: `[block_bytes]` uint8; `depth`: blocks before it in its chain. Nothing is written where it is there
+        already. Returns whether it is there now; else no file may give way to it. Raises `OSError`."""
         path = self._path(block_hash)
         with contextlib.suppress(FileNotFoundError):
-            _touch(path)
-            return
+            _touch(path, depth)
+            return True
         unfinished = f"{path[: -len(_SUFFIX)]}.{uuid.uuid4().hex}{_UNFINISHED}"
-        file = self._store.take_room(unfinished, self._num_bytes)
+        file = self._store.take_room(unfinished, self._num_bytes, gives_way_s)
+        if file is None:
+            return False
         try:
             header = _HEADER.pack(_MAGIC, block_hash, len(block), checksum(block, LINE_BYTES))
             parts: list[bytes | memoryview] = [header.ljust(HEADER_BYTES, b"\0"), block.data]
             if os.pwritev(file, parts, 0) != self._num_bytes:
                 raise OSError(f"only a part of {unfinished} could be written")
+            os.utime(file, _times(depth))
             self._store.finish(unfinished, path, self._num_bytes)
         except OSError:
             self._store.remove(unfinished, self._num_bytes)
             raise
         finally:
             os.close(file)
+        return True
 
-    def read(self, block_hash: bytes, block: np.ndarray) -> bool:
+    def read(self, block_hash: bytes, block: np.ndarray, depth: int = 0) -> bool:
         """Fills `block`, `[block_bytes]` uint8. False: the file is not there, or is damaged (and now removed). Raises
         `OSError`."""
         path = self._path(block_hash)
@@ -247,7 +269,7 @@ class ModelFiles:
             self._store.remove(path, num_there)
             return False
         with contextlib.suppress(FileNotFoundError):
-            _touch(path)
+            _touch(path, depth)
         return True
 
     def look(self) -> Changes:
@@ -292,10 +314,16 @@ def _folders(folder: Path | str) -> list[str]:
         return []
 
 
-def _touch(path: str) -> None:
+def _times(depth: int) -> tuple[float, float]:
+    """Of a file that is used now."""
+    at_s = used_at_s(time.time(), depth)
+    return at_s, at_s
+
+
+def _touch(path: str, depth: int) -> None:
     """Raises `FileNotFoundError`."""
     with contextlib.suppress(PermissionError):  # another user's, whose instances keep it
-        os.utime(path)
+        os.utime(path, _times(depth))
 
 
 def _remove(path: str) -> bool:

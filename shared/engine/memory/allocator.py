@@ -517,7 +517,7 @@ class Allocator:
         assert blocks is not None
         sequence.blocks = cached + blocks
         sequence.capacity = num_blocks * page
-        stored = [] if sequence.num_failures else self.tiers.find_back(sequence, len(cached), num_full)
+        stored = [] if sequence.num_failures else self.tiers.find_back(sequence, len(cached), num_full, now)
         if stored:
             self.events.add(sequence, EventKind.RESTORING, now, numbers=(len(stored),))
             self.host.begin_restore(sequence, len(cached), stored)

@@ -30,6 +30,7 @@ from shared.engine.memory.cache_news import CacheNews
 ROOMY_SHARE = 0.25
 """While all models could have so much of the pool, one takes a new merged block rather than evict what is cached between its
 used blocks, where it was used more lately than what it takes."""
+TICKS_PER_S = 1e6
 
 
 def chain_hash(previous: bytes, packed_tokens: bytes) -> bytes:
@@ -149,6 +150,7 @@ class BlockPool:
         self._num_idle = 0
         """Owned merged blocks without a used block, over all models."""
         self._tick = 0
+        """Counts what is let go of, and is at least the time: the least recently used is what has the smallest."""
 
     def add_model(self, name: str, block_size: int, blocks_per_merged: int) -> None:
         if name in self._models:
@@ -295,6 +297,42 @@ class BlockPool:
         self._change_used(of_model, merged, 1)
         self._let_go(of_model, block)
         return target
+
+    def on_time(self, now: float) -> None:
+        """What is let go of from now on counts as used at this time."""
+        self._tick = max(self._tick, int(now * TICKS_PER_S))
+
+    def num_idle(self, name: str, before_s: float, most: int) -> int:
+        """How many blocks, up to `most`, the model could have without losing any that was used since."""
+        of_model, before = self._models[name], before_s * TICKS_PER_S
+        owned = len(of_model.free) * of_model.blocks_per_merged
+        count = len(self._pool_free) * of_model.blocks_per_merged + owned - of_model.num_used - len(of_model.cached)
+        for tick in islice(of_model.cached.values(), max(0, most - count)):
+            if tick > before:
+                break
+            count += 1
+        for other in self._models.values():
+            for tick in () if other is of_model or count >= most else other.idle.values():
+                if tick > before or count >= most:
+                    break
+                count += of_model.blocks_per_merged
+        return min(count, most)
+
+    def touch(self, name: str, block: int) -> None:
+        """A cached block counts as used now."""
+        of_model = self._models[name]
+        if block in of_model.cached:
+            self._tick += 1
+            of_model.cached[block] = self._tick
+            of_model.cached.move_to_end(block)
+            if (merged := block // of_model.blocks_per_merged) in of_model.idle:
+                of_model.idle[merged] = self._tick
+                of_model.idle.move_to_end(merged)
+
+    def drop(self, name: str, block: int) -> None:
+        """A cached block is free from now on."""
+        if block in self._models[name].cached:
+            self._evict(self._models[name], block)
 
     def busy_merged(self, name: str) -> list[tuple[int, int]]:
         """(used blocks, merged block) of all with used blocks, the emptiest first."""

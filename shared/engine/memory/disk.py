@@ -138,13 +138,17 @@ class DiskKv:
         """Whether the host block does not hold yet what it will."""
         return host_block in self._unread[model]
 
-    def write(self, model: str, block_hash: bytes, host_block: int) -> None:
-        """Begins to write a cached host block."""
+    def is_leaving(self, model: str, block_hash: bytes) -> bool:
+        """Whether it is being written."""
+        return (model, block_hash) in self._leaving
+
+    def write(self, model: str, block_hash: bytes, host_block: int, depth: int, gives_way_s: float) -> None:
+        """Begins to write a cached host block. `depth`: blocks of its chain before it; `gives_way_s`: see `KvCopy`."""
         self._host.retain(model, [host_block])
         self._leaving.add((model, block_hash))
-        self._start(CopyKind.WRITE, model, block_hash, host_block)
+        self._start(CopyKind.WRITE, model, block_hash, host_block, depth, gives_way_s)
 
-    def read(self, model: str, block_hash: bytes) -> int | None:
+    def read(self, model: str, block_hash: bytes, depth: int) -> int | None:
         """Begins to read a block that lies there. Returns its host block, to which the copy has the one reference; None:
         there is no room for it."""
         blocks = self._host.allocate(model, 1)
@@ -152,11 +156,22 @@ class DiskKv:
             return None
         self._coming[model, block_hash] = blocks[0]
         self._unread[model].add(blocks[0])
-        self._start(CopyKind.READ, model, block_hash, blocks[0])
+        self._start(CopyKind.READ, model, block_hash, blocks[0], depth)
         return blocks[0]
 
-    def _start(self, kind: CopyKind, model: str, block_hash: bytes, host_block: int) -> None:
-        copy = KvCopy(next(self._copy_ids), kind, model, [], [host_block], hashes=[block_hash])
+    def _start(
+        self, kind: CopyKind, model: str, block_hash: bytes, host_block: int, depth: int, gives_way_s: float = 0.0
+    ) -> None:
+        copy = KvCopy(
+            next(self._copy_ids),
+            kind,
+            model,
+            [],
+            [host_block],
+            hashes=[block_hash],
+            depth=depth,
+            gives_way_s=gives_way_s,
+        )
         self._copies[copy.copy_id] = copy
         self._started.append(copy)
 

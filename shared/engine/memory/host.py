@@ -68,6 +68,9 @@ class HostKv:
         """Sequences with checkpoints."""
         self._offloading: set[tuple[str, bytes]] = set()
         """By model and hash: blocks of ended requests that are being copied here."""
+        self.kept_since_s: dict[str, float] = {}
+        """By model: what was used since is kept, and checkpoints of online sequences, which are rarely needed, do not take
+        its place."""
         self.disk: DiskKv | None = None
         """The tier below, from which blocks are read into the pool."""
 
@@ -108,6 +111,8 @@ class HostKv:
             self.hold(sequence, known)
             first += len(known)
         count = min(max_blocks, sequence.num_filled - first)
+        if sequence.is_online and name in self.kept_since_s and count > 0:
+            count = pool.num_idle(name, self.kept_since_s[name], count)
         if count > pool.num_available(name):
             self.make_room(name, sequence.num_tokens, count)
             count = min(count, pool.num_available(name))

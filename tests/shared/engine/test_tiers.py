@@ -21,6 +21,7 @@ from shared.engine.calls import (
     Submit,
 )
 from shared.engine.engine import Engine
+from shared.engine.memory import tiers as tiers_module
 from shared.engine.plan import CopyKind, ModelShape
 from shared.engine.prefix_hashes import block_hashes
 from shared.engine.requests import Ended
@@ -348,3 +349,65 @@ def test_a_prefix_that_lies_in_parts_in_several_tiers_need_not_be_fetched():
     it.engine.memory.host.disk.lose("a", [hashes[5]])
     assert it.engine.outgoing.num_found("a", joined) == 5
     assert it.engine.outgoing.num_found("nobody", joined) == 0
+
+
+def test_conversations_that_take_turns_do_not_drive_each_other_out_of_host_memory():
+    """Five of seven blocks each, where host memory has room for two: the least recently used would always be wanted next."""
+    it = Instance(host=8, offload="host")
+    prompts = [[100 + number, *PROMPT] for number in range(5)]
+    for turn in range(30):
+        for number, prompt in enumerate(prompts):
+            it.now += 2.0
+            ended = it.answer(f"{number} {turn}", prompt)
+            it.lose_device()
+            if turn == 29:
+                assert ended.num_host_tokens in (0, 4, 8, 28)
+    before = it.engine.counters.cached_tokens["host"]
+    for number, prompt in enumerate(prompts):
+        it.now += 2.0
+        it.answer(f"{number} at last", prompt)
+        it.lose_device()
+    assert it.engine.counters.cached_tokens["host"] - before >= 2 * 28
+
+
+def test_on_their_way_to_disk_blocks_pass_those_that_host_memory_keeps():
+    it = Instance(host=20)
+    prompts = [[100 + number, *PROMPT] for number in range(8)]
+    for turn in range(30):
+        for number, prompt in enumerate(prompts):
+            it.now += 2.0
+            ended = it.answer(f"{number} {turn}", prompt)
+            it.lose_device()
+            if turn:
+                assert ended.num_cached_tokens == 28, "host memory or the disk has them"
+    counters = it.engine.counters
+    assert counters.written_blocks["a"] <= 8 * 8 and counters.cached_tokens["host"] > 20 * 2 * 28
+    assert not it.engine.memory.tiers._passing
+
+
+def test_where_host_memory_has_no_room_for_the_first_blocks_of_a_chain_the_others_stay_out():
+    it = Instance(host=8, offload="host")
+    tiers = it.engine.memory.tiers
+    tiers._reuse["a"]._judge = lambda kind: 1000.0
+    it.answer("first", PROMPT)
+    assert it.engine.memory.host.pool.num_idle("a", 0.0, 99) == 9
+    it.answer("other", [5, *[7] * 60])
+    chain = it.hashes_of([5, *[7] * 60])
+    kept = [it.engine.memory.host.pool.find_one("a", block_hash) is not None for block_hash in chain]
+    assert kept == [True] * 9 + [False] * 6
+    it.lose_device()
+    assert it.answer("again", [5, *[7] * 60]).num_host_tokens == 36
+
+
+def test_a_model_for_which_host_memory_has_no_room_hides_no_other(monkeypatch: pytest.MonkeyPatch):
+    it = Instance(offload="host")
+    it.engine.apply(AddModel(msgspec.structs.replace(SHAPE, name="b")), 0.0)
+    it.engine.apply(SetCostModel("b", SLOW), 0.0)
+    it.executor = FakeExecutor([SHAPE, msgspec.structs.replace(SHAPE, name="b")])
+    pool = it.engine.memory.host.pool
+    known = pool.num_available
+    monkeypatch.setattr(pool, "num_available", lambda model: 0 if model == "a" else known(model))
+    monkeypatch.setattr(tiers_module, "MAX_LOOKED", 4)
+    it.answer("first", PROMPT)
+    it.answer("second", PROMPT, model="b")
+    assert it.engine.counters.offloaded_blocks.keys() == {"b"}
