@@ -36,7 +36,7 @@ LEAST_GOODPUT = 1.0
 MOST_ITL = 0.5
 """The P99 of times between tokens that they may have beside long prompts, likewise."""
 WARM_SHARE = 0.1
-"""Requests at the start that are not counted: roles follow what has been seen."""
+"""Requests at the start that are not counted, and times between tokens until then: roles follow what has been seen."""
 NUM_STREAMS = 64
 """Streams that share a decode step where capacity is reckoned."""
 NOISE = 0.01
@@ -128,6 +128,9 @@ def run(
             instance.role = Role.PREFILL if number < num_prefill else Role.DECODE
             instance.is_role_fixed = True
             fleet.register(instance)
+    begin_s = jobs[int(WARM_SHARE * len(jobs))].at_s
+    for itl in cluster.gateway.itl.values():
+        fleet.events.at(begin_s, itl.clear)
     cluster.run()
     records = cluster.records[int(WARM_SHARE * len(jobs)) :]
     good = [r for r in records if r.ttft_s <= device.ttft_s and (r.tpot_s or 0.0) <= device.tpot_s]

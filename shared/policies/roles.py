@@ -39,10 +39,13 @@ LEAST_WORK = 0.05
 MOST_WORK, SPARE_WORK = 0.7, 0.5
 """Share of the time of prefill instances that long prompts take: above the first there is one more, and with one less at
 most the second."""
-MOST_FILL, SPARE_FILL = 0.8, 0.7
+MOST_FILL, SPARE_FILL = 0.7, 0.6
 """Share of the decoders' KV pools that may be used, to keep a prefill instance and to make one."""
 MOST_STEP, SPARE_STEP = 0.9, 0.75
 """Share of the TPOT objective that their steps may take, likewise."""
+BEGIN_S = 4.0
+"""For so long there is to be a reason for one more prefill instance, and a part of it where there are some: what has come in
+the last seconds has not filled the decoders yet."""
 
 
 def is_short(prompt_s: float, step_s: float) -> bool:
@@ -105,6 +108,11 @@ def has_room(decoders: Collection[RoleView], fill: float, step: float, left: Rol
         return False
     each = sum(view.num_running for view in views) / len(decoders)
     return all(not view.tpot_s or view.step_s + each * view.request_s <= step * view.tpot_s for view in decoders)
+
+
+def patience_s(num_prefill: int) -> float:
+    """For how long one more prefill instance is to be wanted before it is made."""
+    return BEGIN_S / (1 + num_prefill)
 
 
 def next_role(views: Sequence[RoleView], work: float) -> tuple[str, Role] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from shared.messages.cluster import Role
-from shared.policies.roles import RoleView, next_role
+from shared.policies.roles import RoleView, next_role, patience_s
 from shared.scheduling.actions import TellRole
 from shared.scheduling.cluster import ClusterView, InstanceState
 
@@ -25,6 +25,8 @@ class Roles:
         self._chosen: dict[str, tuple[str, Role]] = {}
         """Incarnations and roles of instances that follow the load."""
         self._look_s = 0.0
+        self._wanted_since_s: float | None = None
+        """Since when one more prefill instance is wanted at each look."""
         self.prefills: set[str] = set()
         """Instances that are to compute prompts for others."""
 
@@ -83,9 +85,15 @@ class Roles:
         self._look_s = now + LOOK_S
         views = [view for name, state in self._cluster if (view := self._view_of(name, state)) is not None]
         change = next_role(views, work_at(now))
-        if change is None:
+        if change is None or change[1] is not Role.PREFILL:
+            self._wanted_since_s = None
+        elif self._wanted_since_s is None:
+            self._wanted_since_s = now
+        if change is None or (
+            self._wanted_since_s is not None and now < self._wanted_since_s + patience_s(len(self.prefills))
+        ):
             return []
-        self._look_s = now + SETTLE_S
+        self._look_s, self._wanted_since_s = now + SETTLE_S, None
         instance_id, role = change
         state = self._cluster.get(instance_id)
         assert state is not None

@@ -36,6 +36,10 @@ class ItlHistogram:
     one piece to `vllm bench serve`."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all gaps."""
         self._counts = np.zeros(NUM_BINS, np.int64)
         self._sum_s = 0.0
         self._max_s = 0.0

@@ -10,6 +10,7 @@ import pytest
 import shared.scheduling.dispatching as dispatching
 from shared.messages.cluster import MigrationOutcome, Role
 from shared.messages.requests import HeldRequest
+from shared.policies.roles import BEGIN_S
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling.actions import Action, AskHeld, Dispatch, NotifyLost, TellRole
 from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, Submit
@@ -140,6 +141,7 @@ def test_roles_follow_the_load_and_a_new_leader_goes_on_from_them() -> None:
         told += [action for action in dispatch_all(core, f"r{number}", 900, now) if isinstance(action, TellRole)]
         for name in ROLES:
             report(core, name, number + 2, now, admitted=[f"r{number}"], ended=[f"r{number}"], freeness=90.0)
+        assert not told or now >= BEGIN_S, "what came lately has not filled the decoders yet"
     assert told and told[0].role is Role.PREFILL
     assert core.roles.is_split and sum(core.roles.is_prefill(name) for name in ROLES) >= 1
     (prefill,) = [name for name in ROLES if core.roles.is_prefill(name)][:1]
