@@ -439,7 +439,7 @@ class OutgoingMigration:
     def on_room(self, number: int, reply: Reserved | ErrorInfo | None, now: float) -> None:
         """The answer to PreAllocate for the stage of that number."""
         stage = self._stages[-1]
-        if number != stage.number or stage.reserved is not None:
+        if number != stage.number or stage.reserved is not None or self.machine.is_over:
             return
         if isinstance(reply, Reserved):
             stage.reserved = reply

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from shared.engine.calls import Cancel
 from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import AbortReason, Commit, MigrationReason, PreAllocate, Reserved
 from shared.messages.requests import GenerationRequest
@@ -88,6 +89,22 @@ def test_one_without_a_decoder_decodes_here_after_a_bounded_time(decoder: str) -
     most_s = PEER_WAIT_S if decoder == "nobody" else 0.0
     assert world.events.now > 0 and world.streams["r0"].owner == "a"
     assert world.firsts_s["r0"] < most_s + 0.1
+
+
+def test_nothing_is_done_about_room_that_is_answered_when_all_is_over() -> None:
+    """Whoever carries commands out knows the migration no more, and may still hear the answer."""
+    world = make_world()
+    world.network.fate = lambda what: (0.5,) if what is Reserved else (CONTROL_S,)
+    core, known = world.nodes["a"].moves.core, []
+    world.send("a", long_request())
+    world.events.at(0.15, lambda: known.extend(core._outgoing.values()))
+    world.events.at(0.2, world.nodes["a"].host.apply, Cancel("r0"))
+    world.run()
+    (migration,) = known
+    assert migration.machine.is_over and not core.take_commands(world.events.now)
+    number = migration._stages[-1].number
+    migration.on_room(number, Reserved(migration.migration_id, 0, "b", b"ticket"), world.events.now)
+    assert not core.take_commands(world.events.now)
 
 
 @pytest.mark.parametrize("slow", [PreAllocate, Reserved, SendBlocks, Commit])
