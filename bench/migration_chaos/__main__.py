@@ -38,6 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         default="all",
         help="brief: those that cost little time; gentle: those that end no process; cuts: of networks",
     )
+    parser.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="KV is handed over after prompts, copied against crashes, kept in host memory and fetched",
+    )
     parser.add_argument("--keep-logs", action="store_true")
     parser.add_argument("--output", type=Path)
     parsed = parser.parse_args(arguments)
@@ -54,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_at_once=parsed.at_once,
         rest_every=parsed.rest_every,
         faults=parsed.faults,
+        is_everywhere=parsed.everywhere,
         say=say,
     )
     say(f"logs are in {trials.cluster.folder}")
@@ -65,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = markdown(result)
     print(text)
     if parsed.output is not None:
-        kind = "" if parsed.faults == "all" else f"-{parsed.faults}"
+        kind = ("" if parsed.faults == "all" else f"-{parsed.faults}") + "-everywhere" * parsed.everywhere
         document = {"machine": machine(), **vars(result)}
         write(parsed.output, f"migration-chaos{kind}-{time.strftime('%Y-%m-%d')}", document, text)
     if not result.failures and not parsed.keep_logs:

@@ -42,6 +42,7 @@ NUM_MERGED = 160
 NUM_HOST_MERGED = 64
 NUM_SCHEDULERS = 2
 STEP_S = 0.005
+BACKUP_TOKENS = 32
 START_TIMEOUT_S = 60.0
 SPECS = [ModelSpec(name, f"/models/{name}") for name in SHAPES]
 
@@ -159,6 +160,17 @@ class Instance(Process):
             migration_cooldown_s=0.05,
             drain_grace_s=8.0,
         )
+        if cluster.is_everywhere:
+            settings = msgspec.structs.replace(
+                settings,
+                profile="auto",  # which prompts are long is told by a cost model
+                role="prefill" if self.index == 0 else "auto",
+                kv_backup="all",
+                kv_backup_tokens=BACKUP_TOKENS,
+                kv_offload="host",
+                kv_offload_start=0.3,
+                prefix_fetch="auto",
+            )
         options = Options(STEP_S, NUM_HOST_MERGED, str(self.log_path))
         near, far = cluster.context.Pipe()
         self._connection = near
@@ -267,8 +279,12 @@ class Cluster:
         seed: int,
         num_instances: int,
         on_event: Callable[[Instance, tuple[Any, ...]], None],
+        *,
+        is_everywhere: bool = False,
     ) -> None:
+        """`is_everywhere`: KV is handed over, copied to other instances, kept in host memory and fetched."""
         self.seed = seed
+        self.is_everywhere = is_everywhere
         self.random = Random(f"{seed} cluster")
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-chaos-"))
         self.context = multiprocessing.get_context("forkserver")

@@ -17,13 +17,15 @@ from typing import Any
 
 import msgspec
 
-from bench.migration_chaos.executor import ChaosExecutor
+from bench.migration_chaos.executor import PREFILL_TOKENS_S, ChaosExecutor
 from bench.migration_chaos.faults import NO_FAULT, NOTE, REFUSE, Fault
 from bench.migration_chaos.network import SLOW_S, CuttableNetwork
 from services.worker.executor import executor as executor_module
+from services.worker.instance import cost_models as costs_module
 from services.worker.instance import main as instance_main
 from services.worker.instance import migrations as moves_module
 from services.worker.instance import service as instance_module
+from services.worker.instance.engine_loop import EngineLoop
 from services.worker.instance.service import InstanceService
 from services.worker.kv_transport import transport as transport_module
 from services.worker.kv_transport.staging import KvPool
@@ -32,6 +34,9 @@ from services.worker.kv_transport.ucx import UcxNetwork
 from services.worker.migration.faults import FaultAction, FaultPoints
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import ServiceError
+from shared.costs.model import CostModel
+from shared.engine.calls import SetCostModel
+from shared.messages.cluster import ModelSpec
 from shared.messages.migration import MigrationReason, PreAllocate, Reserved
 from shared.messages.requests import ErrorCode
 from shared.migration import recording as recording_module
@@ -213,6 +218,24 @@ class _Instance(InstanceService):
         _driver.tell("started", self.incarnation)
 
 
+class _CostModels:
+    """Those of all models, which nobody needs to measure."""
+
+    def __init__(self, loop: EngineLoop, *_: Any, **__: Any) -> None:
+        self._loop = loop
+
+    async def provide(self, spec: ModelSpec, *_: Any, **__: Any) -> CostModel:
+        cost = CostModel(
+            fixed_s=_driver.options.step_s,
+            prefill_token_s=1 / PREFILL_TOKENS_S,
+            prefill_attention_s=0.0,
+            decode_s=1e-5,
+            decode_context_s=0.0,
+        )
+        self._loop.apply(SetCostModel(spec.name, cost))
+        return cost
+
+
 def _make_executor(device: str, num_merged: int, *_: Any, **__: Any) -> ChaosExecutor:
     options = _driver.options
     return ChaosExecutor(num_merged, options.num_host_merged, options.step_s, lambda what: _driver.tell("wrong", what))
@@ -250,6 +273,7 @@ def run(settings: InstanceSettings, options: Options, connection: Connection) ->
     for module, name, stand_in in (
         (executor_module, "Executor", _make_executor),
         (instance_module, "InstanceService", _Instance),
+        (costs_module, "CostModels", _CostModels),
         (instance_main, "open_transport", _open_transport),
         (instance_main, "host_pool_merged", lambda *_: options.num_host_merged),
         (recording_module, "MigrationCore", _Core),

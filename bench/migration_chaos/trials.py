@@ -86,11 +86,12 @@ class Trials:
         num_at_once: int = 6,
         rest_every: int = 100,
         faults: str = "all",
+        is_everywhere: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`faults`: that are drawn, see `draw`."""
+        """`faults`: that are drawn, see `draw`; `is_everywhere`: see `Cluster`."""
         self.result = Result(seed=seed)
-        self.cluster = Cluster(seed, num_instances, self._on_event)
+        self.cluster = Cluster(seed, num_instances, self._on_event, is_everywhere=is_everywhere)
         self._seed = seed
         self._num_streams = num_streams
         self._num_at_once = num_at_once
