@@ -69,7 +69,8 @@ class _Noted(NamedTuple):
     """A block of a request that has ended."""
 
     chain: _Chain
-    index: int
+    depth: int
+    """Blocks of the chain before it."""
     kind: BlockKind
 
 
@@ -255,7 +256,7 @@ class Tiers:
             if block is not None and (chain is None or one.chain.hashes is not chain.hashes):
                 chain = one.chain
                 num_admitted = self._num_admitted(model, chain, one.kind, len(chosen))
-            is_passing = one.index >= num_admitted
+            is_passing = one.depth >= num_admitted
             if below is not None:
                 pool.touch(model, below)
                 if block is not None and not is_passing:
@@ -309,7 +310,7 @@ class Tiers:
                 model, noted, CopyKind.WRITE, (CopyKind.READ, CopyKind.RESTORE), 0.0
             ):
                 gives_way_s = self._reuse[model].gives_way_s(noted.kind)
-                disk.write(model, block_hash, block, noted.index, gives_way_s)
+                disk.write(model, block_hash, block, noted.depth, gives_way_s)
 
     def _let_pass(self) -> None:
         """Host blocks of those that have been written, or restored, are free again."""
