@@ -173,7 +173,7 @@ class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     depth: int = 0
     """Blocks before the first of these in the chain of their hashes."""
     gives_way_s: float = 0.0
-    """For a write, others on disk give way that were not used for so many seconds; if none was, it fails."""
+    """A write lets others on disk give way that were not used for so many seconds; if none was, it fails."""
 
 
 class DraftShape(msgspec.Struct, frozen=True, array_like=True):

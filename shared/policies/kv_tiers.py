@@ -41,7 +41,7 @@ AGES_PER_OCTAVE = 4
 NUM_AGES = 18 * AGES_PER_OCTAVE
 """Ages are told apart up to 18 hours, by a fifth each."""
 AGE_EDGES_S = [0.0] + [LEAST_AGE_S * 2 ** (number / AGES_PER_OCTAVE) for number in range(NUM_AGES)]
-"""Where each begins, and the last one ends."""
+"""Ages at which each begins, and the last one ends."""
 MARGIN = 1.5
 """Times as many hits as of a newcomer that an older block is to promise, to be kept in its stead."""
 LEAST_HITS = 64
@@ -65,7 +65,7 @@ class BlockKind(NamedTuple):
     is_reused: bool
     """It was found again before."""
     octave: int = 0
-    """Of the number of blocks in its chain: long documents come back otherwise than short questions."""
+    """Octave of the number of blocks in its chain: long documents come back otherwise than short questions."""
 
 
 class _Fates:
@@ -128,7 +128,7 @@ class ReuseTimes:
         """How many these are."""
         self._fates: dict[BlockKind, _Fates] = {}
         self._gives_way_s: dict[BlockKind, float] = {}
-        """As of the last look at all that is known."""
+        """Ages as of the last look at all that is known."""
         self._num_unjudged = 0
         self._now = 0.0
 
@@ -239,7 +239,7 @@ S = TypeVar("S", bound=Stored)
 
 
 def used_at_s(now_s: float, depth: int) -> float:
-    """When a block on disk that is written or read now counts as used. `depth`: blocks of its chain before it."""
+    """Time at which a block on disk that is written or read now counts as used. `depth`: blocks of its chain before it."""
     return now_s - DEPTH_S * depth
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 END_S = 10.0
 """Time for what is worth it to go to disk and for copies under way to end, when an instance ends."""
 LEAST_CLOSE_S = 0.5
-"""Of it, for the copies under way, at least."""
+"""Time of it that copies under way have at least."""
 POLL_S = 0.05
 METRICS_S = 2.0
 READ_TIMEOUT_S = 5.0

@@ -158,7 +158,7 @@ class DiskStore:
             return file
 
     def _make_room(self, num_bytes: int, gives_way_s: float) -> int:
-        """For so many bytes more, if there are files that may go. Returns how many bytes are left."""
+        """Removes files until so many bytes more have room, if enough may go. Returns how many bytes are left."""
         now, files, taken = time.time(), [], 0
         for file in self._files():
             if file.is_abandoned and _remove(file.path):
@@ -315,7 +315,7 @@ def _folders(folder: Path | str) -> list[str]:
 
 
 def _times(depth: int) -> tuple[float, float]:
-    """Of a file that is used now."""
+    """Times of access and change of a file that is used now."""
     at_s = used_at_s(time.time(), depth)
     return at_s, at_s
 

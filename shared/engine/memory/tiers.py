@@ -207,7 +207,7 @@ class Tiers:
 
     @property
     def _pool(self) -> BlockPool:
-        """Of host memory."""
+        """The blocks of host memory."""
         assert self._host.pool is not None
         return self._host.pool
 
