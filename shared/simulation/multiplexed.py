@@ -28,6 +28,7 @@ from shared.simulation.deployment import (
 )
 from shared.simulation.events import Events
 from shared.simulation.fleet import PATIENCE_S
+from shared.simulation.itl import ItlHistogram
 from shared.simulation.spatial import SpatialGroup, SpatialModel, submit
 
 
@@ -105,4 +106,5 @@ def simulate(
     device_s = {name: groups[name].busy_s[name] * unit.group.num_ranks for unit in units for name in unit.group.models}
     requests = requests_of(problem, jobs, records, numbers, events.now)
     itl = {name: groups[name].itl[name] for name in groups}
-    return Outcome(requests, measured(problem, requests, busy_s, device_s, seconds, itl), is_over)
+    found = measured(problem, requests, busy_s, device_s, seconds, itl)
+    return Outcome(requests, found, is_over, ItlHistogram.merged(itl.values()))

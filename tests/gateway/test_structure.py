@@ -36,7 +36,7 @@ async def test_a_chat_passes_the_files_that_are_documented_in_their_order(
 
     def note(frame: FrameType, event: str, _: object) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and is_request.get() and file.startswith(str(ROOT)):
+        if event == "call" and is_request.get() and file.startswith(str(ROOT)) and ".venv" not in file:
             files.append(file.removeprefix(f"{ROOT}/"))
 
     monkeypatch.setattr(app._RequestIds, "__call__", marked)

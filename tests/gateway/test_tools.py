@@ -214,7 +214,10 @@ async def test_marks_that_are_special_tokens_are_seen(nats_settings: BusSettings
 
 
 async def test_what_is_refused(tools: Stack) -> None:
-    strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {"pattern": "(?=a)"}}}}
+    strict = {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"not": {"pattern": "(?=a)"}}},
+    }
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f'"),

@@ -159,7 +159,8 @@ class Kept:
                 stream.listeners.remove(self._on_news)
 
     async def discard(self) -> None:
-        """Drops a call that was not placed or has failed: unless JetStream elects for long, the next attempt starts afresh."""
+        """Drops a call that was not placed or has failed: the next attempt starts afresh, unless an
+        election lasts."""
         self.release()
         await asyncio.wait({self._calls.tasks.start(self._calls.forget(self, "failed"))}, timeout=SILENCE_S)
 
