@@ -37,7 +37,7 @@ ROLES = {"off": "", "fixed": "prefill,decode"}
 
 class Waits(NamedTuple):
     first_s: list[float]
-    """Of each request: from its first token to its second."""
+    """Time of each request from its first token to its second."""
     later_s: list[float]
     """Between the others."""
     num_handoffs: float
@@ -46,7 +46,7 @@ class Waits(NamedTuple):
 
 
 async def stream(client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int) -> list[float]:
-    """When tokens came."""
+    """Times at which tokens came."""
     arrivals: list[float] = []
     await stream_completion(client, url, MODEL, prompt, num_tokens, lambda _: arrivals.append(time.monotonic()))
     return arrivals
