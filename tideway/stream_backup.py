@@ -69,7 +69,7 @@ def backup_streams(
 def restore_streams(
     backup: Annotated[Path, typer.Argument(help="Backup to restore: a folder named after its time.")],
 ) -> None:
-    """Restore JetStream's streams from a backup into a NATS that has none of them."""
+    """Restore JetStream's streams from a backup, each with TIDEWAY_NATS_REPLICAS copies, into a NATS that has none of them."""
     names = restore_backup(load(BusSettings), backup)
     print(f"{len(names)} streams are as in {backup}.")
 
@@ -110,7 +110,10 @@ async def _backup(settings: BusSettings, partial: Path) -> None:
 async def _restore(settings: BusSettings, backup: Path, names: list[str]) -> None:
     async with _connected(settings) as client:
         for name in names:
-            reply = await _call(client, f"{API}.RESTORE.{name}", (backup / f"{name}.json").read_bytes())
+            described = json.loads((backup / f"{name}.json").read_text())
+            # One server refuses several copies, and a cluster whose streams have one is worse than one server.
+            described["config"]["num_replicas"] = settings.nats_replicas
+            reply = await _call(client, f"{API}.RESTORE.{name}", json.dumps(described).encode())
             with (backup / f"{name}.snapshot").open("rb") as file:
                 while chunk := file.read(CHUNK_BYTES):
                     await client.request(reply["deliver_subject"], chunk, timeout=CALL_TIMEOUT_S)

@@ -71,9 +71,12 @@ class Servers:
             )
 
     def settings(self, user: str) -> BusSettings:
+        """Settings of the pods with this user."""
+        copies = int(self.cluster.find("ConfigMap", "tideway-settings")["data"]["TIDEWAY_NATS_REPLICAS"])
         return BusSettings(
-            nats_url=self.url, nats_user=user, nats_password=f"nats-{user}-password", nats_tls_ca=self._ca
-        )
+            nats_url=self.url, nats_user=user, nats_password=f"nats-{user}-password", nats_tls_ca=self._ca,
+            nats_replicas=copies,
+        )  # fmt: skip
 
     async def until_ready(self) -> None:
         """Until JetStream answers, which in a cluster needs a leader."""

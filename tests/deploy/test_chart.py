@@ -18,6 +18,7 @@ import yaml
 from services.worker.node.processes import KILL_TIMEOUT_S, STOP_MARGIN_S
 from shared.bus.permissions import ROLES
 from shared.runtime.settings import (
+    BusSettings,
     GatewaySettings,
     InstanceSettings,
     PlacementSettings,
@@ -201,6 +202,8 @@ def test_names_are_unique_and_in_the_release_s_namespace(here: Cluster) -> None:
         ({"gateway": {"hpa": {"enabled": True}, "keda": {"enabled": True}}}, "either hpa or keda"),
         ({"ingress": {"enabled": True}}, "ingress.host"),
         ({"secret": {"external": {"enabled": True}}}, "store.name"),
+        ({"backup": {"restore": "2026-11-04T03-17-00Z"}}, "needs backup.enabled"),
+        ({"backup": {"enabled": True, "restore": "yesterday"}}, "restore"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -572,6 +575,77 @@ def test_servers_of_a_cluster_keep_apart_and_start_together() -> None:
     assert not [b for b in alone.of_kind("PodDisruptionBudget") if b["metadata"]["name"] == "tideway-nats"]
 
 
+def chart_that_sees(document: dict[str, Any], folder: Path) -> Path:
+    """The chart, in whose templates each `lookup` finds this document if it is asked for its name."""
+    shutil.copytree(CHART, folder / "tideway")
+    found = f'ternary (`{json.dumps(document)}` | fromJson) dict (eq "{document["metadata"]["name"]}" SOUGHT)'
+    for file in (folder / "tideway/templates").glob("*.yaml"):
+        text = re.sub(
+            r'lookup "apps/v1" "StatefulSet" \$?\w*\.Release\.Namespace (\(printf [^)]+\)|\$name)',
+            lambda match: found.replace("SOUGHT", match[1]),
+            file.read_text(),
+        )
+        assert 'lookup "' not in text
+        file.write_text(text)
+    return folder / "tideway"
+
+
+@pytest.mark.parametrize(("had", "wanted"), [(1, 3), (3, 1), (3, 3), (3, 5)])
+def test_one_server_is_not_made_three_over_its_claims(had: int, wanted: int, tmp_path: Path) -> None:
+    """A cluster lists no stream of a server that was alone."""
+    before = Cluster(render({"nats": {"replicas": had}})).workloads["tideway-nats"]
+    (claim,) = before["spec"]["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] in {mount["name"] for mount in nats_mounts(before)}
+    chart = chart_that_sees(before, tmp_path)
+    if (had > 1) == (wanted > 1):
+        after = Cluster(render({"nats": {"replicas": wanted}}, chart)).workloads["tideway-nats"]
+        assert after["spec"]["volumeClaimTemplates"] == [claim]
+        return
+    with pytest.raises(RefusedError, match=rf"claims {claim['metadata']['name']}-tideway-nats-\*.*by a backup"):
+        render({"nats": {"replicas": wanted}}, chart)
+    after = Cluster(render({"nats": {"replicas": wanted}})).workloads["tideway-nats"]
+    assert after["spec"]["volumeClaimTemplates"] != [claim], "the API server refuses the change where nothing is seen"
+
+
+def nats_mounts(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    return workload["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]  # type: ignore[no-any-return]
+
+
+def test_services_stand_still_while_a_backup_is_restored(tmp_path: Path) -> None:
+    values = {**CLUSTERS["mixed-gpus"], "backup": {"enabled": True, "restore": "2026-11-04T03-17-00Z"}}
+    here = Cluster(render(values))
+    for document in here.documents:
+        if document["kind"] not in SCHEMAS:
+            kubernetes_validate.validate(document, NEWEST, strict=True)
+    assert refusals(here) == []
+    assert all(here.workloads[name]["spec"]["replicas"] == 0 for name, _ in services(here)), "they make streams"
+    assert here.workloads["tideway-nats"]["spec"]["replicas"] == 3 and not here.of_kind("ScaledObject")
+    job = "tideway-restore-2026-11-04t03-17-00z"
+    assert here.container(job)["command"][2:] == ["tideway", "restore-streams", "/backup/2026-11-04T03-17-00Z"]
+    assert load(BusSettings, here.environment(job)).nats_replicas == 3
+    assert here.reaches(job, "tideway-nats", 4222)
+    assert here.workloads["tideway-backup"]["spec"]["suspend"] is True
+    stopped = chart_that_sees(here.workloads["tideway-worker-l40s"], tmp_path)
+    again = Cluster(render(CLUSTERS["mixed-gpus"], stopped))
+    assert again.workloads["tideway-worker-l40s"]["spec"]["replicas"] == 4
+
+
+def test_an_upgrade_leaves_the_number_of_workers_to_what_scales_them(tmp_path: Path) -> None:
+    def pool(keda: bool, autoscale: bool, folder: str = "", live: int | None = None) -> int | None:
+        values = {
+            "workers": {"pools": [{"name": "cpu", "replicas": 2, "keda": {"enabled": keda}}]},
+            "scaling": {"pool": "" if keda else "cpu", "autoscale": autoscale},
+        }
+        now = {"metadata": {"name": "tideway-worker-cpu"}, "spec": {"replicas": live}}
+        chart = CHART if live is None else chart_that_sees(now, tmp_path / folder)
+        return Cluster(render(values, chart)).workloads["tideway-worker-cpu"]["spec"].get("replicas")
+
+    assert pool(True, False) is None and pool(False, True) is None, "as Argo CD renders it, at each sync"
+    assert pool(False, False) == 2, "nothing else raises it"
+    assert pool(True, False, "keda", 0) == 0 and pool(False, True, "autoscale", 5) == 5
+    assert pool(False, False, "placement", 5) == 5
+
+
 def test_with_tls_services_check_the_certificate_that_servers_show() -> None:
     here = cluster("mixed-gpus")
     certificate = here.find("Certificate", "tideway-nats")["spec"]
@@ -666,8 +740,8 @@ def test_bounds_of_the_number_of_workers() -> None:
     here = cluster("mixed-gpus")
     settings = load(SchedulerSettings, here.environment("tideway-scheduler"))
     assert settings.autoscale
-    workers = here.workloads["tideway-worker-l40s"]["spec"]["replicas"]
-    assert settings.min_instances <= workers <= settings.max_instances
+    (pool,) = [pool for pool in EXAMPLES["mixed-gpus"]["workers"]["pools"] if pool["name"] == "l40s"]
+    assert settings.min_instances <= pool["replicas"] <= settings.max_instances
 
 
 def scaled_queries(here: Cluster) -> list[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shared.bus.nats_bus import NatsBus
-from shared.messages.catalogue import FILE_CONTENTS
+from shared.messages.catalogue import FILE_CONTENTS, MODELS
+from shared.messages.cluster import ModelSpec
 from shared.runtime.settings import BusSettings
 from tests.deploy.nats_servers import Servers
 from tideway.data_folder import OperatorError
@@ -50,6 +51,43 @@ async def test_what_a_backup_of_three_servers_has_comes_back(three: Servers, one
     await bus.close()
     with pytest.raises(OperatorError, match=r"RESTORE\.OBJ_tideway_file_contents"):
         await asyncio.to_thread(restore_backup, one.settings("backup"), made)
+
+
+async def copies(servers: Servers) -> dict[str, int]:
+    bus = await NatsBus.connect(servers.settings("placement"), "test", "placement")
+    found = {name: (await bus.streams.health(name)).num_copies for name in await bus.streams.own_names()}
+    await bus.close()
+    return found
+
+
+async def test_from_one_server_to_three_and_back_by_a_backup(one: Servers, three: Servers, tmp_path: Path) -> None:
+    """The steps of docs/kubernetes.md: a cluster takes over nothing of a server that was alone."""
+    await one.until_ready()
+    bus = await NatsBus.connect(one.settings("placement"), "test", "placement")
+    models = await bus.key_value(MODELS)
+    for number in range(200):
+        await models.put(f"model-{number}", ModelSpec(f"model-{number}", "somewhere"))
+    await bus.close()
+    first = await asyncio.to_thread(make_backup, one.settings("backup"), tmp_path / "backups")
+    one.close()
+
+    await three.until_ready()
+    await asyncio.to_thread(restore_backup, three.settings("backup"), first)
+    bus = await NatsBus.connect(three.settings("placement"), "test", "placement")
+    assert len(await (await bus.key_value(MODELS)).entries()) == 200
+    await bus.close()
+    assert (await copies(three))["KV_tideway_models"] == 3
+    await asyncio.sleep(1.0)  # backups are named after the second
+    second = await asyncio.to_thread(make_backup, three.settings("backup"), tmp_path / "backups")
+    three.close()
+
+    again = Servers({"nats": {"replicas": 1}}, tmp_path / "again")
+    try:
+        await again.until_ready()
+        await asyncio.to_thread(restore_backup, again.settings("backup"), second)
+        assert (await copies(again))["KV_tideway_models"] == 1
+    finally:
+        again.close()
 
 
 async def test_others_may_make_no_backup(one: Servers, tmp_path: Path) -> None:

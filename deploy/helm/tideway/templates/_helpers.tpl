@@ -198,6 +198,11 @@ storageClassName: {{ . }}
 resources: {requests: {storage: {{ .size }}}}
 {{- end }}
 
+{{/* Of a service, by (dict "root" $ "replicas" 2): none while a backup is restored, since services make the streams that are missing. */}}
+{{- define "tideway.replicas" -}}
+{{ ternary 0 (int .replicas) (ne .root.Values.backup.restore "") }}
+{{- end }}
+
 {{/* Names of the servers in order, one a line. */}}
 {{- define "tideway.natsServers" -}}
 {{- $name := printf "%s-nats" (include "tideway.name" .) -}}
