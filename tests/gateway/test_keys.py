@@ -20,6 +20,7 @@ from services.gateway.access.admission import (
     Key,
     PromptCharge,
     TenantPolicy,
+    checked_tenant,
     name_of,
     read_admin_keys,
     read_keys,
@@ -33,7 +34,7 @@ from services.gateway.requests.kept_calls import WINDOW_HEADER
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, RequestClass
+from shared.messages.requests import MAX_TENANT_NAME, ErrorCode, ErrorInfo, FinishReason, RequestClass
 from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
 from tests.gateway.conftest import MODEL, running_gateway, running_stack
 from tests.gateway.peer import until
@@ -373,6 +374,33 @@ async def test_each_request_says_whose_it_is_and_whose_prefixes_it_finds(
             'tideway_gateway_tenant_tokens_total{direction="output",tenant="acme"} 6.0',
             'tideway_gateway_tenant_time_to_first_token_seconds_count{tenant="acme"} 3.0',
         )
+
+
+async def test_a_client_s_own_salt_parts_prefixes_further_and_joins_no_tenants(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    settings = {"api_keys": TENANTS, "shared_prefixes": "acme"}
+    async with running_stack(nats_settings, specs, **settings) as stack:
+        stack.say("Hello")
+
+        async def salt_of(key: str, salt: str, path: str = "completions", **body: Any) -> str:
+            sent = {"model": MODEL, "cache_salt": salt, **(body or {"prompt": [5] * 10, "max_tokens": 5})}
+            answer = await stack.client.post(f"/v1/{path}", json=sent, headers=bearer(key))
+            assert answer.status_code == 200, answer.text
+            return stack.peer.submitted[-1].prefix_salt
+
+        ours = await salt_of("named", "user-1")
+        assert ours == await salt_of("other-of-acme", "user-1") == await salt_of("named", "user-1")
+        assert ours == await salt_of("named", "user-1", "responses", input="Hello")
+        salts = [ours]
+        for key, salt in (("named", "user-2"), ("secret", "user-1"), ("secret", "acme"), ("named", "é" * 256)):
+            salts.append(await salt_of(key, salt))
+        assert len(set(salts)) == len(salts)
+        for salt in salts:
+            assert len(salt) <= MAX_TENANT_NAME
+            with pytest.raises(ValueError, match="a tenant's name"):
+                checked_tenant(salt)
 
 
 async def test_who_is_no_trusted_proxy_names_no_tenant(nats_settings: BusSettings, checkpoint: Path) -> None:

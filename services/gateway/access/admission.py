@@ -127,9 +127,13 @@ class TenantPolicy:
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def salt(self, tenant: str) -> str:
-        """Salt of the cached prefixes of its requests."""
-        return "" if self._sharing & {ANY_TENANT, tenant} else tenant
+    def salt(self, tenant: str, chosen: str = "") -> str:
+        """Salt of the cached prefixes of its requests; `chosen`: what the client wants them salted with besides."""
+        salt = "" if self._sharing & {ANY_TENANT, tenant} else tenant
+        if not chosen:
+            return salt
+        # As long whatever the client sends, and no tenant's: their names have no colon.
+        return ":" + hashlib.blake2b(f"{salt}:{chosen}".encode(), digest_size=24).hexdigest()
 
 
 def checked_tenant(name: str) -> str:

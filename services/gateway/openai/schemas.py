@@ -37,6 +37,7 @@ TopP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 END = r"$(?!\n)"
 """End of a pattern: `$` alone lets a line feed follow."""
@@ -196,6 +197,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """Seconds; the header of that name does the same. Never more than the server's own limit."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """Tokens guessed at most in a step; never more than the instance guesses."""
+    cache_salt: CacheSalt | None = None
+    """Among the tenant's requests, only those with the same text here use each other's cached prefixes."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """The log-probability of each token of the prompt, with so many of the most likely. Not in a stream."""
     user: str | None = None
@@ -264,7 +267,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     custom_logit_processor: OnlyNull = None
     lora_path: OnlyNull = None
     lora: OnlyEmptyList = None
-    cache_salt: OnlyNull = None
     kv_transfer_params: OnlyNull = None
     return_hidden_states: OnlyFalse = None
 
@@ -306,6 +308,7 @@ class PooledFields(msgspec.Struct, kw_only=True):
     """Priority, as of completions; the fields below too."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     ttft_ms: Milliseconds | None = None
+    cache_salt: CacheSalt | None = None
     request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")
     """Seconds that the request may take."""
 

@@ -198,7 +198,7 @@ class Call:
             adapter=None if adapter is None else adapter.adapter,
             tenant=name,
             tenant_weight=policy.weight(name),
-            prefix_salt=policy.salt(name),
+            prefix_salt=policy.salt(name, message.cache_salt or ""),
         )
         self.generation = Generation(
             table=self.context.table,

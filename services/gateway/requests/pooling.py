@@ -137,6 +137,7 @@ def _pooled(message: PooledFields, task: Task, prompts: Any, param: str, **more:
         priority=message.priority,
         service_tier=message.service_tier,
         ttft_ms=message.ttft_ms,
+        cache_salt=message.cache_salt,
         request_timeout_s=message.request_timeout_s,
         truncates_to=message.truncate_prompt_tokens,
         **more,

@@ -208,6 +208,7 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
         "service_tier": request.service_tier,
         "ttft_ms": request.ttft_ms,
         "tpot_ms": request.tpot_ms,
+        "cache_salt": request.cache_salt,
         "seed": request.seed,
     }
     try:

@@ -12,6 +12,7 @@ from services.gateway.openai.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    CacheSalt,
     FunctionName,
     MetadataKey,
     MetadataValue,
@@ -154,6 +155,7 @@ class ResponseRequest(Conversed, kw_only=True):
     user: str | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
+    cache_salt: CacheSalt | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     truncation: Annotated[Any, Meta(extra_json_schema={"enum": [None, "disabled"]})] = None
     background: bool | None = None
