@@ -166,13 +166,29 @@ $(TOOLS)/bin/uv: Makefile
 	$(TOOLS)/bin/pip install --quiet uv==0.13.9 cyclonedx-bom==7.5.0
 	@touch $@
 
-# Every package that is installed with another, and of each the hashes, for all platforms and Pythons. Without torch, of which there
-# is a build for each device, and without what that brings: it comes from its own index first.
+# Every package that is installed with another, and of each the hashes, for all platforms and Pythons: for a checkout, and in the
+# same versions for each image. Without torch, of which there is a build for each device, and without what that brings: it comes
+# from its own index first. The image for CUDA 13 has what goes with PyPI's torch, which is for CUDA 13.
+COMPILE = $(TOOLS)/bin/uv pip compile --no-config --default-index https://pypi.org/simple --universal --python-version 3.11 \
+	--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet
+WITHOUT_TORCH = --excludes $(TOOLS)/without-torch
 lock: $(TOOLS)/bin/uv
+	@mkdir -p $(TOOLS)/cuda13
 	echo torch > $(TOOLS)/without-torch
-	$(TOOLS)/bin/uv pip compile pyproject.toml --no-config --default-index https://pypi.org/simple --universal --python-version 3.11 \
-		--extra development --generate-hashes --no-annotate --upgrade --excludes $(TOOLS)/without-torch --constraint constraints.txt \
-		--custom-compile-command "make lock" --output-file requirements.lock --quiet
+	$(COMPILE) --upgrade pyproject.toml locks/build.in locks/torch.in --extra development $(WITHOUT_TORCH) --constraint constraints.txt \
+		--output-file requirements.lock
+	$(COMPILE) pyproject.toml locks/build.in $(WITHOUT_TORCH) --constraint requirements.lock --output-file locks/base.lock
+	for name in gateway placement; do \
+		$(COMPILE) pyproject.toml --extra $$name $(WITHOUT_TORCH) --constraint requirements.lock --output-file locks/$$name.lock || exit; done
+	$(COMPILE) pyproject.toml locks/torch.in --extra worker $(WITHOUT_TORCH) --constraint requirements.lock --output-file locks/worker.lock
+	$(COMPILE) pyproject.toml locks/torch.in --extra cuda $(WITHOUT_TORCH) --constraint requirements.lock --constraint constraints.txt \
+		--output-file locks/cuda12.lock
+	sed "s/-cu12/-cu13/" pyproject.toml > $(TOOLS)/cuda13/pyproject.toml
+	sed "s/-cu12/-cu13/" constraints.txt > $(TOOLS)/cuda13/constraints.txt
+	grep -vE "^(cuda-|nvidia-)|-cu12==" requirements.lock | sed -n "s/^\([a-z0-9].*==[^\\]*\).*/\1/p" > $(TOOLS)/cuda13/locked.txt
+	$(COMPILE) $(TOOLS)/cuda13/pyproject.toml --extra cuda --no-emit-package torch --constraint $(TOOLS)/cuda13/constraints.txt \
+		--constraint $(TOOLS)/cuda13/locked.txt --output-file locks/cuda13.lock
+	$(COMPILE) locks/nvcc13.in --no-deps --output-file locks/nvcc13.lock
 
 # What a checkout has installed, in CycloneDX's format.
 sbom: install $(TOOLS)/bin/uv

@@ -1,7 +1,7 @@
 """Makes .venv with what Tideway needs. Run by `make`, by the system's Python, before anything is installed.
 
 Uses the standard library alone, and only syntax that older Pythons can read, so that they can say what is missing.
-A second run finds the stamp, which holds a hash of pyproject.toml and constraints.txt, and ends at once.
+A second run finds the stamp, which holds a hash of pyproject.toml and of all versions, and ends at once.
 Exit codes: 0 done, 1 the installation failed, 2 the machine lacks something (one sentence says what).
 """
 
@@ -47,7 +47,7 @@ class SetupError(Exception):
 def stamp_hash() -> str:
     """Changes whenever what should be installed does, or the interpreter."""
     digest = hashlib.sha256(sys.version.encode())
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "requirements.lock"):
         digest.update((REPOSITORY / name).read_bytes())
     return digest.hexdigest()
 
@@ -268,13 +268,23 @@ def explain(log: str) -> str:
 # ------------------------------------------------------------------------------------------------ installation
 
 
+def locked_versions(lock: str) -> str:
+    """A lock's versions as constraints, without the hashes: with these pip would take no checkout and no build of torch.
+    Packages of CUDA are left out, since those follow torch's."""
+    lines = re.findall(r"^[a-z0-9][^\\\n]*==[^\\\n]*", lock, re.MULTILINE)
+    kept = [line.strip() for line in lines if not re.match(r"(cuda|nvidia)-|[^=]*-cu\d+==", line)]
+    return "".join(line + "\n" for line in kept)
+
+
 def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     """Runs pip with its output in a log file and a few lines of progress here. Raises `SetupError`."""
+    locked = venv / "locked.txt"
+    locked.write_text(locked_versions((REPOSITORY / "requirements.lock").read_text()))
     # All services run on this machine, and the worker's extra has what they need together.
     target = f"{REPOSITORY}[{','.join(sorted({'worker', *extras}))}]"
     command = [*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     # Most modules are never imported, and what is imported is compiled then.
-    command += ["--no-compile", "-c", str(REPOSITORY / "constraints.txt"), "-e", target]
+    command += ["--no-compile", "-c", str(REPOSITORY / "constraints.txt"), "-c", str(locked), "-e", target]
     log_path = venv / "install.log"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     progress = Progress(venv)

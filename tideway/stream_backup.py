@@ -69,7 +69,7 @@ def backup_streams(
 def restore_streams(
     backup: Annotated[Path, typer.Argument(help="Backup to restore: a folder named after its time.")],
 ) -> None:
-    """Restore JetStream's streams from a backup, each with TIDEWAY_NATS_REPLICAS copies, into a NATS that has none of them."""
+    """Restore JetStream's streams from a backup, with TIDEWAY_NATS_REPLICAS copies, into a NATS that has none of them."""
     names = restore_backup(load(BusSettings), backup)
     print(f"{len(names)} streams are as in {backup}.")
 

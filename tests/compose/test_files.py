@@ -198,17 +198,21 @@ def test_kernels_are_compiled_in_a_stage_of_their_own_and_never_where_the_worker
         assert '[ "$EXTRA" = cuda ] || exit 0;' in run.split("apt-get")[0].split("export")[0]
 
 
-@pytest.mark.parametrize("cuda", [12, 13])
-def test_ucx_is_that_of_the_image_s_cuda(cuda: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("extra", "cuda", "ucx"), [("worker", 13, 12), ("cuda", 12, 12), ("cuda", 13, 13)])
+def test_ucx_is_that_of_the_image_s_cuda(extra: str, cuda: int, ucx: int, tmp_path: Path) -> None:
+    """And torch comes with the versions of the lock that follows it."""
     text = (REPOSITORY / "services/worker/Dockerfile").read_text()
-    (command,) = re.findall(r"sed -i (.*) pyproject\.toml constraints\.txt", text)
-    for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(REPOSITORY / name, tmp_path)
-    script = f"sed -i {command} pyproject.toml constraints.txt"
-    subprocess.run(["sh", "-c", script], cwd=tmp_path, env={**os.environ, "CUDA": str(cuda)}, check=True)
-    for name, packages in (("pyproject.toml", ["ucxx"]), ("constraints.txt", ["ucxx", "libucx"])):
-        found = re.findall(r"^\W*(\w+)-cu(\d+)[>=]=", (tmp_path / name).read_text(), re.MULTILINE)
-        assert found == [(package, str(cuda)) for package in packages]
+    (command,) = re.findall(r"^RUN (.*mv locks/.*\\\n.*)$", text, re.MULTILINE)
+    shutil.copytree(REPOSITORY / "locks", tmp_path / "locks")
+    environment = {**os.environ, "EXTRA": extra, "CUDA": str(cuda)}
+    subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=environment, check=True)
+    lock, constraints = (tmp_path / "locks/image.lock").read_text(), (tmp_path / "locked.txt").read_text()
+    for name in ("ucxx", "libucx"):
+        assert re.findall(rf"^{name}-cu(\d+)==", lock, re.MULTILINE) == [str(ucx)]
+    assert [line.split(" ")[0] for line in constraints.splitlines()] == re.findall(
+        r"^[a-z0-9]\S+==\S+", lock, re.MULTILINE
+    )
+    assert "hash" not in constraints and "\\" not in constraints
 
 
 def test_the_command_finds_the_gateway_of_its_container() -> None:

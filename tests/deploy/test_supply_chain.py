@@ -23,9 +23,27 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
 LOCK = (REPOSITORY / "requirements.lock").read_text()
 
 
-def locked() -> dict[str, str]:
+LOCKS = {"requirements": LOCK} | {file.stem: file.read_text() for file in sorted((REPOSITORY / "locks").glob("*.lock"))}
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def locked(lock: str = LOCK) -> dict[str, str]:
     """Versions by name."""
-    return dict(re.findall(r"^([a-z0-9._-]+)==([^\s;\\]+)", LOCK, re.MULTILINE))
+    return dict(re.findall(r"^([a-z0-9._-]+)==([^\s;\\]+)", lock, re.MULTILINE))
+
+
+def needed(*extras: str) -> set[str]:
+    """Names of what the project needs with these extras, and with those that these name."""
+    found = {requirement_name(one) for one in PROJECT["dependencies"]}
+    for extra in extras:
+        for one in PROJECT["optional-dependencies"][extra]:
+            others = re.fullmatch(r"tideway\[(.*)\]", one)
+            found |= needed(*others[1].split(",")) if others else {requirement_name(one)}
+    return found
+
+
+def requirement_name(requirement: str) -> str:
+    return normal(re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0])
 
 
 def normal(name: str) -> str:
@@ -97,12 +115,45 @@ def test_a_registry_that_gives_no_digest_changes_nothing(tmp_path: Path) -> None
 # ----------------------------------------------------------------------------------------------------- packages
 
 
-def test_every_package_is_locked_by_hash_and_from_nowhere_else() -> None:
-    entries = re.split(r"^(?=[a-z0-9])", LOCK, flags=re.MULTILINE)[1:]
-    assert all(
-        re.fullmatch(r"\S+==\S+[^\n]*\\(?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+\n?", entry) for entry in entries
-    )
-    assert not re.search(r"https?://|file:|^-|/", re.sub(r"^#.*$", "", LOCK, flags=re.MULTILINE), re.MULTILINE)
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_is_locked_by_hash_and_from_nowhere_else(name: str) -> None:
+    lock = LOCKS[name]
+    entries = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
+    form = r"\S+==\S+[^\n]*\\(?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+\n?"
+    assert entries and all(re.fullmatch(form, re.sub(r"^#.*\n", "", entry, flags=re.MULTILINE)) for entry in entries)
+    assert not re.search(r"https?://|file:|^-|/", re.sub(r"^#.*$", "", lock, flags=re.MULTILINE), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [("base", ()), ("gateway", ("gateway",)), ("placement", ("placement",)), ("worker", ("worker",)),
+     ("cuda12", ("cuda",)), ("cuda13", ("cuda",))],
+)  # fmt: skip
+def test_each_image_s_lock_has_what_it_needs_in_the_versions_of_the_tests(name: str, extras: tuple[str, ...]) -> None:
+    versions, all_versions = locked(LOCKS[name]), locked()
+    wanted = {package.replace("-cu12", "-cu13") if name == "cuda13" else package for package in needed(*extras)}
+    assert wanted - versions.keys() == {"torch"} & wanted, "make lock"
+    follow_cuda = re.compile(r"(cuda|nvidia)-|.*-cu\d+$")
+    assert {package: version for package, version in versions.items() if all_versions.get(package, version) != version
+            and not follow_cuda.match(package)} == {}  # fmt: skip
+    other = {"12": "13", "13": "12"}[name[-2:]] if name.startswith("cuda") else "13"
+    assert f"libucx-cu{other}" not in versions and f"ucxx-cu{other}" not in versions
+
+
+def test_images_install_nothing_but_torch_without_a_hash() -> None:
+    num_installs = 0
+    for file in sorted(REPOSITORY.glob("services/*/Dockerfile")):
+        text = re.sub(r"\\\n\s*", "", file.read_text())
+        final = text.partition(" AS base\n")[2].partition("\nFROM ")[0] + text.rpartition("\nFROM ")[2]
+        for command in re.findall(r"pip install ([^&\n]*)", final):
+            num_installs += 1
+            options = set(command.split())
+            assert (
+                options >= {"--no-deps", "--require-hashes"}
+                or options >= {"--no-deps", "--no-build-isolation", "."}
+                or (options >= {"constraints.txt", "locked.txt"} and command.split()[-1] == "torch")
+            ), f"{file}: {command}"
+    assert num_installs == 4 * 2 + 4
 
 
 def test_the_lock_has_the_versions_that_the_tests_run_with() -> None:
@@ -113,11 +164,8 @@ def test_the_lock_has_the_versions_that_the_tests_run_with() -> None:
     assert {name: versions.get(normal(name)) for name in pinned.keys() - not_locked} == {
         name: version for name, version in pinned.items() if name not in not_locked
     }
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = [one for name, extra in project["optional-dependencies"].items() if name != "cuda" for one in extra]
-    for requirement in [*project["dependencies"], *extras]:
-        name = normal(re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0])
-        assert name in versions or name in ("torch", "tideway"), f"{name}: make lock"
+    missing = needed(*PROJECT["optional-dependencies"].keys() - {"cuda"}) - versions.keys()
+    assert missing == {"torch"}, "make lock"
 
 
 # ------------------------------------------------------------------------------------------------------ releases

@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -170,7 +171,17 @@ def test_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     install(fake_pip(tmp_path, "Installing collected packages: a, b\n", 0), tmp_path, {"development"})
     assert "installing 2 packages" in capsys.readouterr().out
     log = (tmp_path / "install.log").read_text()
-    assert "--no-compile -c" in log and "constraints.txt -e" in log and "[development,worker]" in log
+    assert "--no-compile -c" in log and "[development,worker]" in log
+    (locked,) = set(re.findall(r"constraints\.txt -c (\S+) -e", log))
+    versions = Path(locked).read_text()
+    assert "\nidna==" in versions and "\nmarkupsafe==" in versions and "--hash" not in versions
+
+
+def test_versions_of_a_lock_as_constraints() -> None:
+    hashes = " \\\n    --hash=sha256:ab \\\n    --hash=sha256:cd\n"
+    pins = ["a==1.0", "b-c==2.1.post1 ; sys_platform == 'win32'", "cuda-core==1.2", "nvidia-x==1", "libucx-cu12==1.2"]
+    lock = "# This file\n#    make lock\n" + "".join(pin + hashes for pin in pins)
+    assert bootstrap.locked_versions(lock) == "a==1.0\nb-c==2.1.post1 ; sys_platform == 'win32'\n"
 
 
 def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
