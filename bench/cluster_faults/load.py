@@ -138,7 +138,7 @@ READERS = {"httpx": stream_completion, "openai": stream_with_openai}
 class Resuming:
     """Reads streams that have a key, each on at the next gateway where its connection ends."""
 
-    def __init__(self, urls: list[str], reader: str) -> None:
+    def __init__(self, urls: list[str], reader: str = "httpx") -> None:
         self._urls = urls
         self._read = READERS[reader]
         self._num_read = 0

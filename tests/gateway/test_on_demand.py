@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.gateway.requests import exchange
+from services.gateway.requests import event_stream
 from shared.messages.catalogue import PLANS
 from shared.messages.cluster import LoadedModel, ModelSpec
 from shared.messages.requests import FinishReason
@@ -30,7 +30,7 @@ async def set_state(stack: Stack, state: str) -> None:
 async def test_a_cold_start_is_told(
     nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(exchange, "COLD_SIGN_S", 0.2)
+    monkeypatch.setattr(event_stream, "COLD_SIGN_S", 0.2)
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint), on_demand=True)]) as stack:

@@ -59,7 +59,7 @@ def test_migrations_replay_and_a_difference_is_named(tmp_path: Path, capsys: pyt
         file.write_bytes(b"".join(node.written))
         command.replay(file)
         out = capsys.readouterr().out
-        assert "all as recorded; migrations under way at the end: 0." in out and not out.startswith("0 times")
+        assert "all as recorded; migrations in progress at the end: 0." in out and not out.startswith("0 times")
     source = b"".join(world.nodes["a"].written)
     for known, other in ((b"BeginOut", b"BeginXut"), (b"Candidates", b"Candidatos")):
         assert known in source

@@ -170,10 +170,14 @@ async def test_a_stopped_peer_costs_no_more_than_the_deadline(source: KvTranspor
 async def test_idle_connections_and_expectations_cost_next_to_no_cpu(source: KvTransport, peer: Peer) -> None:
     await source.send(peer.address, await peer.expect([1]), "m", [1], deadline_s=30)
     waiting = source.expect("m", [2], deadline_s=10)
-    before, theirs = time.process_time(), (await peer.ask("cpu"))["seconds"]
-    await asyncio.sleep(1.0)
-    assert time.process_time() - before < 0.15
-    assert (await peer.ask("cpu"))["seconds"] - theirs < 0.15
+    used_s = []
+    for _ in range(5):  # what spins does so in each second; what else the processes do, in some
+        before, theirs = time.process_time(), (await peer.ask("cpu"))["seconds"]
+        await asyncio.sleep(1.0)
+        used_s.append(max(time.process_time() - before, (await peer.ask("cpu"))["seconds"] - theirs))
+        if used_s[-1] < 0.15:
+            break
+    assert min(used_s) < 0.15
     waiting.cancel()
 
 

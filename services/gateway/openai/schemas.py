@@ -309,6 +309,7 @@ class PooledFields(msgspec.Struct, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     ttft_ms: Milliseconds | None = None
     cache_salt: CacheSalt | None = None
+    """Among the tenant's requests, only those with the same text here use each other's cached prefixes."""
     request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")
     """Seconds that the request may take."""
 

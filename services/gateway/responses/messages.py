@@ -156,6 +156,7 @@ class ResponseRequest(Conversed, kw_only=True):
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     cache_salt: CacheSalt | None = None
+    """Among the tenant's requests, only those with the same text here use each other's cached prefixes."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     truncation: Annotated[Any, Meta(extra_json_schema={"enum": [None, "disabled"]})] = None
     background: bool | None = None

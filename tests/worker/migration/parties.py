@@ -251,7 +251,7 @@ class Party:
         await self.service.stop()
         await asyncio.to_thread(self.loop.stop, 5.0)
         if self.disk is not None:
-            await asyncio.to_thread(self.disk.close)
+            await asyncio.to_thread(self.disk.close, 5.0)
         if self.transport is not None:
             await self.transport.close()
         await self.bus.close()
