@@ -137,6 +137,13 @@ class MemoryKeyValue(KeyValue[M]):
 
         await self._bus.call(apply)
 
+    async def purge_markers(self, seen: Set[str]) -> set[str]:
+        def apply() -> set[str]:
+            self._state.deleted -= seen
+            return set(self._state.deleted)
+
+        return await self._bus.call(apply)
+
     async def _write(self, key: str, body: bytes | None, expected: int | None) -> int:
         return await self._bus.call(lambda: self._state.write(key, body, self._bus.now(), expected))
 

@@ -152,6 +152,11 @@ class KeyValue(ABC, Generic[M]):
         are not told."""
 
     @abstractmethod
+    async def purge_markers(self, seen: Set[str]) -> set[str]:
+        """Removes the markers that `delete` left under the keys in `seen`. Returns the other keys with a marker: the `seen`
+        of the next call, when every watch has been told."""
+
+    @abstractmethod
     async def entries(self) -> dict[str, KvEntry[M]]: ...
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Any, TypeVar
 
 import nats.errors
@@ -150,6 +150,21 @@ class NatsKeyValue(KeyValue[M]):
         with bus_errors(f"purge {self._bucket.name}/{prefix}"):
             for each in (subject, f"{subject}.>"):
                 await self._streams.context.purge_stream(_stream_name(self._bucket), subject=each)
+
+    async def purge_markers(self, seen: Set[str]) -> set[str]:
+        name, prefix = _stream_name(self._bucket), f"$KV.{self._bucket.name}."
+        with bus_errors(f"list keys of {self._bucket.name}"):
+            info = await self._streams.context.stream_info(name, prefix + ">")
+        keys = {subject.removeprefix(prefix) for subject in info.state.subjects or {}}
+        marked = set()
+        for key in sorted(keys - (await self.entries()).keys()):
+            with bus_errors(f"purge {self._bucket.name}/{key}"):
+                value, revision = await self._look(key)
+                if value is None and revision and key in seen:  # up to the marker: it may be written anew meanwhile
+                    await self._streams.context.purge_stream(name, seq=revision + 1, subject=prefix + key)
+                elif value is None and revision:
+                    marked.add(key)
+        return marked
 
     async def _write(self, what: str, key: str, body: bytes | None, write: Callable[[], Awaitable[int]]) -> int:
         """`body`: that is written; None: a deletion."""

@@ -138,6 +138,10 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
     batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
     """Most lines in flight of one batch and model."""
+    batch_retention_s: Annotated[float, msgspec.Meta(ge=3600)] = 30 * 86400
+    """After its end the record of a batch is there for so long."""
+    sweep_interval_s: Annotated[float, msgspec.Meta(ge=15)] = 600.0
+    """Interval at which a gateway looks for what deleted and expired files and batches left; the second look removes it."""
     max_body_bytes_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024 * 1024
     """Most bytes of request bodies that are being read, each beyond its first 64 KiB; beyond it 429. Uploads do not
     count."""

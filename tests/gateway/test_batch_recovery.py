@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -233,6 +234,53 @@ async def test_a_finished_batch_leaves_only_its_files(stack: Stack) -> None:
     assert names == sorted([batch.input_file_id, batch.output_file_id])
     record = (await (await stack.peer.bus.key_value(BATCHES)).get(batch.id)).value
     assert record.status == "completed"
+
+
+async def rows(stack: Stack) -> dict[str, int]:
+    """Messages that the streams of batches and files hold, markers of deletions among them."""
+    uses = await stack.gateway.context.bus.stream_uses()
+    kept = ("KV_tideway_batches", "KV_tideway_batch_terms", "KV_tideway_batch_results", "KV_tideway_files")
+    return {name: uses[name].num_messages if name in uses else 0 for name in kept}
+
+
+async def test_a_batch_that_is_deleted_leaves_no_row(stack: Stack) -> None:
+    client, before = stack.openai(), await rows(stack)
+    stack.peer.automatic = False
+    batch = await start(client, [line(0)])
+    await stack.next_request()
+    refused = await stack.client.delete(f"/v1/batches/{batch.id}")
+    assert refused.status_code == 409 and "cancel it first" in refused.json()["error"]["message"]
+    await client.batches.cancel(batch.id)
+    batch = await reach(client, batch.id, ended)
+    deleted = await stack.client.delete(f"/v1/batches/{batch.id}")
+    assert deleted.json() == {"id": batch.id, "object": "batch", "deleted": True}
+    for method in (stack.client.get, stack.client.delete):
+        assert (await method(f"/v1/batches/{batch.id}")).status_code == 404
+    assert (await client.batches.list()).data == []
+    for file in (await client.files.list()).data:
+        await client.files.delete(file.id)
+    async with asyncio.timeout(5):
+        while batch.id in stack.gateway._batch_service._records.entries:
+            await asyncio.sleep(0.01)
+    for _ in range(2):
+        await stack.gateway._batch_service._sweep()
+    assert await rows(stack) == before
+
+
+async def test_a_batch_is_kept_for_a_time_after_its_end(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, batch_retention_s=7200.0) as stack:
+        echo(stack)
+        client, service = stack.openai(), stack.gateway._batch_service
+        batch = await reach(client, (await start(client, [line(0)], "10m")).id, ended)
+        real = time.time
+        for later_s, is_kept in ((7100.0, True), (7300.0, False)):
+            monkeypatch.setattr(time, "time", lambda later_s=later_s: real() + later_s)
+            await service._sweep()
+            found = await stack.client.get(f"/v1/batches/{batch.id}")
+            assert found.status_code == (200 if is_kept else 404)
 
 
 @pytest.mark.parametrize(

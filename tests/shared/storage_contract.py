@@ -40,6 +40,22 @@ class StorageContract:
         await two.purge("a")
         assert not await one.is_deleted("a")
 
+    async def test_markers_of_deletions_go_when_they_were_there_before(self, connect: Connect) -> None:
+        one = await (await connect("one")).key_value(LEDGER)
+        two = await (await connect("two")).key_value(LEDGER)
+        for key in ("a", "b.c", "kept"):
+            await one.put(key, Ping("x"))
+        await one.delete("a")
+        await one.delete("b.c")
+        seen = await two.purge_markers(set())
+        assert seen == {"a", "b.c"} and await one.is_deleted("a")
+        await one.put("b.c", Ping("anew"))
+        await one.delete("kept")
+        assert await two.purge_markers(seen) == {"kept"}
+        assert [await one.is_deleted(key) for key in ("a", "b.c", "kept")] == [False, False, True]
+        assert set(await one.entries()) == {"b.c"}
+        assert await one.create("a", Ping("anew")) > 0
+
     async def test_create_and_update_conflict(self, connect: Connect) -> None:
         one = await (await connect("one")).key_value(LEDGER)
         two = await (await connect("two")).key_value(LEDGER)

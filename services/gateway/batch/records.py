@@ -83,6 +83,8 @@ class Batches:
         self._looked_at = float("-inf")
         self._room = Room(0, 0)
         self._first: str | None = None
+        self._deleted: set[str] = set()
+        """Keys with a marker at the last sweep."""
 
     async def start(self) -> None:
         self._records = await self._bus.key_value(BATCHES, max_bytes=RECORDS_BYTES)
@@ -232,6 +234,11 @@ class Batches:
         self._watch = await self._records.watch(on_change)
         return self._watch
 
-    async def forget(self, batch_id: str) -> None:
+    async def delete(self, batch_id: str) -> None:
+        """Removes the record of one that is over. Its files stay."""
         await self.results.purge(batch_id)
-        await self._records.delete(batch_id)
+        await patiently(f"{batch_id} is not deleted", lambda: self._records.delete(batch_id), ELECTION_S)
+
+    async def sweep(self) -> None:
+        """Removes the markers of batches that were deleted before the last sweep: every gateway has been told of them."""
+        self._deleted = await self._records.purge_markers(self._deleted)

@@ -1,4 +1,4 @@
-"""The Batch API: create, retrieve, list, cancel. What happens to a batch is `service`'s."""
+"""The Batch API: create, retrieve, list, cancel, delete. What happens to a batch is `service`'s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.batch.file_routes import listed, page_of
-from services.gateway.batch.state import advance, window_s
+from services.gateway.batch.state import advance, is_terminal, window_s
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid
@@ -24,6 +24,7 @@ from services.gateway.openai.replies import (
     BatchOutputDetails,
     BatchRequestCounts,
     BatchUsage,
+    DeletedBatch,
 )
 from services.gateway.openai.schemas import CreateBatchRequest
 from services.gateway.requests.other_routes import json_response
@@ -95,6 +96,16 @@ async def cancelled(context: GatewayContext, record: BatchRecord, now_s: float) 
     if record.status not in ("cancelling", "cancelled"):
         raise ApiError(409, f"A batch that is {record.status} cannot be cancelled.", param="batch_id", code="conflict")
     return record
+
+
+async def delete_batch(context: GatewayContext, request: Request) -> Response:
+    """Not OpenAI's: removes the record of a batch that is over. Its files stay until they are deleted or expire."""
+    record = await _batch(context, request)
+    if not is_terminal(record):
+        message = f"A batch that is {record.status} cannot be deleted: cancel it first."
+        raise ApiError(409, message, param="batch_id", code="conflict")
+    await context.batches.delete(record.batch_id)
+    return json_response(DeletedBatch(record.batch_id))
 
 
 def batch_object(record: BatchRecord) -> BatchObject:

@@ -34,11 +34,8 @@ RUN_AGAIN_S = 2.0
 CHECK_INTERVAL_S = 1.0
 HEAD_START_S = 0.02
 """Seconds that a gateway gives the others for each batch that it has already."""
-SWEEP_INTERVAL_S = 600.0
 STORAGE_CHECK_INTERVAL_S = 5.0
 RECENT_S = 3600.0
-RETENTION_S = 30 * 86400
-"""Retention of the records of batches, from their deadline on."""
 
 
 class _Claim:
@@ -64,6 +61,8 @@ class BatchService:
         self._times_passed: dict[str, int] = {}
         """How often each unfinished batch made room for others here."""
         self._has_swept = False
+        self._ownerless: set[str] = set()
+        """Keys of terms that belonged to no batch at the last sweep."""
 
     async def start(self) -> None:
         self._leases = await (await self._context.bus.key_value(LEASES)).watch(self._on_lease)
@@ -204,21 +203,21 @@ class BatchService:
     async def _sweep_forever(self) -> None:
         while True:
             await _attempt("sweeping batches and files", self._sweep)
-            await asyncio.sleep(SWEEP_INTERVAL_S)
+            await asyncio.sleep(self._context.settings.sweep_interval_s)
 
     async def _sweep(self) -> None:
         assert self._records is not None
         now_s = time.time()
-        terms = await self._context.bus.key_value(BATCH_TERMS)
         for batch_id, record in list(self._records.entries.items()):
             if not is_terminal(record):
                 continue
-            if record.deadline_s + RETENTION_S < now_s:
-                await self._context.batches.forget(batch_id)
-                await terms.purge(_lease_key(batch_id))
+            if record.status_s[record.status] + self._context.settings.batch_retention_s < now_s:
+                await self._context.batches.delete(batch_id)
             elif not self._has_swept or record.status_s[record.status] + RECENT_S > now_s:
                 # Its owner may have died, or been late, between the end and this.
                 await self._context.batches.results.purge(batch_id)
+        await self._context.batches.sweep()
+        await self._sweep_terms()
         ended = filter(is_terminal, self._records.entries.values())
         outputs = [file for record in ended for file in outputs_of(record) if (file.expires_s or 0) > now_s]
         num_removed = await self._context.files.sweep(self._names_in_use, now_s, outputs)
@@ -226,6 +225,17 @@ class BatchService:
         self._has_swept = True
         if num_removed:
             logger.info("%d files and leftovers were removed", num_removed)
+
+    async def _sweep_terms(self) -> None:
+        """Removes the terms of batches that were gone at the last sweep already."""
+        assert self._records is not None
+        terms = await self._context.bus.key_value(BATCH_TERMS)
+        ownerless = (await terms.entries()).keys() - set(map(_lease_key, self._records.entries))
+        if self._records.problem:
+            return
+        for key in ownerless & self._ownerless:
+            await terms.purge(key)
+        self._ownerless = ownerless - self._ownerless
 
     def _names_in_use(self) -> set[str]:
         assert self._records is not None

@@ -361,6 +361,12 @@ class BatchObject(msgspec.Struct, kw_only=True):
     """Not OpenAI's: when the batch will probably be done, at the present throughput."""
 
 
+class DeletedBatch(msgspec.Struct):
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: bool = True
+
+
 class BatchList(msgspec.Struct):
     object: Literal["list"]
     data: list[BatchObject]
