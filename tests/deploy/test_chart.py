@@ -36,6 +36,7 @@ from tideway.nats_config import chart_permissions
 from tideway.preflight import nats_server_binary
 from tideway.tree import gateway_stop_s
 
+TAG = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 SETTINGS: dict[str, Any] = {
     "gateway": GatewaySettings,
     "scheduler": SchedulerSettings,
@@ -308,7 +309,7 @@ def test_a_setting_is_the_chart_s_or_the_operator_s(here: Cluster) -> None:
 def test_a_new_version_of_the_chart_alone_rolls_nothing(tmp_path: Path) -> None:
     shutil.copytree(CHART, tmp_path / "tideway")
     file = tmp_path / "tideway/Chart.yaml"
-    file.write_text(file.read_text().replace("\nversion: 0.1.0", "\nversion: 0.9.9"))
+    file.write_text(re.sub(r"^version: .*$", "version: 99.9.9", file.read_text(), flags=re.MULTILINE))
     newer, here = Cluster(render(EXAMPLES["mixed-gpus"], tmp_path / "tideway")), cluster("mixed-gpus")
     assert newer.documents != here.documents
     for name in here.workloads.keys() - {"tideway-test"}:
@@ -445,7 +446,7 @@ def test_images_are_those_of_the_dockerfiles(component: str) -> None:
     (uid,) = re.findall(r"useradd --uid (\d+)", text)
     assert here.pod(name)["securityContext"]["runAsUser"] == int(uid)
     compose = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]
-    assert here.container(name)["image"] == compose[component]["image"] + ":0.1.0"
+    assert here.container(name)["image"] == f"{compose[component]['image']}:{TAG}"
     (nats,) = re.findall(r":-(.+)\}", compose["nats"]["image"])
     assert here.container("tideway-nats")["image"] == nats
 
@@ -518,7 +519,7 @@ def test_pools_of_several_kinds_of_gpu() -> None:
         ports = {port["name"]: port["containerPort"] for port in here.container(name)["ports"]}
         assert [ports[f"instance-{k}"] for k in range(instances)] == [9101 + k * ranks for k in range(instances)]
     assert here.environment(names[0])["UCX_NET_DEVICES"] == "mlx5_0:1,eth0"
-    assert here.container(names[0])["image"] == "tideway-worker-cuda:0.1.0"
+    assert here.container(names[0])["image"] == f"tideway-worker-cuda:{TAG}"
 
 
 def test_each_worker_may_be_a_user_of_its_own_on_nats() -> None:

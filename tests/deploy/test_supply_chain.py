@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -190,26 +192,134 @@ def test_versions_go_up() -> None:
             release.next_version(project, version)
 
 
-def test_a_dry_run_says_all_and_does_nothing() -> None:
-    def state() -> str:
-        return (
-            subprocess.run(
-                ["git", "status", "--porcelain"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-            ).stdout
-            + subprocess.run(["git", "tag"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-        )
+def test_the_chart_s_version_is_one_for_helm_and_its_tag_the_release_s() -> None:
+    chart = "name: a\nversion: 0.1.0\n# The tag.\nappVersion: 0.1.0\n"
+    assert release.chart_version(chart, "0.2.0") == chart.replace("0.1.0", "0.2.0")
+    candidate = yaml.safe_load(release.chart_version(chart, "1.0.0rc1"))
+    assert (candidate["version"], candidate["appVersion"]) == ("1.0.0-rc.1", "1.0.0rc1")
+    with pytest.raises(release.ReleaseError, match="0 lines of 'appVersion'"):
+        release.chart_version("version: 0.1.0\n", "0.2.0")
 
-    before = state()
-    command = [sys.executable, str(DEPLOY / "release.py"), "9.9.9", "--dry-run", "--registry", "example.org/me/"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+def test_no_file_that_is_released_has_a_version_that_stays_behind(tmp_path: Path) -> None:
+    """Versions of plugins and locks are others'; the changelog's are history, and tests ask the files."""
+    now, repository = PROJECT["version"], copy_of_repository(tmp_path)
+    done = run_release(repository, "9.9.9", "--dry-run")
     assert done.returncode == 0, done.stderr
-    order = [".ci/run", "version 9.9.9 in pyproject.toml", "make --no-print-directory lock wheel sbom"]
-    order += [f"--tag example.org/me/tideway-{service}:9.9.9" for service in release.SERVICES]
-    order += ["git commit", "git tag", "What is left", "git push origin main v9.9.9", "docker push"]
-    places = [done.stdout.find(step) for step in order]
-    assert -1 not in places and places == sorted(places), done.stdout
-    assert state() == before
-    refused = subprocess.run([*command[:2], "0.0.1", "--dry-run"], capture_output=True, text=True, timeout=60)
+    (names,) = re.findall(r"version 9\.9\.9 in (.*):", done.stdout)
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    others = re.compile(
+        r"(tests|examples|locks|bench|shared|models)/|requirements\.lock|constraints\.txt|CHANGELOG\.md"
+    )
+    behind = [
+        name
+        for name in listed.splitlines()
+        if not others.match(name)
+        and Path(name).suffix in ("", ".toml", ".yaml", ".yml", ".json", ".md", ".py", ".tpl", ".txt", ".env")
+        and re.search(rf"(?<![\d.]){re.escape(now)}(?![\d.]*\d)", (REPOSITORY / name).read_text(errors="replace"))
+    ]
+    assert set(behind) <= set(names.split(", ")), behind
+    assert {"pyproject.toml", "deploy/helm/tideway/Chart.yaml"} <= set(behind)
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """What a release changes and reads, in a repository of its own, with digests and something unreleased."""
+    repository = folder / "repository"
+    for name in ("pyproject.toml", "deploy/release.py", "deploy/pin_images.py", "deploy/images.env"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, repository / name)
+    shutil.copytree(DEPLOY / "helm/tideway", repository / "deploy/helm/tideway")
+    (repository / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n\n### Added\n\n- A.\n")
+    images = repository / "deploy/images.env"
+    images.write_text(pin_images.pinned(images.read_text(), dict.fromkeys(IMAGES, DIGEST)))
+    (repository / ".gitignore").write_text("dist\n.ci\n.tideway\n__pycache__\n")
+    git(repository, "init", "--quiet", "--initial-branch", "main")
+    git(repository, "add", "--all")
+    git(repository, "commit", "--quiet", "--message", "All")
+    return repository
+
+
+def run_release(repository: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(repository / "deploy/release.py"), *arguments]
+    who = {
+        f"GIT_{kind}_{what}": "someone@example.org" for kind in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    environment = {**os.environ, **who, "PATH": path or os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def git(repository: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=Someone", "-c", "user.email=someone@example.org", *arguments]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_a_release_forgets_nothing_and_a_dry_run_does_nothing(tmp_path: Path) -> None:
+    repository, tools = copy_of_repository(tmp_path), tmp_path / "bin"
+    tools.mkdir()
+    log = tmp_path / "calls"
+    for file in (tools / "make", tools / "docker", tools / "helm", repository / ".ci/run",
+                 repository / ".tideway/tools/bin/cyclonedx-py"):  # fmt: skip
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # The list of parts says what it was told on its standard input; Docker tells the packages of an image.
+        file.write_text(
+            "#!/bin/sh\necho $(basename $0) $* >> " + str(log) + "\n"
+            "case $0 in */cyclonedx-py) sed 's/^/of the image: /' >> " + str(log) + ';; */docker) echo "a==$1";; esac\n'
+        )
+        file.chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    before = git(repository, "rev-parse", "HEAD")
+    arguments = ["9.9.9", "--registry", "example.org/me/"]
+    planned = run_release(repository, *arguments, "--dry-run", path=path)
+    assert planned.returncode == 0 and "would stop" not in planned.stdout, planned.stderr
+    assert not log.exists() and not git(repository, "status", "--porcelain") + git(repository, "tag")
+    assert git(repository, "rev-parse", "HEAD") == before
+
+    done = run_release(repository, *arguments, path=path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^\+ (.*)", done.stdout, re.M) == re.findall(r"^\+ (.*)", planned.stdout, re.M)
+    calls = log.read_text().splitlines()
+    assert calls[:4] == [
+        "run",
+        "make --no-print-directory chart",
+        "make --no-print-directory wheel sbom",
+        "helm package deploy/helm/tideway --destination dist",
+    ]
+    images = [f"example.org/me/{name}:9.9.9" for name in release.BUILDS]
+    assert len(calls) == 4 + 4 * len(images)
+    for image, (build, asked, listing, told) in zip(images, zip(*[iter(calls[4:])] * 4, strict=True), strict=True):
+        assert build.startswith("docker build ") and f"--tag {image} ." in build and f"@{DIGEST}" in build
+        assert asked.startswith("docker run ") and f"{image} -m pip list" in asked
+        assert told == "of the image: a==run"
+        assert f"--output-file dist/{image.rpartition('/')[2].replace(':', '-')}.cdx.json" in listing
+    assert git(repository, "log", "-1", "--format=%s") == "Release 9.9.9\n"
+    assert git(repository, "tag", "--list", "--format=%(contents)") == "### Added\n\n- A.\n\n"
+    changed = git(repository, "diff", "--name-only", before.strip(), "HEAD").split()
+    assert changed == ["CHANGELOG.md", "deploy/helm/tideway/Chart.yaml", "pyproject.toml"]
+    assert not git(repository, "status", "--porcelain")
+
+    left = done.stdout.partition("What is left")[2]
+    order = ["git push origin main v9.9.9"]
+    for image in images:
+        order += [f"docker push {image}", "cosign sign --yes", "cosign attest --yes --type cyclonedx --predicate dist/"]
+    order += ["helm push dist/tideway-9.9.9.tgz oci://example.org/me/charts", "cosign sign-blob", "twine upload"]
+    place = 0
+    for step in order:
+        place = left.find(step, place)
+        assert place >= 0, step
+
+    # Now nothing is unreleased, and what is wrong is said, all of it.
+    again = run_release(repository, "9.9.9", path=path)
+    assert (again.returncode, "has a section of 9.9.9 already" in again.stderr) == (1, True)
+    (repository / "CHANGELOG.md").write_text("## [Unreleased]\n\n### Added\n\n- B.\n")
+    pinned = repository / "deploy/images.env"
+    pinned.write_text(pinned.read_text().replace(f"@{DIGEST}", ""))
+    for extra in ([], ["--dry-run"]):
+        refused = run_release(repository, "9.9.9", *extra, path=path)
+        said = refused.stderr + refused.stdout
+        assert refused.returncode == int(not extra)
+        assert "not committed" in said and "is a tag v9.9.9 already" in said
+        assert "Images without a digest: python:" in said and "nats:" in said and "Run deploy/pin_images.py" in said
+    refused = run_release(repository, "0.0.1", "--dry-run")
     assert (refused.returncode, "comes before" in refused.stderr) == (1, True)
 
 
@@ -217,9 +327,22 @@ def test_images_are_built_by_digest_where_there_is_one() -> None:
     for digest, expected in (("", "a:1"), (DIGEST, f"a:1@{DIGEST}")):
         commands = release.image_commands("1.0.0", "", {"PYTHON_IMAGE": ("a:1", digest)})
         assert [command[command.index("--tag") + 1] for command in commands] == [
-            f"tideway-{service}:1.0.0" for service in release.SERVICES
+            f"{name}:1.0.0" for name in release.BUILDS
         ]
         assert all(f"PYTHON_IMAGE={expected}" in command for command in commands)
+
+
+def test_every_image_that_chart_and_compose_take_is_built() -> None:
+    templates = "".join(file.read_text() for file in (DEPLOY / "helm/tideway/templates").iterdir() if file.is_file())
+    compose = "".join((REPOSITORY / name).read_text() for name in ("docker-compose.yml", "docker-compose.gpu.yml"))
+    taken = set(re.findall(r'"(tideway-(?:worker|gateway|scheduler|placement)[a-z-]*)"', templates))
+    taken |= set(re.findall(r"image: (tideway-[a-z-]+)", compose))
+    assert "tideway-worker-cuda" in taken and taken == release.BUILDS.keys()
+    (cuda,) = [
+        command for command in release.image_commands("1.0.0", "", IMAGES) if "tideway-worker-cuda:1.0.0" in command
+    ]
+    on_gpu = yaml.safe_load((REPOSITORY / "docker-compose.gpu.yml").read_text())["services"]["worker"]["build"]["args"]
+    assert on_gpu["EXTRA"] == "cuda" and "EXTRA=cuda" in cuda and "TORCH_INDEX_URL=" in cuda
 
 
 # ---------------------------------------------------------------------------------------------------------- CI
@@ -231,6 +354,8 @@ def test_the_public_workflow_runs_what_a_change_must_pass() -> None:
     assert workflow["permissions"] == {"contents": "read"}
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     assert ".ci/run" in [step["run"] for step in workflow["jobs"]["check"]["steps"]]
+    weekly = workflow["jobs"]["digests"]
+    assert "schedule" in weekly["if"] and weekly["steps"][-1]["run"] == "python3 deploy/pin_images.py --check"
     assert not [step["uses"] for step in steps if "uses" in step], "an action of others is pinned by commit"
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in re.findall(r"make --no-print-directory (\S+)", text):
