@@ -318,7 +318,7 @@ FILES = _gateways_own("tideway_files", StoredFile)
 """key: file id; writer: gateway"""
 FILE_CONTENTS = ObjectBucket("tideway_file_contents", used_by=GATEWAY)
 BATCHES = _gateways_own("tideway_batches", BatchRecord)
-"""key: batch id; writer: the gateway that holds the batch's lease; markers of deletions are purged when all have seen them"""
+"""key: batch id; writer: the gateway with the batch's lease; markers of deletions are purged once all have seen them"""
 BATCH_RESULTS = _gateways_own("tideway_batch_results", BatchLineResult)
 """key: `<batch id>.<line index>`; created once, never changed; purged when the batch's files are written"""
 
