@@ -43,7 +43,7 @@ MOST_FILL, SPARE_FILL = 0.7, 0.6
 """Share of the decoders' KV pools that may be used, to keep a prefill instance and to make one."""
 MOST_STEP, SPARE_STEP = 0.9, 0.75
 """Share of the TPOT objective that their steps may take, likewise."""
-BEGIN_S = 4.0
+BEGIN_S = 1.0
 """Time for which there is to be a reason for one more prefill instance, and a part of it where there are some: what has
 come in the last seconds has not filled the decoders yet."""
 
