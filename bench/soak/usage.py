@@ -6,20 +6,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from bench.reporting import Target
+from bench.soak import rows
 from shared.bus.interface import BusError, StreamUse
 from shared.bus.nats_bus import NatsBus
 from shared.runtime.settings import BusSettings
+from tests.conftest import NatsServer
 from tests.e2e.stack import Stack
 
 MIB = 1 << 20
 STREAMS_TIMEOUT_S = 10.0
+SETTLED_WITHIN_S = 240.0
+"""Answers under a key are kept for a minute, and two sweeps remove what is deleted."""
 TREND_S = 900.0
 """A run that is shorter shows no trend: what processes remember of late (timelines, windows) has not filled up."""
 
@@ -60,6 +65,8 @@ ZERO_METRICS = {
         "tideway_gateway_open_streams",
         "tideway_gateway_text_characters",
         "tideway_gateway_batch_lines_in_flight",
+        "tideway_gateway_background_responses",
+        "tideway_gateway_kept_calls",
         "tideway_gateway_waiting_submissions",
     ),
     "scheduler": (
@@ -95,11 +102,19 @@ class Sample:
     num_consumers: int = 0
     """Consumers of all streams of JetStream."""
     num_messages: dict[str, int] = field(default_factory=dict)
-    """By stream; for who reads the page, as some are records that stay."""
+    """Rows of each bucket and object store, by stream."""
+    kv_disk_bytes: int = 0
+    """In the folders of KV on disk."""
 
     def most(self, role: str, name: str) -> float:
         """What the process of the role that holds most has of `name`; 0 where there is none."""
         return max((getattr(each, name) or 0.0 for each in self.held.get(role, ())), default=0.0)
+
+
+def server_of(stack: Stack) -> NatsServer:
+    """The only one."""
+    assert isinstance(stack.nats, NatsServer)
+    return stack.nats
 
 
 def metric(text: str, name: str) -> float | None:
@@ -133,8 +148,16 @@ async def streams(url: str) -> dict[str, StreamUse]:
     return {}
 
 
-async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample:
-    """Processes that are being restarted are left out."""
+def _bytes_of(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # it is being replaced
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float, kv_disk: Path) -> Sample:
+    """`client` sends the admin key; `kv_disk`: the folder of KV on disk. Processes that are being restarted are left out."""
     taken = Sample(at_s)
 
     async def metrics(port: int) -> str:
@@ -153,7 +176,7 @@ async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample
         add(role, process.pid, metric(text, "tideway_event_loop_tasks"))
         for each in ZERO_METRICS.get(role, ()):
             taken.under_way[each] = taken.under_way.get(each, 0.0) + (metric(text, each) or 0.0)
-    add("nats", stack.nats.pid, None)
+    add("nats", server_of(stack).pid, None)
     answer = await client.get(f"{stack.url}/admin/instances")
     for instance in answer.raise_for_status().json()["instances"]:
         load, name = instance["load"], instance["instance_id"]
@@ -165,23 +188,29 @@ async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float) -> Sample
     uses = await streams(stack.nats.url)
     taken.num_consumers = sum(use.num_consumers for use in uses.values())
     taken.num_messages = {name: use.num_messages for name, use in sorted(uses.items())}
+    taken.kv_disk_bytes = _bytes_of(kv_disk)
     taken.num_files = len((await client.get(f"{stack.url}/v1/files")).json()["data"])
     return taken
 
 
-async def settled(stack: Stack, client: httpx.AsyncClient, at_s: float, within_s: float = 40.0) -> Sample:
-    """Sample taken when nothing is under way any more, or after `within_s`."""
-    async with asyncio.timeout(within_s + 30):
-        for _ in range(int(within_s)):
-            taken = await sample(stack, client, at_s)
-            if not any(taken.under_way.values()):
-                break
-            await asyncio.sleep(1.0)
-        return taken
+async def settled(
+    take: Callable[[float], Awaitable[Sample]], at_s: float, within_s: float = SETTLED_WITHIN_S
+) -> Sample:
+    """Sample taken when nothing is under way any more and what was deleted is swept, or after `within_s`."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        taken = await take(at_s)
+        is_settled = not any(taken.under_way.values()) and rows.is_swept(taken.num_messages)
+        if is_settled or time.monotonic() > deadline_s:
+            return taken
+        await asyncio.sleep(1.0)
 
 
-def targets(before: Sample, after: Sample, during: Sequence[Sample]) -> list[Target]:
-    """What is left of what was taken, each against its limit. `before`: after the warm-up, with nothing under way."""
+def targets(
+    before: Sample, after: Sample, during: Sequence[Sample], *, num_kept: int, kv_disk_bytes: int
+) -> list[Target]:
+    """What is left of what was taken, each against its limit. `before`: after the warm-up, with nothing under way.
+    `num_kept`: see `rows`; `kv_disk_bytes`: what KV on disk may have."""
     found = [Target(name=name, value=value, limit=0.0) for name, value in sorted(after.under_way.items())]
     found.append(Target(name="files", value=after.num_files, limit=before.num_files))
     found.append(
@@ -191,6 +220,11 @@ def targets(before: Sample, after: Sample, during: Sequence[Sample]) -> list[Tar
             limit=MAX_MORE_CONSUMERS,
             note=f"{before.num_consumers} to {after.num_consumers}",
         )
+    )
+    found += rows.targets(before.num_messages, after.num_messages, after.at_s - before.at_s, num_kept)
+    most = max(each.kv_disk_bytes for each in (before, *during, after))
+    found.append(
+        Target(name="KV on disk, at most at any time", value=most / MIB, limit=kv_disk_bytes / MIB, unit=" MiB")
     )
     for role, limits in LIMITS.items():
         for name, most, unit in (

@@ -74,6 +74,8 @@ class Stack:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.models = models
+        admin_key = (environment or {}).get("TIDEWAY_ADMIN_API_KEY", "")
+        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
@@ -201,7 +203,7 @@ class Stack:
         return self._registry()["draining"]
 
     def _registry(self) -> dict:
-        response = httpx.get(f"{self.url}/admin/instances", timeout=5)
+        response = httpx.get(f"{self.url}/admin/instances", headers=self._headers, timeout=5)
         response.raise_for_status()
         return response.json()
 
