@@ -16,12 +16,12 @@ from tests.e2e.stack import Stack
 from tests.worker.adapters import write_adapter
 
 WAIT_S = 180.0
-"""For what takes seconds on a machine that has nothing else to do."""
+"""Time for what takes seconds on a machine that has nothing else to do."""
 BATCH_LINES = 120
 IDLE_S = 2.0
 """Without a request, after which the model on demand is put away."""
 KEY_REQUESTS, REQUEST_TOKENS = 3, 40
-"""That a key with a limit has in a minute, and the tokens of each."""
+"""Requests that a key with a limit has in a minute, and the tokens of each."""
 KEY_WINDOW_S = 50.0
 """In which what was used counts for sure."""
 

@@ -58,7 +58,7 @@ class Traffic:
         self.client = client
         self.counts: Counter[tuple[str, str]] = Counter()
         self.reasons: Counter[str] = Counter()
-        """Of refusals, without what differs from one to the next."""
+        """Reasons of refusals, without what differs from one to the next."""
         self.faults: list[str] = []
         self.num_faults = 0
         self._kinds = kinds
