@@ -15,8 +15,7 @@ import msgspec
 from shared.bus.metrics import subject_pattern
 from shared.bus.nats_client import DirectClient
 from shared.bus.serving import EndpointServer
-
-SERVICE_VERSION = "0.1.0"
+from shared.runtime.telemetry import installed_version
 
 _TYPE_PREFIX = "io.nats.micro.v1."
 
@@ -26,7 +25,7 @@ class MicroService:
 
     def __init__(self, client: DirectClient, name: str, service_id: str) -> None:
         self._client = client
-        self._identity = {"name": name, "id": service_id, "version": SERVICE_VERSION, "metadata": {}}
+        self._identity = {"name": name, "id": service_id, "version": installed_version(), "metadata": {}}
         self._started = datetime.now(UTC).isoformat()
         self._servers: list[EndpointServer] = []
 

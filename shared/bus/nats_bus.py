@@ -22,12 +22,15 @@ from prometheus_client import CollectorRegistry
 from shared.bus.codec import (
     TRACE_HEADER,
     UNREADABLE,
+    DamagedError,
     decode_reply,
     decoder,
     encode,
     error_headers,
+    opened,
     parse_headers,
     request_headers,
+    sealed,
     timeout_of,
     trace_headers,
 )
@@ -345,7 +348,7 @@ class NatsBus(Bus):
     # --------------------------------------------------------------------------------------- publish/subscribe
 
     def publish(self, topic: Topic[M], message: M, *, traced: bool = False) -> None:
-        body = encode(message)
+        body = sealed(encode(message))
         headers = trace_headers(current_traceparent()) if traced else b""
         if len(headers) + len(body) > self.max_payload_bytes:
             logger.error("a message of %d bytes on %s exceeds NATS's limit and is dropped", len(body), topic.subject)
@@ -357,15 +360,16 @@ class NatsBus(Bus):
 
     async def subscribe(self, topic: Topic[M], handler: Callable[[M], None]) -> Subscription:
         decode = decoder(topic.type).decode
-        dropped = self._metrics.dropped.labels(subject_pattern(topic.subject), "unreadable")
+        pattern = subject_pattern(topic.subject)
+        unreadable, damaged = (self._metrics.dropped.labels(pattern, why) for why in ("unreadable", "damaged"))
 
         def on_message(subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
             if self._is_redirected(topic.subject, subject, headers):
                 return
             try:
-                message = decode(data)
+                message = decode(opened(data))
             except UNREADABLE as error:
-                dropped.inc()
+                (damaged if isinstance(error, DamagedError) else unreadable).inc()
                 logger.error("a message on %s cannot be read: %s", topic.subject, error)
                 return
             handler(message)
@@ -392,7 +396,7 @@ class NatsBus(Bus):
     def send_request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> asyncio.Future[R]:
         started_s = self.now()
         result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        body = encode(query)
+        body = sealed(encode(query))
         headers = request_headers(timeout_s, current_traceparent())
         exchange = self._client.exchange(endpoint.subject, headers, body, timeout_s)
 
@@ -453,7 +457,7 @@ class NatsBus(Bus):
                 if len(body) > self.max_payload_bytes:
                     message = f"the reply of {len(body)} bytes exceeds NATS's limit of {self.max_payload_bytes} bytes"
                     error = ErrorInfo(ErrorCode.INTERNAL, message)
-                    body = encode(error)
+                    body = sealed(encode(error))
                     logger.error("%s: %s", endpoint.subject, message)
                 self._client.send(reply_subject, "", error_headers(error) if error else b"", body)
 

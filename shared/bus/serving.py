@@ -16,7 +16,7 @@ from typing import Any
 
 from opentelemetry import context as trace_context
 
-from shared.bus.codec import UNREADABLE, decoder, encode
+from shared.bus.codec import UNREADABLE, DamagedError, decoder, encode, opened, sealed
 from shared.bus.interface import ServiceError
 from shared.bus.metrics import BusMetrics, subject_pattern
 from shared.messages.channels import Endpoint
@@ -79,7 +79,7 @@ class EndpointServer:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 return
-            body = encode(reply)
+            body = sealed(encode(reply))
         except ServiceError as raised:
             error = raised.info
         except Exception as raised:
@@ -104,7 +104,7 @@ class EndpointServer:
         self._handlers.inc()
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                body = encode(await work)
+                body = sealed(encode(await work))
             error = None
         except ServiceError as raised:
             error = raised.info
@@ -121,7 +121,11 @@ class EndpointServer:
 
     def _query(self, data: bytes) -> Any:
         try:
-            return self._decode(data)
+            return self._decode(opened(data))
+        except DamagedError as raised:
+            raise ServiceError.of(
+                ErrorCode.UNAVAILABLE, f"the request on {self.subject} was damaged: {raised}"
+            ) from None
         except UNREADABLE as raised:
             message = f"the request on {self.subject} cannot be read: {raised}"
             raise ServiceError.of(ErrorCode.BAD_REQUEST, message) from None
@@ -144,4 +148,4 @@ class EndpointServer:
         self.num_errors += 1
         self.last_error = f"{info.code}: {info.message}"
         self._outcomes[info.code].inc()
-        answer(encode(info), info)
+        answer(sealed(encode(info)), info)

@@ -125,7 +125,11 @@ class Telemetry:
 
 
 def start_telemetry(service: str, service_id: str, settings: BusSettings) -> Telemetry:
-    own = {"service.name": f"tideway-{service}", "service.instance.id": service_id, "service.version": _version()}
+    own = {
+        "service.name": f"tideway-{service}",
+        "service.instance.id": service_id,
+        "service.version": installed_version(),
+    }
     # Merged after the environment's, so that no deployment can rename a service.
     resource = OTELResourceDetector().detect().merge(Resource(own))
     if not settings.otlp_endpoint:
@@ -140,11 +144,12 @@ def start_telemetry(service: str, service_id: str, settings: BusSettings) -> Tel
     return telemetry
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """Tideway's, as its package was installed."""
     try:
         return version("tideway")
     except PackageNotFoundError:
-        return "0+unknown"  # a checkout on the path, not installed
+        return "0.0.0+unknown"  # a checkout on the path, not installed
 
 
 class ExportMetrics:

@@ -208,9 +208,7 @@ def test_no_file_that_is_released_has_a_version_that_stays_behind(tmp_path: Path
     assert done.returncode == 0, done.stderr
     (names,) = re.findall(r"version 9\.9\.9 in (.*):", done.stdout)
     listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    others = re.compile(
-        r"(tests|examples|locks|bench|shared|models)/|requirements\.lock|constraints\.txt|CHANGELOG\.md"
-    )
+    others = re.compile(r"(tests|examples|locks|bench|models)/|requirements\.lock|constraints\.txt|CHANGELOG\.md")
     behind = [
         name
         for name in listed.splitlines()

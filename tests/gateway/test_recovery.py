@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.gateway.streams import placing, recovery, stream
+from shared.bus.codec import encode, sealed
 from shared.bus.interface import ServiceError
-from shared.messages.catalogue import GATEWAY_EVENTS, INSTANCE_EXITED, SCHEDULER_ANNOUNCE
+from shared.messages.catalogue import GATEWAY_EVENTS, GATEWAY_FRAMES, INSTANCE_EXITED, SCHEDULER_ANNOUNCE
 from shared.messages.cluster import InstanceExited, LeaseHolder, ModelSpec
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
@@ -21,6 +22,7 @@ from shared.messages.requests import (
     ReplayReply,
     RequestClass,
     TokenFrame,
+    pack_tokens,
 )
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
 from shared.runtime.settings import BusSettings
@@ -153,6 +155,21 @@ async def test_duplicates_gaps_and_old_epochs(manual: Stack) -> None:
     [(instance_id, query)] = manual.peer.replay_queries
     assert instance_id == "a"
     assert [(p.request_id, p.epoch, p.next_offset) for p in query.positions] == [(request.request_id, 0, 7)]
+
+
+async def test_a_frame_that_was_damaged_on_the_way_is_replayed(manual: Stack) -> None:
+    """One flipped bit of a token would be another word."""
+    reader, request, tokens = await begun(manual)
+    frame = TokenFrame("a", [manual.peer.entry(request, 3, tokens[3:7])])
+    body = bytearray(sealed(encode(frame)))
+    body[body.index(pack_tokens(tokens[3:7]))] ^= 1
+    manual.peer.bus._client.send(GATEWAY_FRAMES.at(gateway_id=request.gateway_id).subject, "", b"", bytes(body))
+    manual.peer.replays["a"] = ReplayReply([manual.peer.entry(request, 3, tokens[3:], FinishReason.STOP)], [])
+    manual.peer.emit(request, 7, tokens[7:9])
+    await finished_whole(reader, tokens)
+    [(_, query)] = manual.peer.replay_queries
+    assert [p.next_offset for p in query.positions] == [3]
+    await manual.until_metrics('tideway_bus_dropped_total{reason="damaged",subject="gateway.{gateway_id}.frames"} 1.0')
 
 
 async def test_an_owner_of_an_old_epoch_is_told_to_stop(manual: Stack) -> None:

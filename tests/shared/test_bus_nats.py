@@ -19,7 +19,8 @@ from nats.aio.transport import TcpTransport
 from opentelemetry import context as trace_context
 from prometheus_client import CollectorRegistry
 
-from shared.bus import nats_bus
+from shared.bus import nats_bus, serving
+from shared.bus.codec import sealed
 from shared.bus.interface import Bus, BusError, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_client import MAX_PENDING_BYTES
@@ -27,7 +28,7 @@ from shared.messages.catalogue import INSTANCE_SUBMIT, PREFIX
 from shared.messages.channels import Topic
 from shared.messages.requests import Accepted, ErrorCode, GenerationRequest, SamplingParams
 from shared.runtime.settings import BusSettings, SettingsError
-from shared.runtime.telemetry import context_of
+from shared.runtime.telemetry import context_of, installed_version
 from tests.conftest import NatsServer, free_port
 from tests.shared.bus_contract import (
     LEDGER,
@@ -202,6 +203,43 @@ async def test_a_stopped_server_is_noticed_and_what_exceeds_the_buffer_is_droppe
     assert received == sorted(received)
 
 
+async def test_damaged_messages_are_dropped_and_counted_and_damaged_requests_refused(
+    fresh_nats: NatsServer, connect_to: ConnectTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flipped(body: bytes) -> bytes:
+        whole = bytearray(sealed(body))
+        if b"harm" in whole:
+            whole[whole.index(b"harm")] ^= 1
+        return bytes(whole)
+
+    registry = CollectorRegistry()
+    bus = await connect_to(fresh_nats, registry=registry)
+    received: list[str] = []
+    handled: list[str] = []
+
+    async def handle(message: Ping) -> Pong:
+        handled.append(message.text)
+        return Pong(message.text)
+
+    await bus.subscribe(NEWS.at(place="here"), lambda message: received.append(message.text))
+    await bus.serve(PING, handle)
+    monkeypatch.setattr(nats_bus, "sealed", flipped)
+    bus.publish(NEWS.at(place="here"), Ping("harm"))
+    with pytest.raises(ServiceError, match="was damaged") as raised:
+        await bus.request(PING, Ping("harm"), timeout_s=5)
+    assert raised.value.code is ErrorCode.UNAVAILABLE and not handled
+    monkeypatch.setattr(nats_bus, "sealed", sealed)
+    monkeypatch.setattr(serving, "sealed", flipped)
+    with pytest.raises(BusError, match=r"reply on .* was damaged") as raised:
+        await bus.request(PING, Ping("harm"), timeout_s=5)
+    assert raised.value.code is ErrorCode.UNAVAILABLE and handled == ["harm"]
+    bus.publish(NEWS.at(place="here"), Ping("whole"))
+    await eventually(lambda: received)
+    assert received == ["whole"]
+    labels = {"subject": "other", "reason": "damaged"}
+    assert registry.get_sample_value("tideway_bus_dropped_total", labels) == 1
+
+
 async def test_an_error_from_the_server_leads_to_a_reconnect(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
     bus = await connect_to(fresh_nats)
     await bus.serve(PING, echo)
@@ -260,7 +298,7 @@ async def test_services_answer_the_micro_protocol(nats_settings: BusSettings) ->
             answer: dict[str, Any] = json.loads((await client.request(f"$SRV.{verb}", timeout=2)).data)
             return answer
 
-        identity = {"name": "tideway-scheduler", "id": "one", "version": "0.1.0", "metadata": {}}
+        identity = {"name": "tideway-scheduler", "id": "one", "version": installed_version(), "metadata": {}}
         assert await ask("PING.tideway-scheduler.one") == identity | {"type": "io.nats.micro.v1.ping_response"}
         assert (await ask("PING"))["name"] == (await ask("PING.tideway-scheduler"))["name"] == "tideway-scheduler"
         info = await ask("INFO.tideway-scheduler.one")

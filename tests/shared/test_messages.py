@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.codec import UNREADABLE, decode_reply, decoder, encode, error_headers, parse_headers, request_headers
+from shared.bus.codec import (
+    UNREADABLE,
+    DamagedError,
+    decode_reply,
+    decoder,
+    encode,
+    error_headers,
+    opened,
+    parse_headers,
+    request_headers,
+    sealed,
+)
 from shared.bus.interface import BusError, ServiceError
 from shared.bus.metrics import subject_pattern
 from shared.messages import admin, batches, catalogue, channels, cluster, migration, requests
@@ -70,6 +81,41 @@ def test_a_newer_peer_may_add_fields_at_the_end(kind: type[msgspec.Struct]) -> N
     builtins = msgspec.to_builtins(value, builtin_types=(bytes,))
     extended = [*builtins, "new"] if isinstance(builtins, list) else {**builtins, "a_new_field": 1}
     assert decoder(kind).decode(encode(extended)) == value
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_a_checksum_is_skipped_by_who_knows_none_and_not_asked_of_who_sends_none(kind: type[msgspec.Struct]) -> None:
+    value = sample(kind)
+    body = encode(value)
+    whole = sealed(body)
+    assert opened(whole) == body == opened(body)
+    assert decoder(kind).decode(whole) == value
+    assert (len(whole) == len(body) + 6) == kind.__struct_config__.array_like
+
+
+@pytest.mark.parametrize(
+    "value", [sample(requests.TokenFrame), sample(requests.GenerationRequest)], ids=["0x92", "0xdc"]
+)
+def test_no_flipped_bit_changes_what_is_read(value: Any) -> None:
+    whole, num_damaged = sealed(encode(value)), 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            assert decoder(type(value)).decode(opened(bytes(flipped))) == value, bit
+        except DamagedError:
+            num_damaged += 1
+        except UNREADABLE:
+            pass
+    assert num_damaged == 8 * (len(whole) - 2), "all but those of the mark itself"
+
+
+def test_a_reply_that_was_damaged_counts_as_none() -> None:
+    whole = bytearray(sealed(encode(sample(requests.ReplayReply))))
+    whole[5] ^= 4
+    with pytest.raises(BusError, match="was damaged") as raised:
+        decode_reply(requests.ReplayReply, "subject", {}, bytes(whole))
+    assert raised.value.code is ErrorCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize(
