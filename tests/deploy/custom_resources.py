@@ -39,7 +39,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         "cert-manager.io/v1",
         of(
             {"secretName": TEXT, "issuerRef": of({"name": TEXT}, {"kind": TEXT, "group": TEXT})},
-            {"dnsNames": many(TEXT), "usages": many(TEXT)},
+            {"dnsNames": many(TEXT), "usages": many(TEXT), "duration": DURATION},
         ),
     ),
     "ExternalSecret": (
@@ -106,6 +106,14 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
                 "minReplicaCount": NUMBER,
                 "maxReplicaCount": NUMBER,
                 "cooldownPeriod": NUMBER,
+                "fallback": of(
+                    {"failureThreshold": NUMBER, "replicas": NUMBER},
+                    {
+                        "behavior": one_of(
+                            "static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"
+                        )
+                    },
+                ),
                 # Its behaviour is that of an HPA.
                 "advanced": of({"horizontalPodAutoscalerConfig": of({"behavior": {"type": "object"}})}),
             },

@@ -21,9 +21,14 @@ from tests.deploy.cluster import Cluster
 from tideway.preflight import nats_server_binary
 
 
-def server_environment(here: Cluster, server: int = 0) -> dict[str, str]:
-    values = here.environment("tideway-nats")
-    return {**{k: v for k, v in values.items() if not k.startswith("PLAIN_")}, "POD_NAME": f"tideway-nats-{server}"}
+def server_environment(here: Cluster, server: int = 0, routes: tuple[int, ...] = ()) -> dict[str, str]:
+    """Environment of a server's process; `routes`: ports of the servers here, in place of their pods' names."""
+    values = {k: v for k, v in here.environment("tideway-nats").items() if not k.startswith("PLAIN_")}
+    for i, route in enumerate(routes):
+        values["NATS_ROUTES"] = values["NATS_ROUTES"].replace(
+            f"tideway-nats-{i}.tideway-nats:6222", f"127.0.0.1:{route}"
+        )
+    return {**values, "POD_NAME": f"tideway-nats-{server}"}
 
 
 def make_certificates(folder: Path) -> Path:
@@ -39,8 +44,6 @@ def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0,
     data = here.find("ConfigMap", "tideway-nats")["data"]
     text = data["nats.conf"].replace("0.0.0.0:4222", f"127.0.0.1:{port}")
     text = text.replace("0.0.0.0:8222", f"127.0.0.1:{free_port()}").replace('"/data"', f'"{folder}/data-{server}"')
-    for i, route in enumerate(routes):
-        text = text.replace(f"tideway-nats-{i}.tideway-nats:6222", f"127.0.0.1:{route}")
     if routes:
         text = text.replace("0.0.0.0:6222", f"127.0.0.1:{routes[server]}")
     text = re.sub(r'"/etc/nats/tls/([\w.]+)"', rf'"{folder}/\1"', text)
@@ -48,6 +51,21 @@ def write_configuration(here: Cluster, folder: Path, port: int, server: int = 0,
     file = folder / f"nats-{server}.conf"
     file.write_text(text)
     return file
+
+
+def pod_command(here: Cluster, file: Path) -> list[str]:
+    """The container's command, with the server here and its files; it looks for renewed certificates more often."""
+    command: list[str] = here.container("tideway-nats").get("command", [])
+    changes = (
+        ("exec nats-server", f"exec {nats_server_binary()}"),
+        ("/etc/nats/nats.conf", str(file)),
+        ("/etc/nats/tls/*", f"{file.parent}/tls.crt"),
+        ("sleep 60", "sleep 0.2"),
+    )
+    for old, new in changes:
+        assert not command or old in command[-1]
+        command = [*command[:-1], command[-1].replace(old, new)] if command else []
+    return command or [nats_server_binary(), "-c", str(file)]
 
 
 class Servers:
@@ -60,12 +78,14 @@ class Servers:
         has_tls = "tls {" in here.find("ConfigMap", "tideway-nats")["data"]["nats.conf"]
         self._ca = str(make_certificates(folder)) if has_tls else ""
         ports, routes = [[free_port() for _ in range(number)] for _ in range(2)]
+        self.folder, self.ports, self.routes = folder, ports, routes
         self.url = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
         self.processes = []
         for i, port in enumerate(ports):
-            file = write_configuration(here, folder, port, i, tuple(routes) if number > 1 else ())
-            environment = {**os.environ, **server_environment(here, i)}
-            call = [nats_server_binary(), "-c", str(file)]
+            peers = tuple(routes) if number > 1 else ()
+            file = write_configuration(here, folder, port, i, peers)
+            environment = {**os.environ, **server_environment(here, i, peers)}
+            call = pod_command(here, file)
             self.processes.append(
                 subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )

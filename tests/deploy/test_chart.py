@@ -16,9 +16,7 @@ import pytest
 import yaml
 
 from services.worker.node.processes import KILL_TIMEOUT_S, STOP_MARGIN_S
-from shared.bus.permissions import ROLES
 from shared.runtime.settings import (
-    BusSettings,
     GatewaySettings,
     InstanceSettings,
     PlacementSettings,
@@ -26,14 +24,10 @@ from shared.runtime.settings import (
     WorkerSettings,
     load,
 )
-from tests.conftest import free_port
 from tests.deploy.chart import CHART, EXAMPLES, NAMESPACE, REPOSITORY, RefusedError, lint, render
 from tests.deploy.cluster import CLUSTERS, Cluster, cluster
 from tests.deploy.custom_resources import SCHEMAS, check
 from tests.deploy.metrics import every_metric
-from tests.deploy.nats_servers import make_certificates, server_environment, write_configuration
-from tideway.nats_config import chart_permissions
-from tideway.preflight import nats_server_binary
 from tideway.tree import gateway_stop_s
 
 TAG = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
@@ -48,11 +42,6 @@ ALL_FIELDS = {
 }
 OLDEST, NEWEST = "1.30", "1.37"
 """Schemas that the documents are held against."""
-
-
-@pytest.fixture(params=CLUSTERS)
-def here(request: pytest.FixtureRequest) -> Cluster:
-    return cluster(request.param)
 
 
 def services(here: Cluster) -> list[tuple[str, str]]:
@@ -331,7 +320,9 @@ def test_probes_ask_ports_and_paths_that_are_served(here: Cluster) -> None:
             continue
         container = here.container(name)
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        probes = {key: value["httpGet"] for key, value in container.items() if key.endswith("Probe")}
+        probes = {
+            key: value["httpGet"] for key, value in container.items() if key.endswith("Probe") and "exec" not in value
+        }
         assert {"readinessProbe", "livenessProbe"} <= probes.keys()
         for asked in probes.values():
             assert asked["port"] in ports and asked["path"].partition("?")[0] in paths[asked["port"]]
@@ -495,7 +486,14 @@ def test_a_pool_has_the_engines_that_it_names() -> None:
     assert "initContainers" not in here.pod("tideway-worker-cpu")
     (made,) = here.pod("tideway-worker-vllm")["initContainers"]
     assert made["command"] == ["python", "-m", "tideway", "engine", "install", "vllm", "--device", "cpu"]
-    assert "/cache" in {mount["mountPath"] for mount in made["volumeMounts"]}
+    mounts = {mount["mountPath"] for mount in made["volumeMounts"]}
+    assert "/cache" in mounts and {v["name"]: v["value"] for v in made["env"]}["TMPDIR"] == "/cache", (
+        "some GB, unpacked"
+    )
+    mirrored = {"name": "vllm", "engines": ["vllm"], "enginesEnv": {"PIP_INDEX_URL": "https://mirror.internal/simple"}}
+    other = Cluster(render({"workers": {"pools": [mirrored]}, "scaling": {"pool": ""}}))
+    (made,) = other.pod("tideway-worker-vllm")["initContainers"]
+    assert {"name": "PIP_INDEX_URL", "value": "https://mirror.internal/simple"} in made["env"]
     assert (REPOSITORY / "services/worker/Dockerfile").read_text().count("ENV TIDEWAY_ENGINES_DIR=/cache/engines") == 1
     assert json.loads(here.environment("tideway-placement")["TIDEWAY_MODELS"]) == [model]
 
@@ -532,134 +530,6 @@ def test_each_worker_may_be_a_user_of_its_own_on_nats() -> None:
         assert environment["TIDEWAY_NATS_USER"] == "worker-" + environment["TIDEWAY_NODE_ID"]
         assert here.secrets(name)["TIDEWAY_NATS_PASSWORD"] == f"nats-worker-{name}-0-password"
     assert "nats-worker-password" not in here.secrets("tideway-nats").values()
-
-
-# ------------------------------------------------------------------------------------------------------------ NATS
-
-
-def test_the_chart_knows_what_each_role_may_do() -> None:
-    kept = (CHART / "files/nats-permissions.json").read_text()
-    assert kept == chart_permissions(), "tideway nats-config --chart > deploy/helm/tideway/files/nats-permissions.json"
-
-
-def test_nats_takes_its_configuration(here: Cluster, tmp_path: Path) -> None:
-    file = write_configuration(here, tmp_path, free_port())
-    if "tls {" in file.read_text():
-        make_certificates(tmp_path)
-    call = [nats_server_binary(), "-t", "-c", str(file)]
-    result = subprocess.run(call, env=server_environment(here), capture_output=True, text=True)
-    assert "is valid" in result.stderr, result.stderr
-
-
-def test_nats_is_configured_as_in_the_container_stack() -> None:
-    def settings(text: str) -> list[str]:
-        # The kubelet asks from outside the pod, and servers are named after their pods.
-        return [line for line in text.splitlines() if not line.lstrip().startswith(("#", "http:", "server_name:"))]
-
-    here = cluster("one-node")
-    inline = here.find("ConfigMap", "tideway-nats")["data"]["nats.conf"]
-    assert settings(inline) == settings((REPOSITORY / "deploy/nats/nats.conf").read_text())
-    for role in ROLES:
-        assert here.environment("tideway-nats")[f"NATS_{role.upper()}_PASSWORD"] == f'"nats-{role}-password"'
-
-
-def test_servers_of_a_cluster_keep_apart_and_start_together() -> None:
-    here = cluster("default")
-    workload, pod = here.workloads["tideway-nats"]["spec"], here.pod("tideway-nats")
-    assert workload["replicas"] == 3 and workload["podManagementPolicy"] == "Parallel"
-    (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert term["labelSelector"]["matchLabels"] == workload["selector"]["matchLabels"]
-    assert here.find("PodDisruptionBudget", "tideway-nats")["spec"]["maxUnavailable"] == 1
-    assert here.find("Service", "tideway-nats")["spec"]["publishNotReadyAddresses"] is True
-    alone = cluster("one-node")
-    assert "affinity" not in alone.pod("tideway-nats")
-    assert not [b for b in alone.of_kind("PodDisruptionBudget") if b["metadata"]["name"] == "tideway-nats"]
-
-
-def chart_that_sees(document: dict[str, Any], folder: Path) -> Path:
-    """The chart, in whose templates each `lookup` finds this document if it is asked for its name."""
-    shutil.copytree(CHART, folder / "tideway")
-    found = f'ternary (`{json.dumps(document)}` | fromJson) dict (eq "{document["metadata"]["name"]}" SOUGHT)'
-    for file in (folder / "tideway/templates").glob("*.yaml"):
-        text = re.sub(
-            r'lookup "apps/v1" "StatefulSet" \$?\w*\.Release\.Namespace (\(printf [^)]+\)|\$name)',
-            lambda match: found.replace("SOUGHT", match[1]),
-            file.read_text(),
-        )
-        assert 'lookup "' not in text
-        file.write_text(text)
-    return folder / "tideway"
-
-
-@pytest.mark.parametrize(("had", "wanted"), [(1, 3), (3, 1), (3, 3), (3, 5)])
-def test_one_server_is_not_made_three_over_its_claims(had: int, wanted: int, tmp_path: Path) -> None:
-    """A cluster lists no stream of a server that was alone."""
-    before = Cluster(render({"nats": {"replicas": had}})).workloads["tideway-nats"]
-    (claim,) = before["spec"]["volumeClaimTemplates"]
-    assert claim["metadata"]["name"] in {mount["name"] for mount in nats_mounts(before)}
-    chart = chart_that_sees(before, tmp_path)
-    if (had > 1) == (wanted > 1):
-        after = Cluster(render({"nats": {"replicas": wanted}}, chart)).workloads["tideway-nats"]
-        assert after["spec"]["volumeClaimTemplates"] == [claim]
-        return
-    with pytest.raises(RefusedError, match=rf"claims {claim['metadata']['name']}-tideway-nats-\*.*by a backup"):
-        render({"nats": {"replicas": wanted}}, chart)
-    after = Cluster(render({"nats": {"replicas": wanted}})).workloads["tideway-nats"]
-    assert after["spec"]["volumeClaimTemplates"] != [claim], "the API server refuses the change where nothing is seen"
-
-
-def nats_mounts(workload: dict[str, Any]) -> list[dict[str, Any]]:
-    return workload["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]  # type: ignore[no-any-return]
-
-
-def test_services_stand_still_while_a_backup_is_restored(tmp_path: Path) -> None:
-    values = {**CLUSTERS["mixed-gpus"], "backup": {"enabled": True, "restore": "2026-11-04T03-17-00Z"}}
-    here = Cluster(render(values))
-    for document in here.documents:
-        if document["kind"] not in SCHEMAS:
-            kubernetes_validate.validate(document, NEWEST, strict=True)
-    assert refusals(here) == []
-    assert all(here.workloads[name]["spec"]["replicas"] == 0 for name, _ in services(here)), "they make streams"
-    assert here.workloads["tideway-nats"]["spec"]["replicas"] == 3 and not here.of_kind("ScaledObject")
-    job = "tideway-restore-2026-11-04t03-17-00z"
-    assert here.container(job)["command"][2:] == ["tideway", "restore-streams", "/backup/2026-11-04T03-17-00Z"]
-    assert load(BusSettings, here.environment(job)).nats_replicas == 3
-    assert here.reaches(job, "tideway-nats", 4222)
-    assert here.workloads["tideway-backup"]["spec"]["suspend"] is True
-    stopped = chart_that_sees(here.workloads["tideway-worker-l40s"], tmp_path)
-    again = Cluster(render(CLUSTERS["mixed-gpus"], stopped))
-    assert again.workloads["tideway-worker-l40s"]["spec"]["replicas"] == 4
-
-
-def test_an_upgrade_leaves_the_number_of_workers_to_what_scales_them(tmp_path: Path) -> None:
-    def pool(keda: bool, autoscale: bool, folder: str = "", live: int | None = None) -> int | None:
-        values = {
-            "workers": {"pools": [{"name": "cpu", "replicas": 2, "keda": {"enabled": keda}}]},
-            "scaling": {"pool": "" if keda else "cpu", "autoscale": autoscale},
-        }
-        now = {"metadata": {"name": "tideway-worker-cpu"}, "spec": {"replicas": live}}
-        chart = CHART if live is None else chart_that_sees(now, tmp_path / folder)
-        return Cluster(render(values, chart)).workloads["tideway-worker-cpu"]["spec"].get("replicas")
-
-    assert pool(True, False) is None and pool(False, True) is None, "as Argo CD renders it, at each sync"
-    assert pool(False, False) == 2, "nothing else raises it"
-    assert pool(True, False, "keda", 0) == 0 and pool(False, True, "autoscale", 5) == 5
-    assert pool(False, False, "placement", 5) == 5
-
-
-def test_with_tls_services_check_the_certificate_that_servers_show() -> None:
-    here = cluster("mixed-gpus")
-    certificate = here.find("Certificate", "tideway-nats")["spec"]
-    for name, component in services(here):
-        values = here.environment(name)
-        (mount,) = [m for m in here.container(name)["volumeMounts"] if m["name"] == "nats-ca"]
-        assert values["TIDEWAY_NATS_TLS_CA"] == mount["mountPath"] + "/ca.crt"
-        (volume,) = [v["secret"] for v in here.pod(name)["volumes"] if v["name"] == "nats-ca"]
-        assert volume["secretName"] == certificate["secretName"]
-        assert [item["key"] for item in volume["items"]] == ["ca.crt"], f"{component} has no use for the key"
-        for url in values["TIDEWAY_NATS_URL"].split(","):
-            host = url.removeprefix("nats://").removesuffix(":4222")
-            assert "*." + host.partition(".")[2] in certificate["dnsNames"]
 
 
 # --------------------------------------------------------------------------------------------------------- network
@@ -764,6 +634,18 @@ def test_scalers_ask_for_metrics_that_are_there() -> None:
         target = scaled["spec"]["scaleTargetRef"]
         assert here.workloads[target["name"]]["kind"] == target["kind"]
     assert "replicas" not in here.workloads["tideway-gateway"]["spec"], "else each upgrade would set them back"
+
+
+def test_scalers_remove_nothing_while_prometheus_tells_nothing() -> None:
+    """An empty answer would count as no load."""
+    scalers = cluster("mixed-gpus").of_kind("ScaledObject")
+    assert len(scalers) == 2
+    for scaler in scalers:
+        fallback = scaler["spec"]["fallback"]
+        assert fallback["behavior"] == "currentReplicasIfHigher" and fallback["replicas"] >= 1
+        for trigger in scaler["spec"]["triggers"]:
+            assert trigger["metadata"]["ignoreNullValues"] == "false"
+            assert trigger["metricType"] == "AverageValue", "KEDA has a fallback for nothing else"
 
 
 def test_gateways_scale_by_cpu() -> None:
@@ -885,8 +767,10 @@ def test_rules_and_dashboard_are_those_of_the_files() -> None:
     }
     here = Cluster(render(values))
     groups = here.find("PrometheusRule", "tideway")["spec"]["groups"]
-    own = yaml.safe_load((CHART / "files/alerts.yaml").read_text().replace("docs/runbooks.md#", "https://wiki/run#"))
-    assert groups == own["groups"]
+    (own,) = yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"]
+    assert [rule["alert"] for rule in groups[0]["rules"]] == [rule["alert"] for rule in own["rules"]]
+    for rule in groups[0]["rules"]:
+        assert rule["annotations"]["runbook_url"] == f"https://wiki/run#{rule['alert'].lower()}"
     dashboard = here.find("ConfigMap", "tideway-dashboard")["data"]["tideway.json"]
     assert json.loads(dashboard) == json.loads((REPOSITORY / "deploy/grafana/dashboards/tideway.json").read_text())
     assert len(dashboard) < 2**20, "a ConfigMap's limit"

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import FILE_CONTENTS, MODELS
 from shared.messages.cluster import ModelSpec
 from shared.runtime.settings import BusSettings
-from tests.deploy.nats_servers import Servers
+from tests.conftest import free_port
+from tests.deploy.nats_servers import Servers, make_certificates
 from tideway.data_folder import OperatorError
+from tideway.preflight import nats_server_binary
 from tideway.stream_backup import backup_streams, make_backup, restore_backup
 
 CONTENT = b"a line\n" * 200_000
@@ -88,6 +94,69 @@ async def test_from_one_server_to_three_and_back_by_a_backup(one: Servers, three
         assert (await copies(again))["KV_tideway_models"] == 1
     finally:
         again.close()
+
+
+def shown_certificate(port: int) -> bytes:
+    """The one that a server shows to a client, which NATS asks to begin TLS after its first line."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.recv(4096)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with context.wrap_socket(connection) as secured:
+            return secured.getpeercert(binary_form=True) or b""
+
+
+async def test_servers_show_a_renewed_certificate(three: Servers) -> None:
+    """Without a restart, for which nobody is there when cert-manager renews it."""
+    await three.until_ready()
+    before = [await asyncio.to_thread(shown_certificate, port) for port in three.ports]
+    renewed = three.folder / "renewed"
+    renewed.mkdir()
+    make_certificates(renewed)
+    for name in ("tls.key", "ca.crt", "tls.crt"):
+        (renewed / name).rename(three.folder / name)
+    async with asyncio.timeout(30):
+        for port, old in zip(three.ports, before, strict=True):
+            while await asyncio.to_thread(shown_certificate, port) == old:
+                await asyncio.sleep(0.2)
+    await three.until_ready()
+    assert all(process.poll() is None for process in three.processes)
+
+
+async def test_no_other_pod_becomes_a_server_of_the_cluster(tmp_path: Path) -> None:
+    servers = Servers({}, tmp_path / "servers")
+    try:
+        await servers.until_ready()
+        assert await routes_of_a_stranger(servers, "", tmp_path) == 0
+        assert await routes_of_a_stranger(servers, "route:nats-route-password@", tmp_path) > 0, "the test would see it"
+    finally:
+        servers.close()
+
+
+async def routes_of_a_stranger(servers: Servers, credentials: str, folder: Path) -> int:
+    """Routes that a server of our own has to these after some seconds."""
+    monitor = free_port()
+    file = folder / "stranger.conf"
+    file.write_text(
+        f'server_name: stranger\nlisten: "127.0.0.1:{free_port()}"\nhttp: "127.0.0.1:{monitor}"\ncluster {{\n'
+        f'name: tideway-nats\nlisten: "127.0.0.1:{free_port()}"\n'
+        f'routes: ["nats://{credentials}127.0.0.1:{servers.routes[0]}"]\n}}\n'
+    )
+    stranger = await asyncio.create_subprocess_exec(
+        nats_server_binary(), "-c", str(file), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with httpx.AsyncClient() as client, asyncio.timeout(30):
+            found, looked = 0, 0
+            while not found and looked < 15:
+                await asyncio.sleep(0.3)
+                with contextlib.suppress(httpx.ConnectError):
+                    found = (await client.get(f"http://127.0.0.1:{monitor}/routez")).json()["num_routes"]
+                    looked += 1
+            return int(found)
+    finally:
+        stranger.kill()
+        await stranger.wait()
 
 
 async def test_others_may_make_no_backup(one: Servers, tmp_path: Path) -> None:
