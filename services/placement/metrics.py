@@ -180,6 +180,8 @@ class NatsMetrics:
         self._bytes = gauge("bytes", "Bytes in a stream of JetStream")
         self._max_bytes = gauge("max_bytes", "Bytes that a stream of JetStream may hold; 0: no bound")
         self._consumers = gauge("consumers", "Consumers of a stream of JetStream")
+        self._copies = gauge("copies", "Copies that a stream of JetStream should have")
+        self._current_copies = gauge("current_copies", "Copies of a stream of JetStream that are there and have all of it")
 
     async def run(self, bus: Bus) -> None:
         while True:
@@ -190,7 +192,9 @@ class NatsMetrics:
             await asyncio.sleep(NATS_INTERVAL_S)
 
     async def _look(self, bus: Bus) -> None:
-        gauges = (self._messages, self._bytes, self._max_bytes, self._consumers)
+        gauges = (
+            self._messages, self._bytes, self._max_bytes, self._consumers, self._copies, self._current_copies,
+        )  # fmt: skip
         try:
             uses = await bus.stream_uses()
         finally:

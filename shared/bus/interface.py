@@ -96,6 +96,10 @@ class StreamUse(NamedTuple):
     max_bytes: int
     """0: no bound."""
     num_consumers: int
+    num_copies: int
+    """Copies that it should have: by its configuration on the server, or TIDEWAY_NATS_REPLICAS if that is more."""
+    num_current: int
+    """Copies on servers that are there, with all that is stored."""
 
 
 class Watch(Protocol[M]):

@@ -23,7 +23,7 @@ import msgspec
 import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
-from nats.js.api import StreamConfig
+from nats.js.api import StreamConfig, StreamInfo
 
 from shared.bus.interface import BusError, RevisionConflict, Room, StreamUse
 from shared.bus.nats_client import DirectClient, NotPermittedError
@@ -101,6 +101,14 @@ def bus_errors(what: str) -> Iterator[None]:
         raise BusError(ErrorInfo(ErrorCode.NOT_PERMITTED, f"{what}: {error}")) from None
     except nats.errors.Error as error:
         raise silent(f"{what}: {error}") from None
+
+
+def _num_current(info: StreamInfo) -> int:
+    """Copies of a stream that are whole, where its leader tells of them."""
+    if info.cluster is None:
+        return 1
+    peers = info.cluster.replicas or []
+    return bool(info.cluster.leader) + sum(bool(peer.current) and not peer.offline for peer in peers)
 
 
 def _lacks_room(error: nats.js.errors.APIError) -> bool:
@@ -485,7 +493,10 @@ class Streams:
                 num_told += len(page)
                 for info in page:
                     state, most = info.state, max(0, info.config.max_bytes or 0)
-                    uses[str(info.config.name)] = StreamUse(state.messages, state.bytes, most, state.consumer_count)
+                    uses[str(info.config.name)] = StreamUse(
+                        state.messages, state.bytes, most, state.consumer_count,
+                        num_copies=max(info.config.num_replicas or 1, self.num_replicas), num_current=_num_current(info),
+                    )  # fmt: skip
         return uses
 
     async def declare_again(self) -> None:

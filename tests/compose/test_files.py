@@ -72,7 +72,7 @@ def test_every_metric_of_the_dashboard_is_one_of_the_code(registry: CollectorReg
 
 
 def test_every_label_of_the_dashboard_is_one_of_its_metric(registry: CollectorRegistry) -> None:
-    given_by_prometheus = {"le", "service", "instance", "job"}
+    given_by_prometheus = {"le", "service", "instance", "job", "namespace"}
     labels_of: dict[str, set[str]] = {}
     for collector, names in registry._collector_to_names.items():
         labels = set(getattr(collector, "_labelnames", getattr(collector, "_labels", ())))

@@ -311,6 +311,31 @@ async def test_streams_are_made_in_so_many_copies(cluster: NatsCluster, connect_
     assert await asyncio.to_thread(cluster.ask, num_replicas, 0) == 3
 
 
+async def test_copies_that_are_away_are_told(cluster: NatsCluster, connect_node: ConnectNode) -> None:
+    bus = await connect_node(0)
+    await bus.key_value(LEDGER)
+    name = f"KV_{LEDGER.name}"
+
+    async def until(num_current: int) -> None:
+        async with asyncio.timeout(60.0):
+            while True:
+                with suppress(BusError):
+                    use = (await bus.stream_uses()).get(name)
+                    if use is not None and (use.num_copies, use.num_current) == (3, num_current):
+                        return
+                await asyncio.sleep(0.5)
+
+    await until(3)
+    leader = await asyncio.to_thread(cluster.leader_of, name)
+    away = next(node for node in cluster.nodes if node is not leader)
+    away.kill()
+    try:
+        await until(2)
+    finally:
+        await asyncio.to_thread(away.start)
+    await until(3)
+
+
 async def test_copies_on_a_server_alone_are_a_wrong_setting(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
     bus: Bus = await connect_to(fresh_nats, nats_replicas=3)
     with pytest.raises(SettingsError, match="TIDEWAY_NATS_REPLICAS=3: the server at TIDEWAY_NATS_URL is in no cluster"):

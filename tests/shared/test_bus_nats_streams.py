@@ -37,6 +37,7 @@ async def test_what_streams_hold_is_told(fresh_nats: NatsServer, connect_to: Con
     await store.put("a", Ping("x" * 1000))
     use = (await bus.stream_uses())[f"KV_{LEDGER.name}"]
     assert (use.num_messages, use.max_bytes, use.num_consumers) == (1, 1 << 24, 0)
+    assert (use.num_copies, use.num_current) == (1, 1)
     assert 1000 < use.used_bytes < 2000
 
 
