@@ -133,8 +133,7 @@ class _Totals:
     @property
     def waiting(self) -> float:
         """What those that wait need beside it."""
-        blocks = (self._held[name] + self._wanted[name] for name in self._queues)
-        return sum(map(self._merged, self._queues, blocks)) - self.running
+        return sum(map(self._merged, self._queues, map(self.num_blocks, self._queues))) - self.running
 
     def head(self, sequence: Sequence | None) -> float:
         """What this one needs beside it."""
@@ -143,13 +142,15 @@ class _Totals:
         held, model = self._held[sequence.model], sequence.model
         return self._merged(model, held + _num_blocks(sequence)) - self._merged(model, held)
 
+    def num_blocks(self, name: str) -> int:
+        """Blocks of a model, with those that its waiting ones need."""
+        return self._held[name] + self._wanted[name]
+
     def kept(self, least_merged: int) -> float:
         """What is left of the least shares of the others than a model, for the model to which that leaves least."""
         if not least_merged:
             return 0.0
-        left = [
-            max(0.0, least_merged - self._merged(name, self._held[name] + self._wanted[name])) for name in self._queues
-        ]
+        left = [max(0.0, least_merged - self._merged(name, self.num_blocks(name))) for name in self._queues]
         return sum(left) - min(left, default=0.0)
 
     def _merged(self, name: str, num_blocks: int) -> float:
@@ -180,7 +181,7 @@ def instance_load(
     step of a model may run beside online work (`Planner.offline_spare_s`). `ttft_s`, `tpot_s`: objectives where neither
     request nor model names one; 0: none. `given_away`: models of which all requests are to leave."""
     totals, pool = _Totals(memory.queues), memory.pool
-    models = []
+    told = []
     for queue in memory.queues.values():
         num_decodes = num_blocks = 0
         for priority_class in ONLINE_CLASSES:
@@ -193,10 +194,14 @@ def instance_load(
         room = 0
         if offline_tokens_per_s is not None and _has_turns(memory, queue, spare_s, now):
             room = _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens, spare_s)
-        models.append(_model_load(memory, queue, room, decode_cost))
+        told.append((queue, room, decode_cost))
     for coming in reserved:
         if coming.is_load:
             totals.arrive(len(coming.blocks), coming.priority_class, memory.queues[coming.model])
+    models = [
+        _model_load(memory, queue, room, decode_cost, memory.share_left_merged(queue, totals.num_blocks(queue.name)))
+        for queue, room, decode_cost in told
+    ]
     free, stranded = pool.num_merged - pool.used_merged(), 0
     if len(memory.queues) > 1:
         kept_by = {name: memory.compaction.num_kept(name) for name in memory.queues}
@@ -295,7 +300,11 @@ def _ideal_merged(memory: Allocator, high_priority_load: float) -> float:
 
 
 def _model_load(
-    memory: Allocator, queue: ModelQueue, offline_room_tokens: int, decode_cost: tuple[float, float]
+    memory: Allocator,
+    queue: ModelQueue,
+    offline_room_tokens: int,
+    decode_cost: tuple[float, float],
+    share_left_merged: float,
 ) -> ModelLoad:
     return ModelLoad(
         model=queue.name,
@@ -308,6 +317,7 @@ def _model_load(
         prompt_cost=(0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
         decode_cost=decode_cost,
         fetch_token_s=queue.fetch_token_s,
+        share_left_merged=share_left_merged,
     )
 
 

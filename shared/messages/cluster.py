@@ -237,6 +237,9 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     runs here adds to it on average, with its context; zeros: not known."""
     fetch_token_s: Number = 0.0
     """Predicted seconds that a token's KV takes to another instance; 0: prefixes are neither given from here nor fetched."""
+    share_left_merged: Number = 0.0
+    """Merged blocks that one more online request would have here at once, whatever other models hold: what is left of the
+    model's least share; 0: none, as where there is one model."""
 
 
 class DraftUse(msgspec.Struct, frozen=True, gc=False, kw_only=True):

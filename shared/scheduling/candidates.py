@@ -408,6 +408,8 @@ class Seen:
             growth, free_merged = by.growth_steps * (num_others + 1) / way.tokens_per_merged, way.free_merged
             missing += growth if growth < free_merged else free_merged
         self.missing_merged = missing + standing.in_flight_merged - standing.left_merged
+        if self.missing_merged > 0 and way.demand_merged <= standing.share_left_merged(by.model):
+            self.missing_merged = 0.0  # the instance admits it, whatever others wait for
         self._standing = standing
         self._block_size = way.served.block_size
         self._by = by

@@ -109,6 +109,11 @@ class InFlightLedger:
         in_flight = sum([entry.demand_merged for entry in entries.values()]) if entries else 0.0
         return in_flight + sum(coming.values()) if coming else in_flight
 
+    def demand_merged_of(self, instance_id: str, model: str) -> float:
+        """Merged blocks that the online entries of a model will take."""
+        entries = self._online.get(instance_id, {}).values()
+        return sum([entry.demand_merged for entry in entries if entry.model == model])
+
     def prompts_s(self, instance_id: str) -> float:
         """Predicted time of the online entries' prompts."""
         entries = self._online.get(instance_id)

@@ -77,6 +77,13 @@ class Standing:
         load = self.by_model.get(model)
         return (0.0, 0.0) if load is None else load.prompt_cost
 
+    def share_left_merged(self, model: str) -> float:
+        """`ModelLoad.share_left_merged`, without what is on its way."""
+        load = self.by_model.get(model)
+        if load is None or not load.share_left_merged:
+            return 0.0
+        return load.share_left_merged - self._ledger.demand_merged_of(self._instance_id, model)
+
     def fetch_token_s(self, model: str) -> float:
         """`ModelLoad.fetch_token_s`; 0: prefixes of the model neither come nor go."""
         load = self.by_model.get(model)

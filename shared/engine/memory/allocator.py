@@ -408,6 +408,14 @@ class Allocator:
         least = self.least_merged()
         return least > 0 and self._num_merged(model, self._held_blocks()[model]) < least
 
+    def share_left_merged(self, queue: ModelQueue, num_blocks: int) -> float:
+        """What is left of a model's least share beside so many blocks, and beside what an admission leaves free."""
+        least = self.least_merged()
+        if not least or num_blocks >= least * queue.shape.blocks_per_merged:
+            return 0.0
+        kept = self.reserve_blocks(queue, PriorityClass.ONLINE_NORMAL)
+        return max(0.0, least - (num_blocks + kept) / queue.shape.blocks_per_merged)
+
     def may_hold(self, model: str, num_blocks: int, priority_class: int) -> bool:
         """Whether so many blocks more of the model's online requests, up to this rank, leave the others their least shares.
         A model without any may have one request of whatever size."""
