@@ -42,7 +42,10 @@ function update(panel, item, isOut, pool, onRequest) {
   badge.className = `badge ${{ready: "good", draining: "warn", drained: "dim"}[state] ?? "warn"}`;
   const where = item.devices?.length ? `${item.device}${item.devices.length > 1 ? ` × ${item.devices.length}` : ""}` : "";
   const role = item.role && item.role !== "both" ? `${item.role}${item.is_role_fixed ? " (fixed)" : ""}` : "";
-  put(panel.querySelector(".where"), [where, role].filter(Boolean).join(", "));
+  const isForeign = item.engine && item.engine !== "native";
+  put(panel.querySelector(".where"), [where, isForeign && `engine ${item.engine}`, role].filter(Boolean).join(", "));
+  // Engines of others do not show their blocks.
+  for (const row of panel.querySelectorAll(".row")) row.hidden = isForeign;
   const view = pool ?? NO_POOL;
   pools.set(panel, view);
   draw(panel);
