@@ -192,7 +192,7 @@ def test_each_choice_is_that_of_an_oracle(events: list[tuple[Any, ...]]) -> None
     block_size = make_info("i0").models[0].block_size
     keys = list(prompt_keys(make_request("keys", num_prompt=max(PROMPTS)), block_size))
     for number in range(NUM_INSTANCES):
-        core.apply(OnRegistry(f"i{number}", make_info(f"i{number}")), 0.0)
+        core.apply(OnRegistry(f"i{number}", make_info(f"i{number}", "m", "n")), 0.0)
         core.apply(OnReport(make_report(f"i{number}", 1, freeness=3.0 + number % 7, num_running=2)), 0.0)
     for turn, event in enumerate(events):
         now = 0.01 * turn
