@@ -166,7 +166,8 @@ class DirectClient(Client):
     def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
         handler = self._direct.get(sid)
         if handler is None:
-            return False
+            # What comes for a subscription that has ended goes nowhere; else it is one of nats-py's own.
+            return sid not in self._subs
         try:
             handler(subject, reply, headers, data)
         except Exception:
@@ -352,18 +353,32 @@ class DirectParser(Parser):
             return
         if self.buf:
             data = bytes(self.buf) + data
-        try:
-            done, is_to_be_kept = self._parse_messages(data)
-        except (ValueError, IndexError):
-            raise ProtocolError("nats: malformed MSG") from None
+        done = 0
+        while True:
+            try:
+                done, is_to_be_kept = self._parse_messages(data, done)
+            except (ValueError, IndexError):
+                raise ProtocolError("nats: malformed MSG") from None
+            end = 0
+            if not is_to_be_kept and not data.startswith((_PLAIN, _WITH_HEADERS), done):
+                end = data.find(_END_OF_LINE, done) + 2
+            if end < 2:
+                break
+            # A command of the server, one line: the messages after it go the short way again.
+            self.buf = bytearray(data[done:end])
+            await super().parse()
+            if self.buf or self.state != AWAITING_CONTROL_LINE:
+                await super().parse(data[end:])
+                return
+            done = end
         self.buf = bytearray(data[done:])
         if self.buf and not is_to_be_kept:
             await super().parse()
 
-    def _parse_messages(self, data: bytes) -> tuple[int, bool]:
-        """Delivers the messages at the beginning of `data`. Returns how many bytes those were, and whether the next is a
-        message that should be waited for."""
-        at, deliver = 0, self._deliver
+    def _parse_messages(self, data: bytes, at: int) -> tuple[int, bool]:
+        """Delivers the messages in `data` from `at` on. Returns where they end, and whether the next is a message that
+        should be waited for."""
+        deliver = self._deliver
         while (is_plain := data.startswith(_PLAIN, at)) or data.startswith(_WITH_HEADERS, at):
             end = data.find(_END_OF_LINE, at)
             if end < 0:

@@ -94,6 +94,36 @@ def test_a_long_message_in_many_pieces_is_not_copied_with_each() -> None:
     assert time.thread_time() - began_s < 2.0
 
 
+class Counting(Peer):
+    """Counts what nats-py's parser is left to deliver."""
+
+    num_slow = 0
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        self.num_slow += 1
+        await super()._process_msg(sid, subject, reply, data, headers)
+
+
+def test_messages_after_a_command_go_the_short_way() -> None:
+    wire, expected = message(DIRECT, b"body", headers=b"NATS/1.0")
+    peer = Counting()
+    peer.feed(wire + b"PING\r\n" + 3 * wire + b"PI", b"NG\r\n" + wire)
+    assert peer.got == [expected, ("ping",), expected, expected, expected, ("ping",), expected]
+    assert peer.num_slow == 0
+
+
+async def test_what_comes_for_an_ended_subscription_is_dropped_at_once() -> None:
+    client = DirectClient(lambda: None)
+    got: list[bytes] = []
+    sid = client.subscribe_direct("a.b", lambda subject, reply, headers, data: got.append(data))
+    assert client._deliver(sid, b"a.b", b"", b"1", None)
+    client.unsubscribe_direct(sid)
+    assert client._deliver(sid, b"a.b", b"", b"2", None)
+    client._subs[sid] = Subscription(client, sid, "a.b")
+    assert not client._deliver(sid, b"a.b", b"", b"3", None)
+    assert got == [b"1"]
+
+
 def test_a_message_whose_line_cannot_be_read_is_an_error() -> None:
     for line in (b"MSG a.b 7 x\r\n", b"MSG a.b x 3\r\n", b"MSG \r\n", b"HMSG a.b 7 x 3\r\n"):
         with pytest.raises(ProtocolError):
