@@ -12,7 +12,7 @@ from typing import Any
 import nats
 import nats.errors
 
-from shared.runtime.settings import BusSettings
+from shared.runtime.settings import BusSettings, load
 from shared.runtime.tls import client_tls
 from tests.certificates import Authority
 from tests.conftest import free_port
@@ -92,11 +92,15 @@ class Servers:
 
     def settings(self, user: str) -> BusSettings:
         """Settings of the pods with this user."""
-        copies = int(self.cluster.find("ConfigMap", "tideway-settings")["data"]["TIDEWAY_NATS_REPLICAS"])
-        return BusSettings(
-            nats_url=self.url, nats_user=user, nats_password=f"nats-{user}-password", nats_tls_ca=self._ca,
-            nats_replicas=copies,
-        )  # fmt: skip
+        copies = self.cluster.find("ConfigMap", "tideway-settings")["data"]["TIDEWAY_NATS_REPLICAS"]
+        variables = {
+            "URL": self.url,
+            "USER": user,
+            "PASSWORD": f"nats-{user}-password",
+            "TLS_CA": self._ca,
+            "REPLICAS": copies,
+        }
+        return load(BusSettings, {f"TIDEWAY_NATS_{name}": value for name, value in variables.items()})
 
     async def until_ready(self) -> None:
         """Until JetStream answers, which in a cluster needs a leader."""

@@ -129,7 +129,8 @@ def test_an_upgrade_leaves_the_number_of_workers_to_what_scales_them(tmp_path: P
         }
         now = {"metadata": {"name": "tideway-worker-cpu"}, "spec": {"replicas": live}}
         chart = CHART if live is None else chart_that_sees(now, tmp_path / folder)
-        return Cluster(render(values, chart)).workloads["tideway-worker-cpu"]["spec"].get("replicas")
+        spec: dict[str, int] = Cluster(render(values, chart)).workloads["tideway-worker-cpu"]["spec"]
+        return spec.get("replicas")
 
     assert pool(True, False) is None and pool(False, True) is None, "as Argo CD renders it, at each sync"
     assert pool(False, False) == 2, "nothing else raises it"
