@@ -53,13 +53,13 @@ async def soak(
         during: list[Sample] = []
         begun_s = time.monotonic()
 
-        async def take(at_s: float) -> Sample:
-            return await usage.sample(stack, own, at_s, folder / "kv")
+        async def take() -> Sample:
+            return await usage.sample(stack, own, time.monotonic() - begun_s, folder / "kv")
 
         async def watch() -> None:
             while True:
                 with contextlib.suppress(httpx.HTTPError):  # a process that answers is being restarted
-                    during.append(await take(time.monotonic() - begun_s))
+                    during.append(await take())
                 await asyncio.sleep(seconds / NUM_SAMPLES)
 
         async def operate() -> None:
@@ -72,7 +72,7 @@ async def soak(
         await run_clients(traffic, num_clients, warm_up_s)
         for operation in (operations.batch, operations.adapter, operations.limited_key, faults.kill_instance):
             await operations.run(operation)
-        before = await usage.settled(take, time.monotonic() - begun_s)
+        before = await usage.settled(take)
         num_kept = number_of(traffic, KEPT)
         operating, watching = asyncio.create_task(operate()), asyncio.create_task(watch())
         try:
@@ -85,7 +85,7 @@ async def soak(
             if isinstance(error, Exception):
                 traffic.fault(f"the soak itself: {error!r}")
         await restored(operations, stack)
-        after = await usage.settled(take, time.monotonic() - begun_s)
+        after = await usage.settled(take)
         # Those that their client left when time was up are not counted.
         num_kept = 3 * (number_of(traffic, KEPT) - num_kept + num_clients)
     targets = [

@@ -15,7 +15,7 @@ from bench.soak.traffic import KEY, FaultError, Traffic
 from tests.e2e.stack import Stack
 from tests.worker.adapters import write_adapter
 
-WAIT_S = 180.0
+WAIT_S = 420.0
 """Time for what takes seconds on a machine that has nothing else to do."""
 BATCH_LINES = 120
 IDLE_S = 2.0
@@ -245,13 +245,17 @@ class Operations:
         await self.replace_keys(f"{key}:4:{KEY_REQUESTS * REQUEST_TOKENS}")
         first, second = self.traffic.urls
         await self._until_status(second, key, (200,))
-        begun_s, statuses = time.monotonic(), [200]
-        for number in range(KEY_REQUESTS):
-            answer = await self._until_status((first, second)[number % 2], key, (200, 429))
-            statuses.append(answer.status_code)
-        expected = [200] * KEY_REQUESTS + [429]
-        if statuses != expected and time.monotonic() - begun_s < KEY_WINDOW_S:
-            raise FaultError(f"{statuses} of requests with a key for {KEY_REQUESTS} a minute")
+        begun_s, num_answered = time.monotonic(), 1
+        # A gateway that does not hear from NATS in a quarter of a second counts alone: each holds the limit by itself then.
+        most = KEY_REQUESTS * len(self.traffic.urls)
+        while num_answered <= most:
+            url = (first, second)[num_answered % 2]
+            if (await self._until_status(url, key, (200, 429))).status_code == 429:
+                break
+            num_answered += 1
+        if num_answered > most and time.monotonic() - begun_s < KEY_WINDOW_S:
+            raise FaultError(f"{num_answered} answers with a key for {KEY_REQUESTS} a minute")
+        self.traffic.counts["limited_key", f"refused after {num_answered} of {KEY_REQUESTS}"] += 1
         await self.replace_keys()
         for url in self.traffic.urls:
             await self._until_status(url, key, (401,))

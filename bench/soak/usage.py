@@ -176,7 +176,8 @@ async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float, kv_disk: 
         add(role, process.pid, metric(text, "tideway_event_loop_tasks"))
         for each in ZERO_METRICS.get(role, ()):
             taken.under_way[each] = taken.under_way.get(each, 0.0) + (metric(text, each) or 0.0)
-    add("nats", server_of(stack).pid, None)
+    if server_of(stack).is_running:
+        add("nats", server_of(stack).pid, None)
     answer = await client.get(f"{stack.url}/admin/instances")
     for instance in answer.raise_for_status().json()["instances"]:
         load, name = instance["load"], instance["instance_id"]
@@ -193,13 +194,11 @@ async def sample(stack: Stack, client: httpx.AsyncClient, at_s: float, kv_disk: 
     return taken
 
 
-async def settled(
-    take: Callable[[float], Awaitable[Sample]], at_s: float, within_s: float = SETTLED_WITHIN_S
-) -> Sample:
+async def settled(take: Callable[[], Awaitable[Sample]], within_s: float = SETTLED_WITHIN_S) -> Sample:
     """Sample taken when nothing is under way any more and what was deleted is swept, or after `within_s`."""
     deadline_s = time.monotonic() + within_s
     while True:
-        taken = await take(at_s)
+        taken = await take()
         is_settled = not any(taken.under_way.values()) and rows.is_swept(taken.num_messages)
         if is_settled or time.monotonic() > deadline_s:
             return taken

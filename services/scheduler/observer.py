@@ -192,6 +192,16 @@ class Observer:
         self._known_blocks.set(core.dispatcher.num_known_blocks)
         self._assigned.set(len(core.requests))
 
+    def stand_by(self) -> None:
+        """Takes back what the gauges said: another replica leads, and what it says of requests and instances counts."""
+        for labelled in (self._queue_length, self._instances, self._room, self._unmet, self._throughput):
+            labelled.clear()
+        for reason in MigrationReason:
+            self._pairs.labels(reason).set(0)
+        self._sample_tenants(())
+        for gauge in (self.is_leader, self._backoffs, self._ledger, self._known_blocks, self._assigned):
+            gauge.set(0)
+
     def _sample_tenants(self, tenants: Iterable[TenantStatistics]) -> None:
         by_label: dict[str, list[TenantStatistics]] = {}
         for one in tenants:

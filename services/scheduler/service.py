@@ -114,6 +114,8 @@ class SchedulerService:
         if self._active is not None:
             self._former, self._active = self._active, None
             await self._former.close(HANDOVER_WAIT_S)
+        if self._active is None:
+            self._observer.stand_by()
 
     def _on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
         if self._active is not None:

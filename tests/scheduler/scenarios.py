@@ -257,6 +257,9 @@ async def a_standby_takes_over_at_once_when_the_leader_stops(stage: Stage) -> No
     await eventually(lambda: instance.held)
     await gateway.submit(make_request("queued", model="later"))
     assert leader.is_active and not standby.is_active
+    of_requests = ("tracked_requests", "ledger_requests")
+    queued = {"model": "later", "class": "online"}
+    await eventually(lambda: stage.metric("tracked_requests") == 2 and stage.metric("queue_length", **queued) == 1)
     started_s = gateway.bus.now()
     await leader.stop()
     await eventually(lambda: standby.is_active and gateway.announced)
@@ -269,6 +272,8 @@ async def a_standby_takes_over_at_once_when_the_leader_stops(stage: Stage) -> No
     gateway.cancel("running")
     await eventually(lambda: not instance.held)
     assert stage.metric("is_leader", "scheduler-2") == 1 and stage.metric("is_leader", "scheduler-1") == 0
+    # What it saw last is another's to say now.
+    assert [stage.metric(name) for name in of_requests] == [0, 0] and stage.metric("queue_length", **queued) == 0
 
 
 @scenario
