@@ -226,7 +226,7 @@ def targets(
         Target(name="KV on disk, at most at any time", value=most / MIB, limit=kv_disk_bytes / MIB, unit=" MiB")
     )
     for role, limits in LIMITS.items():
-        for name, most, unit in (
+        for name, limit, unit in (
             ("memory_mib", limits.memory_mib, " MiB"),
             ("descriptors", limits.descriptors, ""),
             ("threads", limits.threads, ""),
@@ -239,7 +239,7 @@ def targets(
                 Target(
                     name=f"{role}: more {name.partition('_')[0]}",
                     value=now - was,
-                    limit=most,
+                    limit=limit,
                     unit=unit,
                     note=f"{was:g} to {now:g}",
                 )
