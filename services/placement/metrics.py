@@ -181,7 +181,9 @@ class NatsMetrics:
         self._max_bytes = gauge("max_bytes", "Bytes that a stream of JetStream may hold; 0: no bound")
         self._consumers = gauge("consumers", "Consumers of a stream of JetStream")
         self._copies = gauge("copies", "Copies that a stream of JetStream should have")
-        self._current_copies = gauge("current_copies", "Copies of a stream of JetStream that are there and have all of it")
+        self._current_copies = gauge(
+            "current_copies", "Copies of a stream of JetStream that are there and have all of it"
+        )
 
     async def run(self, bus: Bus) -> None:
         while True:
