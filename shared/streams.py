@@ -18,6 +18,7 @@ import msgspec
 from shared.messages.requests import (
     PLACE_AGAIN_CODES,
     UNKNOWN_LOGPROB,
+    ErrorCode,
     ErrorInfo,
     FinishReason,
     GenerationRequest,
@@ -76,6 +77,7 @@ class StreamState:
 
     __slots__ = (
         "_has_logprobs",
+        "_is_unserved",
         "_max_tokens",
         "_min_tokens",
         "_num_tokens_at_loss",
@@ -108,6 +110,8 @@ class StreamState:
         self.num_losses = 0
         """Owners lost in a row without a new token in between."""
         self._num_tokens_at_loss = -1
+        self._is_unserved = False
+        """The owner gave it up because it had no turn there."""
         self._has_logprobs = sampling.logprobs >= 0
         self._max_tokens = sampling.max_tokens
         self._min_tokens = sampling.min_tokens
@@ -149,6 +153,7 @@ class StreamState:
                 return Outcome.STALE
         reason = entry.finish_reason
         if gives_up(entry):
+            self._is_unserved = entry.error is not None and entry.error.code is ErrorCode.UNAVAILABLE
             return Outcome.GIVEN_UP
         known = len(self.tokens) - entry.offset
         if known < 0 and reason is not FinishReason.ERROR and reason is not FinishReason.DEADLINE:
@@ -186,6 +191,9 @@ class StreamState:
         if self._end_if_complete():
             return Loss.COMPLETE
         self.begin_placement()
+        if self._is_unserved:  # what was not computed has ended no owner, however often it happens
+            self._is_unserved = False
+            return Loss.PLACE
         self.num_losses = self.num_losses + 1 if len(self.tokens) == self._num_tokens_at_loss else 1
         self._num_tokens_at_loss = len(self.tokens)
         return Loss.FAIL if self.num_losses > MAX_FRUITLESS_LOSSES else Loss.PLACE

@@ -153,6 +153,17 @@ def test_a_request_that_loses_many_owners_without_a_token_is_given_up() -> None:
     assert stream.lose(stream.epoch) is Loss.FAIL
 
 
+def test_owners_on_which_it_had_no_turn_are_not_what_it_ended() -> None:
+    stream, no_turn = state(), ErrorInfo(ErrorCode.UNAVAILABLE, "online requests left it no turn for 5 s")
+    for number in range(3 * MAX_FRUITLESS_LOSSES):
+        given_up = entry(0, [], FinishReason.ERROR, epoch=stream.epoch, error=no_turn)
+        assert stream.accept(given_up, A) is Outcome.GIVEN_UP
+        assert stream.lose(stream.epoch) is Loss.PLACE, number
+    for number in range(MAX_FRUITLESS_LOSSES):
+        assert stream.lose(stream.epoch) is Loss.PLACE, number
+    assert stream.lose(stream.epoch) is Loss.FAIL
+
+
 def test_a_request_is_placed_again_with_its_tokens_and_the_time_that_it_has_left() -> None:
     stream, request = state(), request_of()
     stream.accept(entry(0, [5, 6]), A)
