@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.gateway.requests import writes
-from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
+from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER, AlreadyKept
 from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
 from shared.bus.interface import BusError, KvEntry, ServiceError
@@ -612,6 +612,34 @@ async def test_records_go_with_their_calls(kept: Stack) -> None:
     (record,) = (await records.entries()).values()
     assert record.value.window_s == 60 and record.value.outputs == []
     await reader.hang_up()
+
+
+async def test_of_two_calls_that_replace_a_claim_that_is_over_the_second_joins_the_first(
+    kept: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at two gateways: between the second one's look at the claim and its writing, the first one's was stored."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+    assert (await kept.client.post("/v1/completions", json=body, headers={KEY_HEADER: "k"})).status_code == 200
+    calls = kept.gateway.context.kept
+    records, claims = calls._records, calls._claims
+    ((name, first),) = (await claims.entries()).items()
+    (record,) = (await records.entries()).values()
+    over = IdempotencyClaim("chatcmpl-kept-over", first.value.digest)
+    revision = await claims.update(name, over, first.revision)
+    get, looks = claims.get, []
+
+    async def late(key: str) -> KvEntry[IdempotencyClaim] | None:
+        found = await get(key)
+        if not looks:
+            await claims.update(name, first.value, revision)
+        looks.append(key)
+        return found
+
+    monkeypatch.setattr(claims, "get", late)
+    second = msgspec.structs.replace(record.value, call_id="chatcmpl-kept-second")
+    with pytest.raises(AlreadyKept) as joined:
+        await calls._claim(second, first.value.digest)
+    assert joined.value.record.call_id == record.value.call_id and len(looks) == 2
 
 
 NUM_STREAMS = 16

@@ -37,7 +37,7 @@ from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Subs
 from shared.messages.catalogue import CANCEL_CALL, IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.kept import CallCopy, CancelCall, IdempotencyClaim, KeptCall, TakenOver
-from shared.messages.requests import ErrorCode, FinishReason, TokenEntry
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry
 from shared.runtime.settings import GatewaySettings
 from shared.runtime.tasks import TaskSet
 
@@ -49,6 +49,7 @@ STREAM_HEADER = "x-stream-id"
 """Header of an answer that may be resumed."""
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
+CLAIM_TRIES = 5
 SILENCE_S = 1.0
 """Time that a call waits for JetStream: a leader that is there answers sooner, and an election takes seconds."""
 
@@ -470,18 +471,23 @@ class KeptCalls:
         if not record.claim or not digest:
             return
         claim = IdempotencyClaim(record.call_id, digest)
-        try:
-            await self._claims.create(record.claim, claim)
-        except RevisionConflict:
-            entry = await self._claims.get(record.claim)
-            if entry is None:
+        for _ in range(CLAIM_TRIES):
+            # Of several that find a claim which is over, one replaces it, and the others find that one's.
+            with suppress(RevisionConflict):
                 await self._claims.create(record.claim, claim)
                 return
+            entry = await self._claims.get(record.claim)
+            if entry is None:
+                continue
             if entry.value == claim:
                 return
             if (first := await self._of_claim(entry.value, Wish(claim=record.claim, digest=digest))) is not None:
-                raise AlreadyKept(first) from None
-            await self._claims.update(record.claim, claim, entry.revision)
+                raise AlreadyKept(first)
+            with suppress(RevisionConflict):
+                await self._claims.update(record.claim, claim, entry.revision)
+                return
+        message = f"Others use the same {KEY_HEADER} at the same time."
+        raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message, KEY_HEADER))
 
     async def _purge(self, record: KeptCall) -> None:
         """Removes the record and its claim, though JetStream elects: who tries again is not to find a call that is over.
