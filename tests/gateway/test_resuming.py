@@ -617,7 +617,7 @@ async def test_records_go_with_their_calls(kept: Stack) -> None:
 async def test_of_two_calls_that_replace_a_claim_that_is_over_the_second_joins_the_first(
     kept: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at two gateways: between the second one's look at the claim and its writing, the first one's was stored."""
+    """Between the second one's look at the claim and its writing, the first one's was stored."""
     body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
     assert (await kept.client.post("/v1/completions", json=body, headers={KEY_HEADER: "k"})).status_code == 200
     calls = kept.gateway.context.kept
