@@ -39,7 +39,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     stream_tokens: int = 1500
     num_lines: int = 24
     line_tokens: tuple[int, int] = (256, 128)
-    """Of a flex request: prompt, answer."""
+    """Prompt and answer of a flex request."""
     num_normal: int = 8
     normal_tokens: int = 500
     prompt_tokens: int = 64
