@@ -9,11 +9,11 @@ streams are not of the same one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -21,7 +21,9 @@ import nats
 import nats.errors
 import typer
 from nats.aio.client import Client
+from nats.js.errors import APIError
 
+from shared.bus.nats_streams import is_temporary
 from shared.bus.permissions import inbox_prefix
 from shared.runtime.settings import BusSettings, load
 from shared.runtime.tls import client_tls
@@ -30,6 +32,8 @@ from tideway.data_folder import OperatorError
 USER = "backup"
 API = "$JS.API.STREAM"
 CALL_TIMEOUT_S = 30.0
+PATIENCE_S, RESTORE_TIMEOUT_S, RETRY_S = 60.0, 5.0, 0.5
+"""How long a restore waits for servers that are away, for one answer, and between two refusals."""
 CONNECT_ATTEMPTS = 3
 """Attempts to reach each server."""
 CHUNK_BYTES = 128 << 10
@@ -113,15 +117,15 @@ async def _restore(settings: BusSettings, backup: Path, names: list[str]) -> Non
             described = json.loads((backup / f"{name}.json").read_text())
             # One server refuses several copies, and a cluster whose streams have one is worse than one server.
             described["config"]["num_replicas"] = settings.nats_replicas
-            reply = await _call(client, f"{API}.RESTORE.{name}", json.dumps(described).encode())
+            deliver_subject = await _begin_restore(client, name, described)
             with (backup / f"{name}.snapshot").open("rb") as file:
                 while chunk := file.read(CHUNK_BYTES):
-                    await client.request(reply["deliver_subject"], chunk, timeout=CALL_TIMEOUT_S)
+                    await client.request(deliver_subject, chunk, timeout=CALL_TIMEOUT_S)
             # An empty chunk is the last; its answer comes when the stream is there.
-            await _call(client, reply["deliver_subject"], b"")
+            await _call(client, deliver_subject, b"")
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def _connected(settings: BusSettings) -> AsyncIterator[Client]:
     """`OperatorError` for what keeps it from connecting, and for calls that NATS does not answer or permit."""
     refusals: list[str] = []
@@ -160,10 +164,30 @@ async def _connected(settings: BusSettings) -> AsyncIterator[Client]:
 
 
 async def _call(client: Client, subject: str, body: bytes) -> dict[str, Any]:
+    """JetStream's reply; `OperatorError` where that is a refusal."""
     reply: dict[str, Any] = json.loads((await client.request(subject, body, timeout=CALL_TIMEOUT_S)).data)
     if "error" in reply:
         raise OperatorError(f"NATS refuses {subject}: {reply['error'].get('description')}.")
     return reply
+
+
+async def _begin_restore(client: Client, name: str, described: dict[str, Any]) -> str:
+    """Where to send the snapshot. A cluster that misses a server refuses, or does not answer: it is asked again."""
+    deadline = time.monotonic() + PATIENCE_S
+    subject, body = f"{API}.RESTORE.{name}", json.dumps(described).encode()
+    while True:
+        with contextlib.suppress(nats.errors.TimeoutError):
+            reply = json.loads((await client.request(subject, body, timeout=RESTORE_TIMEOUT_S)).data)
+            if "error" not in reply:
+                return str(reply["deliver_subject"])
+            error = APIError(**reply["error"])
+            if not is_temporary(error) or time.monotonic() > deadline:
+                raise OperatorError(f"NATS refuses {subject}: {error.description}.")
+            await asyncio.sleep(RETRY_S)
+        if time.monotonic() > deadline:
+            raise OperatorError(
+                f"NATS does not begin {subject}: are {described['config']['num_replicas']} servers there?"
+            )
 
 
 async def _streams_on_disk(client: Client) -> list[str]:

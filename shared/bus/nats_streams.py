@@ -92,7 +92,7 @@ def bus_errors(what: str) -> Iterator[None]:
             code = ErrorCode.STORAGE_FULL
         elif error.err_code == _NOT_STORED:  # a limit of the stream
             code = ErrorCode.OVERLOADED
-        elif (error.code == 503 or error.err_code == _NO_PEERS) and not _lacks_room(error):
+        elif is_temporary(error):
             raise silent(f"{what}: {description or 'JetStream is not there'}") from None
         raise BusError(ErrorInfo(code, f"{what}: {description or 'JetStream is not there'}")) from None
     except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError):
@@ -109,6 +109,11 @@ def _num_current(info: StreamInfo) -> int:
         return 1
     peers = info.cluster.replicas or []
     return bool(info.cluster.leader) + sum(bool(peer.current) and not peer.offline for peer in peers)
+
+
+def is_temporary(error: nats.js.errors.APIError) -> bool:
+    """Whether JetStream would do the same later: it elects, or misses servers that are expected back."""
+    return (error.code == 503 or error.err_code == _NO_PEERS) and not _lacks_room(error)
 
 
 def _lacks_room(error: nats.js.errors.APIError) -> bool:

@@ -71,6 +71,9 @@ def _by_library(values: Mapping[str, Any] | None, chart: Path, release: str) -> 
 
 
 def _ask_library(**call: Any) -> dict[str, Any]:
+    """The library's answer, for which it is started again where it has died; pytest shows what it said to that."""
+    if _library().poll() is not None:
+        _library.cache_clear()
     process = _library()
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(call) + "\n")
@@ -89,6 +92,5 @@ def _library() -> subprocess.Popen[str]:
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         text=True,
     )

@@ -80,15 +80,23 @@ class Servers:
         ports, routes = [[free_port() for _ in range(number)] for _ in range(2)]
         self.folder, self.ports, self.routes = folder, ports, routes
         self.url = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
-        self.processes = []
+        self._calls: list[tuple[list[str], dict[str, str]]] = []
         for i, port in enumerate(ports):
             peers = tuple(routes) if number > 1 else ()
             file = write_configuration(here, folder, port, i, peers)
-            environment = {**os.environ, **server_environment(here, i, peers)}
-            call = pod_command(here, file)
-            self.processes.append(
-                subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
+            self._calls.append((pod_command(here, file), {**os.environ, **server_environment(here, i, peers)}))
+        self.processes = [self._start(server) for server in range(number)]
+
+    def _start(self, server: int) -> subprocess.Popen[bytes]:
+        call, environment = self._calls[server]
+        return subprocess.Popen(call, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self, server: int) -> None:
+        self.processes[server].kill()
+        self.processes[server].wait()
+
+    def start_again(self, server: int) -> None:
+        self.processes[server] = self._start(server)
 
     def settings(self, user: str) -> BusSettings:
         """Settings of the pods with this user."""
@@ -121,6 +129,5 @@ class Servers:
                 assert time.monotonic() < deadline, "JetStream does not answer"
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        for server in range(len(self.processes)):
+            self.kill(server)

@@ -67,7 +67,8 @@ async def copies(servers: Servers) -> dict[str, int]:
 
 
 async def test_from_one_server_to_three_and_back_by_a_backup(one: Servers, three: Servers, tmp_path: Path) -> None:
-    """The steps of docs/kubernetes.md: a cluster takes over nothing of a server that was alone."""
+    """The steps of docs/kubernetes.md: a cluster takes over nothing of a server that was alone. One server is late."""
+    three.kill(2)
     await one.until_ready()
     bus = await NatsBus.connect(one.settings("placement"), "test", "placement")
     models = await bus.key_value(MODELS)
@@ -78,7 +79,10 @@ async def test_from_one_server_to_three_and_back_by_a_backup(one: Servers, three
     one.close()
 
     await three.until_ready()
-    await asyncio.to_thread(restore_backup, three.settings("backup"), first)
+    restored = asyncio.create_task(asyncio.to_thread(restore_backup, three.settings("backup"), first))
+    assert not (await asyncio.wait([restored], timeout=2.0))[0], "three copies need three servers"
+    three.start_again(2)
+    await restored
     bus = await NatsBus.connect(three.settings("placement"), "test", "placement")
     assert len(await (await bus.key_value(MODELS)).entries()) == 200
     await bus.close()
