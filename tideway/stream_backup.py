@@ -172,7 +172,10 @@ async def _call(client: Client, subject: str, body: bytes) -> dict[str, Any]:
 
 
 async def _begin_restore(client: Client, name: str, described: dict[str, Any]) -> str:
-    """Where to send the snapshot. A cluster that misses a server refuses, or does not answer: it is asked again."""
+    """Begins to restore a stream; returns the subject for its snapshot.
+
+    A cluster that misses a server refuses, or does not answer: it is asked again.
+    """
     deadline = time.monotonic() + PATIENCE_S
     subject, body = f"{API}.RESTORE.{name}", json.dumps(described).encode()
     while True:
