@@ -141,7 +141,7 @@ class CandidateIndex:
             for instance_id, bound in self._hinted.items():
                 versions.pop(instance_id, None)
                 known = ranks.get(instance_id)
-                if known is None or not bound >= known[0]:
+                if known is None or not bound > known[0]:  # where it is equal, the rest of the rank may be better
                     pending[instance_id] = bound
                     heappush(bounds, (bound, instance_id))
                 else:

@@ -111,3 +111,12 @@ class TestCandidateIndex:
             index.touch("a")
             assert index.best(lambda _: True) == "a"
         assert len(index._ordered) == 1
+
+    def test_of_equal_first_numbers_the_rest_of_a_new_rank_counts(self) -> None:
+        ranks: dict[str, DispatchKey] = {"a": (0.0, 1.0), "b": (0.0, 2.0)}
+        index = CandidateIndex(ranks.get, version_of=ranks.get)
+        index.touch_all(ranks)
+        assert index.best(lambda _: True) == "a"
+        ranks["b"] = (0.0, 0.0)
+        index.hint({"b": 0.0})
+        assert index.best(lambda _: True) == "b"
