@@ -13,7 +13,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shared.costs.model import prompt_s
 from shared.engines.capabilities import asked
@@ -22,7 +22,6 @@ from shared.policies.dispatch import (
     NUM_CACHED,
     DispatchKey,
     DispatchPolicy,
-    DispatchView,
 )
 from shared.policies.prefix_fetch import Fetch, fetch_of, is_cheaper
 from shared.scheduling.cluster import ClusterView, InstanceState, ServedModel
@@ -30,9 +29,7 @@ from shared.scheduling.in_flight import InFlightLedger
 from shared.scheduling.prefixes import NOT_HELD, Held, PrefixIndex
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import TrackedRequest
-from shared.scheduling.standing import Standing
-
-T = TypeVar("T")
+from shared.scheduling.standing import Figures, Standing
 
 MAX_HOLDERS = 32
 """Instances with the longest prefixes of a prompt, of which the freest are looked at."""
@@ -242,9 +239,8 @@ class Ranking:
                     index.touch(instance_id)
                 self._woken[lane] = None
 
-    def on_report(self, report: LoadReport) -> None:
+    def on_report(self, instance_id: str, report: LoadReport) -> None:
         """Notes a report after which only the instance's load differs: it is as free as its report says, at best."""
-        instance_id = report.instance_id
         self._standings.pop(instance_id, None)
         self._reported.add(instance_id)
         normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
@@ -262,7 +258,7 @@ class Ranking:
         """Something is not in flight to the instance any more."""
         state = self._cluster.get(instance_id)
         if state is not None and state.report is not None:
-            self.on_report(state.report)
+            self.on_report(instance_id, state.report)
         else:
             self.touch(instance_id)
 
@@ -357,7 +353,7 @@ class Ranking:
 
     def offline_room(self, model: str, instance_id: str, state: InstanceState) -> int:
         """Offline tokens that could be sent there; at most 0: none."""
-        return state.load.offline_room.get(model, 0) - self._ledger.offline_tokens(instance_id, model)
+        return state.load.offline_room(model) - self._ledger.offline_tokens(instance_id, model)
 
     def standing(self, instance_id: str, state: InstanceState) -> Standing:
         """Standing of an instance that has reported."""
@@ -365,19 +361,6 @@ class Ranking:
         if standing is None or standing.report is not state.report:
             standing = self._standings[instance_id] = Standing(instance_id, state, self._ledger)
         return standing
-
-
-class _once(Generic[T]):
-    """A property that is worked out when it is first asked for. As functools' `cached_property`, which takes a lock before
-    Python 3.12 and so costs more than most of what is worked out."""
-
-    def __init__(self, work: Callable[[Any], T]) -> None:
-        self._work = work
-        self._name = work.__name__
-
-    def __get__(self, owner: Any, _: type) -> T:
-        value = owner.__dict__[self._name] = self._work(owner)
-        return value
 
 
 class _Way(NamedTuple):
@@ -390,84 +373,83 @@ class _Way(NamedTuple):
     tokens_per_merged: int
     free_merged: float
     """Merged blocks of an empty pool beside it."""
+    held: Held
+    """Tokens of the prompt in caches of blocks of that size."""
 
 
 class Seen:
-    """An instance as a request finds it (`Candidate`). What not every policy asks for is worked out when it is asked for,
-    and nothing twice."""
+    """An instance as a request finds it (`Candidate`)."""
 
-    def __init__(self, instance_id: str, standing: Standing, way: _Way, by: CandidatesFor) -> None:
+    __slots__ = (
+        "cached_tokens",
+        "demand_merged",
+        "fetch",
+        "in_flight_merged",
+        "instance_id",
+        "left_merged",
+        "missing_merged",
+        "model",
+        "prompt_s",
+        "start_s",
+        "state",
+        "token_s",
+        "view",
+    )
+
+    def __init__(self, instance_id: str, figures: Figures, way: _Way, by: CandidatesFor) -> None:
+        (
+            self.state, self.view, _, num_others, in_flight_merged, left_merged, share_left_merged, prompts_s, sent_s,
+            heard_s, prompt_cost, fetch_token_s, self.token_s,
+        ) = figures  # fmt: skip
+        served, _, demand_merged, tokens_per_merged, free_merged, held = way
         self.instance_id = instance_id
-        self.state = standing.state
-        self.demand_merged = way.demand_merged
-        self.in_flight_merged = standing.in_flight_merged
-        self.left_merged = standing.left_merged
-        self.start_s = standing.start_s(by.now)
-        missing, num_others = way.demand_merged, standing.num_others
-        if num_others and way.tokens_per_merged:
-            growth, free_merged = by.growth_steps * (num_others + 1) / way.tokens_per_merged, way.free_merged
+        self.model = by.model
+        self.demand_merged = demand_merged
+        self.in_flight_merged = in_flight_merged
+        self.left_merged = left_merged
+        missing = demand_merged
+        if num_others and tokens_per_merged:
+            growth = by.growth_steps * (num_others + 1) / tokens_per_merged
             missing += growth if growth < free_merged else free_merged
-        self.missing_merged = missing + standing.in_flight_merged - standing.left_merged
-        if self.missing_merged > 0 and way.demand_merged <= standing.share_left_merged(by.model):
-            self.missing_merged = 0.0  # the instance admits it, whatever others wait for
-        self._standing = standing
-        self._block_size = way.served.block_size
-        self._by = by
-
-    @property
-    def view(self) -> DispatchView:
-        return self._standing.view(self._by.is_high)
-
-    @_once
-    def prompt_s(self) -> float:
-        """With its beginning fetched, where that is faster."""
-        by = self._by
-        load = self._standing.by_model.get(by.model)
-        if load is None:
-            return 0.0  # its cost is not known
-        if load.fetch_token_s and (fetch := self.fetch) is not None:
-            return fetch.seconds + self._prompt_s(fetch.num_tokens)
-        num_there = by.held_tokens(self._block_size).get(self.instance_id, 0)
-        return prompt_s(load.prompt_cost, by.num_tokens - num_there, num_there)
-
-    @_once
-    def fetch(self) -> Fetch | None:
-        """What of the prompt is to be fetched from another instance; None: nothing."""
-        if not self._standing.fetch_token_s(self._by.model):
-            return None
-        longest = self._by.longest_given(self._block_size)
-        if longest is None or longest[0] == self.instance_id:
-            return None
-        cached = self.cached_tokens
-        fetch = fetch_of(*longest[:2], cached, longest[2])
-        is_worth = fetch is not None and is_cheaper(fetch, self._prompt_s(cached), self._prompt_s(fetch.num_tokens))
-        return fetch if is_worth else None
-
-    def _prompt_s(self, num_there: int) -> float:
-        """Without so many of its first tokens."""
-        return prompt_s(self._standing.prompt_cost(self._by.model), self._by.num_tokens - num_there, num_there)
-
-    @_once
-    def cached_tokens(self) -> int:
+        missing = missing + in_flight_merged - left_merged
+        if missing > 0 and demand_merged <= share_left_merged:
+            missing = 0.0  # the instance admits it, whatever others wait for
+        self.missing_merged = missing
+        start_s = prompts_s - (by.now - heard_s)
+        self.start_s = sent_s + start_s if start_s > 0 else sent_s
+        self.cached_tokens = num_there = held.get(instance_id, 0)
         """Tokens of the prompt that are likely in its prefix cache."""
-        return self._by.held_tokens(self._block_size).get(self.instance_id, 0)
+        self.prompt_s = 0.0  # its cost is not known
+        self.fetch: Fetch | None = None
+        """What of the prompt is to be fetched from another instance; None: nothing."""
+        if prompt_cost is not None:
+            self.prompt_s = prompt_s(prompt_cost, by.num_tokens - num_there, num_there)
+            if fetch_token_s:
+                self._consider_fetch(prompt_cost, served.block_size, by)
 
-    @property
-    def token_s(self) -> float:
-        return self._standing.token_s(self._by.model, self._by.is_high)
+    def _consider_fetch(self, prompt_cost: tuple[float, float], block_size: int, by: CandidatesFor) -> None:
+        """Has the prompt's beginning fetched, where that is faster."""
+        longest = by.longest_given(block_size)
+        if longest is None or longest[0] == self.instance_id:
+            return
+        fetch = fetch_of(*longest[:2], self.cached_tokens, longest[2])
+        if fetch is not None:
+            rest_s = prompt_s(prompt_cost, by.num_tokens - fetch.num_tokens, fetch.num_tokens)
+            if is_cheaper(fetch, self.prompt_s, rest_s):
+                self.fetch, self.prompt_s = fetch, fetch.seconds + rest_s
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of the decode steps of its model there; 0: not known."""
         for name, num, (one_s, request_s) in self.state.load.residents:
-            if name == self._by.model:
+            if name == self.model:
                 return one_s + num * request_s
         return 0.0
 
     @property
     def ttft_s(self) -> float:
         """Objective of a first token there; 0: none is told."""
-        return self._standing.report.ttft_s
+        return 0.0 if self.state.report is None else self.state.report.ttft_s
 
 
 class CandidatesFor:
@@ -505,6 +487,8 @@ class CandidatesFor:
         self._given: dict[int, tuple[str, int, float] | None] = {}
         """By block size: `longest_given`."""
         self._ways: dict[ServedModel, _Way] = {}
+        self._way: _Way | None = None
+        """The last one that was asked for."""
         self._seen: dict[str, Seen | None] = {}
         self._owners: list[Seen] | None = None
         self._is_allowed: Callable[[str], bool] | None = None
@@ -551,11 +535,6 @@ class CandidatesFor:
                     found.append((num_tokens, report.dispatch_freeness, name))
         return found
 
-    def forget(self) -> None:
-        """Whom it has seen: they and this know each other, which only the garbage collector would end."""
-        self._seen.clear()
-        self._owners = None
-
     def held_tokens(self, block_size: int) -> Held:
         """Tokens of the prompt that instances with blocks of that size have in their caches."""
         held = self._held_tokens.get(block_size)
@@ -589,18 +568,22 @@ class CandidatesFor:
         """The instance as the request sees it; None: it is not to go there, or cannot grow to its end there."""
         if self._is_allowed is not None and not self._is_allowed(instance_id):
             return None
-        if instance_id in self._seen:
-            return self._seen[instance_id]
-        state = self._cluster.get(instance_id)
-        assert state is not None, f"{instance_id} is ranked but not in the registry"
-        served = state.ready[self.model]
+        if instance_id not in self._seen:
+            state = self._cluster.get(instance_id)
+            assert state is not None, f"{instance_id} is ranked but not in the registry"
+            figures = self.ranking.standing(instance_id, state).figures(self.model, self.is_high)
+            way = self._way
+            if way is None or way.served is not figures.served:
+                way = self._way = self._way_of(figures.served)
+            self._seen[instance_id] = Seen(instance_id, figures, way, self) if way.fits else None
+        return self._seen[instance_id]
+
+    def _way_of(self, served: ServedModel) -> _Way:
         way = self._ways.get(served)
         if way is None:
             fits = served.fits(self._num_tokens_at_most) and not self._asked & served.lacks
             demand_merged = served.demand_merged(self.num_tokens)
             free_merged = max(0.0, served.num_merged - demand_merged)
-            way = _Way(served, fits, demand_merged, served.tokens_per_merged, free_merged)
-            self._ways[served] = way
-        seen = Seen(instance_id, self.ranking.standing(instance_id, state), way, self) if way.fits else None
-        self._seen[instance_id] = seen
-        return seen
+            held = self.held_tokens(served.block_size)
+            way = self._ways[served] = _Way(served, fits, demand_merged, served.tokens_per_merged, free_merged, held)
+        return way

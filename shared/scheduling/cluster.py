@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -37,8 +38,8 @@ class ServedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: LoadedModel, info: InstanceInfo) -> ServedModel:
-        return cls(
-            model.max_model_len, model.block_size, model.blocks_per_merged, info.num_merged, frozenset(info.lacks)
+        return _same(
+            cls(model.max_model_len, model.block_size, model.blocks_per_merged, info.num_merged, frozenset(info.lacks))
         )
 
     @property
@@ -59,6 +60,12 @@ class ServedModel(NamedTuple):
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence can grow to `num_tokens` in an empty pool."""
         return num_tokens <= self.max_tokens
+
+
+@lru_cache(4096)
+def _same(served: ServedModel) -> ServedModel:
+    """One object for all that are equal, so that most comparisons end at once."""
+    return served
 
 
 class Liveness(StrEnum):
@@ -85,33 +92,35 @@ class Load:
     """Running ones among them."""
     num_held: int
     """Requests of both classes."""
-    num_waiting_online: dict[str, int]
-    """Online requests that wait, of each model."""
-    offline_room: dict[str, int]
-    """Offline tokens of each model that it could take."""
-    residents: list[Resident]
-    """Its models, with their online requests."""
     by_model: dict[str, ModelLoad]
+    takes_offline: bool = True
+    """False: it has refused offline requests since."""
 
     @classmethod
     def of(cls, report: LoadReport) -> Load:
         num_waiting = num_offline = num_waiting_online = 0
-        waiting, room, by_model = {}, {}, {}
-        residents: list[Resident] = []
+        by_model: dict[str, ModelLoad] = {}
         for load in report.models:
             num_waiting += load.num_waiting
             num_offline += load.num_offline
             num_waiting_online += load.num_waiting_online
-            model = load.model
-            by_model[model] = load
-            waiting[model] = load.num_waiting_online
-            room[model] = load.offline_room_tokens
-            num_online = load.num_running + load.num_waiting - load.num_offline
-            residents.append((model, num_online if num_online > 0 else 0, load.decode_cost))
+            by_model[load.model] = load
         num_held = report.num_running + num_waiting
         num_requests = max(0, num_held - num_offline)
-        num_running = max(0, num_requests - num_waiting_online)
-        return cls(num_requests, num_running, num_held, waiting, room, residents, by_model)
+        return cls(num_requests, max(0, num_requests - num_waiting_online), num_held, by_model)
+
+    @property
+    def residents(self) -> list[Resident]:
+        """Its models, with their online requests."""
+        return [
+            (load.model, max(0, load.num_running + load.num_waiting - load.num_offline), load.decode_cost)
+            for load in self.by_model.values()
+        ]
+
+    def offline_room(self, model: str) -> int:
+        """Offline tokens of the model that it could take."""
+        load = self.by_model.get(model)
+        return load.offline_room_tokens if load is not None and self.takes_offline else 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

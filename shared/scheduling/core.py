@@ -142,7 +142,6 @@ class SchedulerCore:
 
     def on_report(self, report: LoadReport, now: float) -> None:
         """What an instance says of itself, to all whom it concerns."""
-        instance_id = report.instance_id
         if finished := [stats for stats in report.finished if not stats.is_mirror]:
             self.statistics.count_finished(finished)
             self.monitor.count_finished(finished)
@@ -151,6 +150,7 @@ class SchedulerCore:
         if heard is None:
             return
         state, last = heard
+        instance_id = state.info.instance_id  # the text that everything is kept by, so that comparisons end at once
         if last is None:
             self.monitor.on_new_instance()
         for request_id in report.admitted:
@@ -165,7 +165,7 @@ class SchedulerCore:
         has_gap = last is not None and report.sequence != last.sequence + 1
         if has_gap or not state.has_answered:
             self.inquiries.ask_if_idle(instance_id, state, now)
-        self.dispatcher.on_report(report, has_gap or last is None)
+        self.dispatcher.on_report(instance_id, report, has_gap or last is None)
         self.rescheduler.on_report(report, state, now)
 
     def _record_ends(self, report: LoadReport, now: float) -> None:

@@ -101,10 +101,9 @@ class Dispatcher:
         self.queue.push(tracked, now)
         self.ranking.wake(lane_of(tracked))
 
-    def on_report(self, report: LoadReport, has_gap: bool = False) -> None:
+    def on_report(self, instance_id: str, report: LoadReport, has_gap: bool = False) -> None:
         """`has_gap`: reports before it were missed, or it is the first. What it says of cached blocks, most of the work
         that a report makes, is left to `catch_up`."""
-        instance_id = report.instance_id
         if self._prefixes is not None:
             self._unread.append((report, has_gap))
             if len(self._unread) > MAX_UNREAD:
@@ -113,7 +112,7 @@ class Dispatcher:
             self._defragmenting.add(instance_id)
         elif instance_id in self._defragmenting and not self.ledger.is_in_flight(instance_id):
             self._defragmenting.remove(instance_id)
-        self.ranking.on_report(report)
+        self.ranking.on_report(instance_id, report)
 
     def catch_up(self) -> None:
         """Notes the cached blocks of the next few reports: all, unless they came faster than they can be noted while
@@ -244,10 +243,7 @@ class Dispatcher:
             may_wait=may_wait,
             now=now,
         )
-        try:
-            return self._choice(tracked, candidates)
-        finally:
-            candidates.forget()
+        return self._choice(tracked, candidates)
 
     def _choice(self, tracked: TrackedRequest, candidates: CandidatesFor) -> Seen | None:
         best = candidates.first(1)

@@ -118,7 +118,7 @@ class PrefixIndex:
         self._forgotten: deque[_Holder] = deque()
         self._guesses: deque[tuple[float, _Holder, list[bytes]]] = deque()
         """In the order in which they end."""
-        self._prompts: OrderedDict[tuple[str, int], _PromptKeys] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, int], tuple[GenerationRequest, list[bytes]]] = OrderedDict()
 
     def __len__(self) -> int:
         """Blocks that some instance has."""
@@ -173,18 +173,19 @@ class PrefixIndex:
         self._expire(now)
         holder, guess_s = self._holder(instance_id), now + GUESS_S
         until_s, part_of, bit, guessed = holder.until_s, self._part_of, holder.bit, []
-        for key in self._keys_of(request, block_size).all():
+        for key in self._keys_of(request, block_size):
             part, known_s = part_of[key[0]], until_s.get(key)
-            before = part.get(key)
-            if before is None:
-                self._add(part, key, bit)
-            else:
+            if known_s is not None:
                 part.move_to_end(key)
-                if known_s is None:
-                    part[key] = before | bit
-            if known_s is None or known_s < guess_s:
-                until_s[key] = guess_s
-                guessed.append(key)
+                if known_s >= guess_s:
+                    continue
+            elif (before := part.get(key)) is not None:
+                part[key] = before | bit
+                part.move_to_end(key)
+            else:
+                self._add(part, key, bit)
+            until_s[key] = guess_s
+            guessed.append(key)
         if guessed:
             self._guesses.append((guess_s, holder, guessed))
 
@@ -270,38 +271,17 @@ class PrefixIndex:
                     del holder.until_s[key]
                     self._drop(key, holder)
 
-    def _keys_of(self, request: GenerationRequest, block_size: int) -> _PromptKeys:
+    def _keys_of(self, request: GenerationRequest, block_size: int) -> list[bytes]:
         name = request.request_id, block_size
-        keys = self._prompts.get(name)
-        if keys is None or keys.request is not request:
-            keys = self._prompts[name] = _PromptKeys(request, block_size)
+        asked, keys = self._prompts.get(name, (None, []))
+        if asked is not request:
+            keys = list(prompt_keys(request, block_size))
+            self._prompts[name] = request, keys
             if len(self._prompts) > MAX_PROMPTS:
                 self._prompts.popitem(last=False)
         else:
             self._prompts.move_to_end(name)
         return keys
-
-
-class _PromptKeys:
-    """`prompt_keys`, each computed once, when it is asked for."""
-
-    __slots__ = ("_known", "_others", "request")
-
-    def __init__(self, request: GenerationRequest, block_size: int) -> None:
-        self.request = request
-        self._known: list[bytes] = []
-        self._others = block_hashes(request, block_size, MAX_BLOCKS)
-
-    def __iter__(self) -> Iterator[bytes]:
-        known = self._known
-        yield from known
-        for block_hash in self._others:
-            known.append(key := block_hash[:KEY_BYTES])
-            yield key
-
-    def all(self) -> list[bytes]:
-        self._known += [block_hash[:KEY_BYTES] for block_hash in self._others]
-        return self._known
 
 
 def _keys(packed: bytes) -> list[bytes]:

@@ -199,7 +199,7 @@ class Delivery:
             return
         if state is not None and error.code in FULL and not tracked.is_online:
             # Online requests may go there all the same; offline ones when the next report shows room.
-            state.load.offline_room.clear()
+            state.load.takes_offline = False
             self._core.dispatcher.touch(instance_id)
         elif (
             state is not None and error.code != ErrorCode.LOADING

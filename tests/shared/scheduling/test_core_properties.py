@@ -206,10 +206,10 @@ class World(RuleBasedStateMachine):
         if request.request_class == RequestClass.ONLINE:
             in_flight = ledger.num_waiting(name, request.model)
             limit = 2 * MAX_WAITING if request.priority == Priority.HIGH else MAX_WAITING
-            assert state.load.num_waiting_online[request.model] + in_flight <= limit
+            assert state.load.by_model[request.model].num_waiting_online + in_flight <= limit
         else:
             in_flight = ledger.offline_tokens(name, request.model)
-            assert state.load.offline_room[request.model] > in_flight - TOKENS
+            assert state.load.offline_room(request.model) > in_flight - TOKENS
 
     def check_single_owner(self, instance: Instance, request: GenerationRequest) -> None:
         """In one epoch a request runs on one instance at most."""
