@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST_FEWER_PREEMPTIONS = 0.70
-LEAST_HIGH_GAIN = 1.3
-MOST_NORMAL_LOSS = 1.05
+LEAST_HIGH_GAIN = 1.5
+MOST_NORMAL_LOSS = 1.10
 MOST_START_S = 1.0
 MOST_LONG_START = 1.2
 """Worst start of a long prompt, times the better one's of systems that move nothing."""
