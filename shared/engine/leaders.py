@@ -140,11 +140,12 @@ class Leaders:
         objectives = self._objectives(now)
         return self._online_steps_s(), min(objectives.slack_s, objectives.ttft_left_s)
 
-    def spare_s(self, now: float) -> float:
-        """What the objectives leave beside an online step."""
-        objectives = self._objectives(now)
+    def spare_s(self, now: float, least_s: float = 0.0) -> float:
+        """What the objectives leave beside an online step: streams keep their pace, and none stands still for longer than
+        its TPOT objective, but for `least_s` and that step where the pace allows it."""
+        objectives, need_s = self._objectives(now), self._online_steps_s()
         limit_s = self._token_budget.offline_limit_s(objectives.slack_s, objectives.ttft_left_s)
-        return max(0.0, limit_s - self._online_steps_s())
+        return max(0.0, min(limit_s - need_s, max(self._room_of_streams_s(now, need_s), least_s)))
 
     def offline_spare_s(self, model: str, now: float) -> float:
         """How long an offline step of the model may run now, or soon, beside online work; 0 where the objectives leave
@@ -258,6 +259,14 @@ class Leaders:
         still for longer than its TPOT objective."""
         queues = [queue for queue in self._queues.values() if queue.has_online_work()]
         return min((queue.token_left_s(begins_s) for queue in queues), default=math.inf) - need_s
+
+    def _room_beside_s(self, queue: ModelQueue, begins_s: float) -> float:
+        """How long a step of the model's online work may be made by offline work, for no stream of whatever model to stand
+        still for longer than its TPOT objective. Streams of another model may have their step after one of each model."""
+        others = [other for other in self._queues.values() if other is not queue and other.has_online_work()]
+        left_s = min((other.token_left_s(begins_s) for other in others), default=math.inf)
+        steps_s = sum(other.streams(begins_s)[1] for other in (queue, *others)) / SERVING_STEPS
+        return max(0.0, min(queue.token_left_s(begins_s), left_s - steps_s))
 
     def _offline_decodes_s(self, queue: ModelQueue) -> float:
         """Seconds of a step with the offline sequences that decode, where there is nothing else to do; else inf."""
@@ -449,9 +458,8 @@ class Leaders:
             )
             if self._kept_for is not None and self._kept_for != queue.name:
                 limits = limits._replace(offline_limit_s=0.0)
-            elif len(self._offline_weights) > 1:
-                # The streams may have stood still for the sake of another model's.
-                limit_s = max(0.0, self._room_of_streams_s(begins_s, 0.0))
+            elif self._offline_weights and limits.offline_limit_s < math.inf:
+                limit_s = self._room_beside_s(queue, begins_s)
                 limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, limit_s))
             if leading == PriorityClass.ONLINE_NORMAL and self._rank_weights:
                 room_s = min(self._room_of_high_s(begins_s), queue.token_left_s(begins_s))
@@ -487,7 +495,7 @@ class Leaders:
                 limits = limits._replace(limit_s=max(limit_s, self._sure_step_s(candidate.queue)))
         elif self._num_stages > 1:
             # They are in flight, and their next step will come after as many of these as there are stages.
-            slack_s = max(0.0, self._objectives(view.now).slack_s)
+            slack_s = max(0.0, min(self._objectives(view.now).slack_s, self._room_of_streams_s(view.now, 0.0)))
             limits = limits._replace(limit_s=min(limits.limit_s, slack_s / self._num_stages))
         return limits
 

@@ -136,7 +136,7 @@ class Steps:
             return None
         left_s = step.predicted_s * (1 - step.done_share) or step.ran_s
         safepoint_s = step.predicted_s * self._safepoint_share(step) or math.inf
-        spare_s = self._planner.leaders.spare_s(now) if has_online else 0.0
+        spare_s = self._planner.leaders.spare_s(now, safepoint_s) if has_online else 0.0
         state = SuspendedStep(step.ran_s, left_s, step.lost_s)
         match what_next(state, has_online=has_online, spare_s=spare_s, safepoint_s=safepoint_s):
             case Next.RESUME:

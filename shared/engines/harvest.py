@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shared.costs.model import CostModel, StepShape
+from shared.policies.silence import PLANNED_SHARE
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 from shared.policies.token_budget import StepBudget, StepView, TokenBudgetPolicy
 
@@ -140,7 +141,7 @@ def decide(
             patience_s = wait_s
             start_s = cost_model.fixed_s + cost_model.prefill_s
             wait_s = max(patience_s, step_share * interruptible_step_s(start_s, arrivals_per_s, patience_s))
-        limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, wait_s))
+        limits = limits._replace(offline_limit_s=min(limits.offline_limit_s, wait_s, PLANNED_SHARE * tpot_s))
     budget = StepBudget(limits._replace(max_tokens=min(limits.max_tokens, max_tokens)), cost_model)
     _fill(budget, online)
     offline = [one for one in sequences if not one.is_online]

@@ -194,6 +194,34 @@ def test_offline_work_of_several_models_takes_turns_beside_a_stream():
     assert max(world.gaps("stream", 2.0)) <= TPOT_S
 
 
+@pytest.mark.parametrize(
+    ("models", "num_streams", "num_stages", "depth", "tpot_s", "most"),
+    [
+        ("A", 1, 1, 2, TPOT_S, 1.0),
+        ("AB", 4, 1, 2, TPOT_S, 1.0),
+        # virtual time has one device, on which the steps of stages come one after the other
+        ("A", 2, 4, 4, TPOT_S, 1.5),
+        pytest.param("A", 1, 1, 1, 0.03, 1.0, marks=pytest.mark.long),
+        pytest.param("A", 8, 1, 2, TPOT_S, 1.0, marks=pytest.mark.long),
+        # a model may have two turns before another's
+        pytest.param("ABC", 9, 1, 2, TPOT_S, 1.1, marks=pytest.mark.long),
+        pytest.param("AB", 3, 2, 2, TPOT_S, 1.1, marks=pytest.mark.long),
+    ],
+)
+def test_no_stream_stands_still_beside_offline_work_of_its_model(models, num_streams, num_stages, depth, tpot_s, most):
+    """`most`: gap, in objectives."""
+    world = World(models, depth=depth, num_stages=num_stages, tpot_s=tpot_s)
+    for index in range(num_streams):
+        world.submit(f"stream{index}", models[index % len(models)], 200, 2000)
+    for model in models:
+        world.lines(model, 300)
+    world.run(15.0)
+    gaps = [gap for index in range(num_streams) for gap in world.gaps(f"stream{index}")]
+    assert max(gaps) <= most * tpot_s
+    assert sum(gaps) / len(gaps) <= tpot_s
+    assert world.harvested() > 15.0 * 3000, "of 8,700 tokens a second without streams"
+
+
 # --------------------------------------------------------------------------------------- high priority between models
 
 

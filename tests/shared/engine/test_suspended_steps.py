@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import msgspec
 import pytest
 
 from shared.costs.model import shape_of
@@ -83,8 +86,10 @@ class Clocked:
             assert self.outputs[sent.request_id] == expected_output(sent, 2000)
 
 
-def test_it_goes_on_in_parts_beside_online_steps_under_their_objective():
-    run = Clocked()
+# 5: layers between two safepoints, which take 0.13 s
+@pytest.mark.parametrize(("layers_per_safepoint", "most_gap_s"), [(1, TPOT_S), (5, 0.51 / 4 + 0.02)])
+def test_it_goes_on_in_parts_beside_online_steps_under_their_objective(layers_per_safepoint, most_gap_s):
+    run = Clocked(cost_model=msgspec.structs.replace(COST_MODEL, layers_per_safepoint=layers_per_safepoint))
     suspended = run.interrupted(250)
     first = run.step()
     assert first.step_id != suspended.step_id and first.num_tokens == 3
@@ -96,9 +101,12 @@ def test_it_goes_on_in_parts_beside_online_steps_under_their_objective():
             ends.append(run.now)
     num_first = kinds.index(True)
     assert ends[num_first] - ends[0] == pytest.approx(WAIT_TTFTS * TTFT_S, abs=0.03), "online work might have ended"
-    assert kinds[num_first:] == [True, False, True], "parts and online steps take turns"
+    turns = kinds[num_first:]
+    assert turns == [index % 2 == 0 for index in range(len(turns))], "parts and online steps take turns"
+    assert sum(turns) > 1
     for num_later, end_s in enumerate(ends):
         assert end_s - ends[0] <= PACE * TPOT_S * num_later + 1e-9
+    assert max(end_s - begin_s for begin_s, end_s in pairwise(ends)) <= most_gap_s
     run.finish()
     counters = run.engine.counters
     assert (counters.steps_suspended, counters.steps_resumed, counters.steps_discarded) == (1, 1, 0)

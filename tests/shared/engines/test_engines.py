@@ -117,6 +117,8 @@ def test_offline_work_fills_what_the_pace_of_online_decodes_leaves():
     assert len(ahead.held) < len(late.held) == 200 and late.max_tokens == 1
     assert COST.fixed_s + 0.001 * ahead.max_tokens <= ahead.limit_s
     assert decide(offline, policy, COST, 1.2, 256) == (256, (), math.inf, math.inf)
+    # However far ahead it is, it does not stand still for longer than its objective.
+    assert decide([view("on", num_output=40), *offline], policy, COST, 1.2, 256).limit_s < online.tpot_s
 
 
 def test_a_step_with_offline_work_is_short_enough_for_an_online_request_that_arrives():
