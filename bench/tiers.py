@@ -12,6 +12,7 @@ others ask once. A quarter of the computing is theirs.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -103,6 +104,34 @@ def jobs_of(
     return sorted(jobs, key=lambda job: job.at_s)
 
 
+def best_share(jobs: Sequence[Job], num_tokens: int, warm_s: float) -> float:
+    """The most of the conversations' prompt tokens that a cache of so many tokens can have, whatever its order: it knows all
+    turns to come, drops first what is needed last (Belady 1966), and holds nothing but contexts between two turns."""
+    talks = [(job, text) for job in jobs for text, _ in job.texts]
+    next_s: list[float] = []
+    coming: dict[int, float] = {}
+    for job, text in reversed(talks):
+        next_s.append(coming.get(text, math.inf))
+        coming[text] = job.at_s
+    cached: dict[int, tuple[float, int]] = {}
+    """By text: time of its next turn, and tokens."""
+    num_found = num_asked = 0
+    for (job, text), needed_s in zip(talks, reversed(next_s), strict=True):
+        _, held = cached.pop(text, (0.0, 0))
+        if job.at_s >= warm_s:
+            num_found, num_asked = num_found + held, num_asked + job.prompt_tokens
+        if needed_s < math.inf:
+            cached[text] = needed_s, job.prompt_tokens + job.output_tokens
+        excess = sum(tokens for _, tokens in cached.values()) - num_tokens
+        while excess > 0:
+            last = max(cached, key=lambda one: cached[one][0])
+            at_s, tokens = cached.pop(last)
+            if tokens > excess:
+                cached[last] = at_s, tokens - excess
+            excess -= tokens
+    return num_found / num_asked
+
+
 def run(jobs: Sequence[Job], device: Device, system: System, num_instances: int, seed: int, warm_s: float) -> Result:
     cluster = Cluster(device, system, jobs, num_instances=num_instances, seed=seed)
     cluster.run()
@@ -170,9 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"conversations with {options.exceeds:g} times the KV pool, {len(jobs) - num_talks} others",
                 flush=True,
             )
+            pools, pool_tokens = (1.0, 2.0, 1.0 + options.exceeds), options.instances * device.pool_tokens
+            warm_s = WARM_SHARE * options.duration
+            best = (f"{best_share(jobs, int(num * pool_tokens), warm_s):.3f} in {num:g}" for num in pools)
+            print(f"  most that any order could have cached: {', '.join(best)} times the pools", flush=True)
             base: Result | None = None
             for system in systems(device, options.exceeds, options.instances, 1e9 * options.disk_gb_s):
-                row = run(jobs, device, system, options.instances, seed, WARM_SHARE * options.duration)
+                row = run(jobs, device, system, options.instances, seed, warm_s)
                 base = base or row
                 ttft, speed = row.mean_ttft_s / base.mean_ttft_s, row.others_tokens_s / base.others_tokens_s
                 print(
