@@ -38,6 +38,9 @@ class StepStats(msgspec.Struct, frozen=True):
     """It stopped at a safepoint; the rest of it will be a step of its own here."""
     num_in_flight: int = 1
     """Steps when it ended, itself among them."""
+    planned_s: float | None = None
+    ended_s: float | None = None
+    """None: it is told of when it ends, and was planned when it began."""
 
 
 class Turn(NamedTuple):
@@ -123,7 +126,15 @@ class Driver:
         plan = step.plan
         is_suspended = result.suspended_share >= 0
         stats = StepStats(
-            plan.model, plan.num_tokens, plan.num_decodes, duration_s, step.limit_s, is_suspended, num_in_flight
+            plan.model,
+            plan.num_tokens,
+            plan.num_decodes,
+            duration_s,
+            step.limit_s,
+            is_suspended,
+            num_in_flight,
+            step.planned_s,
+            now,
         )
         return Turn(None, self._engine.effects(), self.copies(), None), stats
 

@@ -100,9 +100,10 @@ class BackupReservation(msgspec.Struct, frozen=True):
     """Blocks for those that are sent, part by part."""
 
 
-def rebased(taken: Detached, now: float) -> tuple[GenerationRequest, SequenceProgress]:
-    """Request and progress with their durations up to `now`: what a Commit that is sent now holds."""
-    request, progress, passed_s = taken.request, taken.progress, now - taken.taken_s
+def rebased(
+    request: GenerationRequest, progress: SequenceProgress, passed_s: float
+) -> tuple[GenerationRequest, SequenceProgress]:
+    """Request and progress with their durations so much later."""
 
     def age(seconds: float) -> float:
         return seconds + passed_s if seconds >= 0 else seconds

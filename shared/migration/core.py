@@ -500,7 +500,9 @@ class MigrationCore:
         if stats.num_tokens == sum(stats.num_decodes):
             known = self._step_s.get(model)
             self._step_s[model] = seconds if known is None else known + STEP_WEIGHT * (seconds - known)
-        self.incoming.on_step(model, now - seconds, now)
+        ended_s = now if stats.ended_s is None else stats.ended_s
+        planned_s = ended_s - seconds if stats.planned_s is None else stats.planned_s
+        self.incoming.on_step(model, planned_s, ended_s)
         self.backups.on_step(now)
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:

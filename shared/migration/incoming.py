@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.engine.calls import Adopt, Detach, Freeze, Release, Reserve, Unreserve
-from shared.engine.handover import Detached
+from shared.engine.handover import Detached, rebased
 from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
@@ -99,6 +99,8 @@ class _Migration:
         """Room that was made."""
         self.blocks: dict[int, list[int]] = {}
         self.commit: Commit | None = None
+        self.committed_s = 0.0
+        """Time at which Commit came."""
         self.refusal = ErrorInfo(ErrorCode.GONE, "the migration is over")
         self.owns: bool | None = None
         """What Owns is answered."""
@@ -171,7 +173,7 @@ class IncomingMigrations:
         if migration is None:
             migration = self._new(commit.migration_id, commit.request.request_id, now)
         if migration.machine.state in (State.NEW, State.OPEN):
-            migration.commit, migration.source_id = commit, commit.source_id
+            migration.commit, migration.committed_s, migration.source_id = commit, now, commit.source_id
         self._do(migration, migration.machine.on_commit(commit.num_blocks, commit.request.epoch, now), now)
 
     def on_abort(self, abort: AbortMigration, now: float) -> None:
@@ -274,13 +276,13 @@ class IncomingMigrations:
             outcome = MigrationOutcome(taken.request_id, copy.source_id, epoch, True)
             self._site.say(commands.OutOver("", outcome, taken.request, taken))
 
-    def on_step(self, model: str, began_s: float, now: float) -> None:
-        """A step of the model that began then has ended."""
+    def on_step(self, model: str, planned_s: float, ended_s: float) -> None:
+        """A step of the model has ended. One that was planned before a request was adopted does not have it."""
         if (adopted := self._first_steps.get(model)) is None:
             return
-        for first in [one for one in adopted if one.adopted_s <= began_s]:
-            handoff_s = None if first.prompt_ended_s is None else now - first.prompt_ended_s
-            self._site.say(commands.Paused("", now - first.adopted_s, handoff_s))
+        for first in [one for one in adopted if one.adopted_s <= planned_s]:
+            handoff_s = None if first.prompt_ended_s is None else ended_s - first.prompt_ended_s
+            self._site.say(commands.Paused("", ended_s - first.adopted_s, handoff_s))
             adopted.remove(first)
         if not adopted:
             del self._first_steps[model]
@@ -407,7 +409,9 @@ class IncomingMigrations:
         commit = migration.commit
         assert commit is not None
         self._count(migration)
-        request = commit.request
+        # Its blocks may have come much later than it.
+        request, progress = rebased(commit.request, commit.progress, now - migration.committed_s)
+        commit = msgspec.structs.replace(commit, request=request, progress=progress)
         refused = self._not_taken(request.model, request.adapter)
         if refused is None:
             try:
@@ -420,8 +424,8 @@ class IncomingMigrations:
             self._on(migration, Event.NOT_ADOPTED, now)
             return
         self._site.say(commands.Adopted(migration.migration_id, commit, len(request.prior) // 4))
-        if commit.progress.num_computed:
-            age_s = commit.progress.last_token_age_s
+        if progress.num_computed:
+            age_s = progress.last_token_age_s
             ended_s = now - age_s if migration.is_handoff and age_s >= 0 else None
             self._first_steps.setdefault(request.model, []).append(_FirstStep(now, ended_s))
         self._on(migration, Event.ADOPTED, now)

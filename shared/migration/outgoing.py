@@ -506,7 +506,7 @@ class OutgoingMigration:
             # More was announced than is filled: what lies behind is never read before it is written.
             filler = part[-1:] or self._some_block
             self._send(stage, part + filler * (stage.num_blocks - len(part)))
-        request, progress = rebased(taken, now)
+        request, progress = rebased(taken.request, taken.progress, now - taken.taken_s)
         request = msgspec.structs.replace(request, epoch=self.machine.epoch + 1)
         num_blocks, on_host = sum(stage.num_blocks for stage in stages), any(stage.on_host for stage in stages)
         commit = Commit(

@@ -150,7 +150,10 @@ def test_a_request_that_arrives_while_a_step_runs_interrupts_it(scene: SimpleNam
     nudge(scene)
     until(lambda: OnStep(StepResult(7, [], suspended_share=0.5)) in scene.engine.told)
     until(lambda: len(scene.stats) == 1)
-    assert scene.stats[0] == StepStats("m", 5, (0, 0), scene.stats[0].duration_s, 0.25, is_suspended=True)
+    (stats,) = scene.stats
+    assert stats == StepStats(
+        "m", 5, (0, 0), stats.duration_s, 0.25, is_suspended=True, planned_s=stats.planned_s, ended_s=stats.ended_s
+    )
 
 
 def test_an_interrupt_decided_with_the_plan_reaches_the_executor(scene: SimpleNamespace) -> None:

@@ -285,7 +285,7 @@ class Cluster:
         if not moving.is_frozen or moving.is_committed:
             return
         assert moving.taken is not None
-        request, progress = rebased(moving.taken, self.now)
+        request, progress = rebased(moving.taken.request, moving.taken.progress, self.now - moving.taken.taken_s)
         request = msgspec.structs.replace(request, epoch=request.epoch + 1)
         commit = Commit(moving.migration_id, "source", request, progress, moving.num_sent, moving.on_host)
         assert unpack_tokens(request.prior) == self.output[moving.request_id]

@@ -153,7 +153,7 @@ def committed(cluster: Cluster, source: Node, destination: Node) -> tuple[Commit
     moving = cluster.begin_move(source, destination, 0)
     for step in (cluster.deliver, cluster.detach, cluster.send_rest, cluster.deliver, cluster.freeze):
         step(moving)
-    request_, progress = rebased(moving.taken, cluster.now)
+    request_, progress = rebased(moving.taken.request, moving.taken.progress, cluster.now - moving.taken.taken_s)
     request_ = msgspec.structs.replace(request_, epoch=1)
     return Commit("m1", "source", request_, progress, moving.num_sent), moving.taken
 

@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 
 from shared.engine.calls import Cancel
+from shared.engine.driver import StepStats, Turn
+from shared.engine.plan import StepResult
 from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import AbortReason, Commit, MigrationReason, PreAllocate, Reserved
-from shared.messages.requests import GenerationRequest
+from shared.messages.requests import GenerationRequest, TokenEntry
 from shared.migration.commands import SendBlocks
 from shared.migration.core import PEER_WAIT_S
 from shared.migration.estimates import Next, next_of_handoff
@@ -59,6 +61,37 @@ def test_each_chunk_is_sent_while_the_next_is_computed_and_the_first_decode_step
     last_copy_s = (16 + 2) * BLOCK_BYTES / 1e6
     assert tokens_s[1] - tokens_s[0] <= last_copy_s + 2 * STEP_S + 3 * CONTROL_S
     assert tokens_s[2] - tokens_s[1] <= 1.5 * STEP_S, "it decodes there"
+
+
+@pytest.mark.parametrize("told_late_s", [0.0, 0.3])
+def test_the_wait_that_is_measured_begins_with_the_end_of_the_prompt(told_late_s: float) -> None:
+    """However late its last blocks come, and however late a step's end is told of where it is adopted."""
+    world = make_world()
+    world.network.fate = lambda what: (0.2,) if what is SendBlocks else (CONTROL_S,)
+    tokens_s: list[float] = []
+    hear = world.hear
+
+    def heard(sender: str, entry: TokenEntry) -> None:
+        if entry.request_id == "r0" and entry.tokens:
+            tokens_s.append(world.events.now)
+        hear(sender, entry)
+
+    world.hear = heard  # type: ignore[method-assign]
+    decoder = world.nodes["b"]
+
+    on_result = decoder.host._driver.on_result
+
+    def on_step(result: StepResult, now: float) -> tuple[Turn, StepStats]:
+        turn, stats = on_result(result, now)
+        world.events.after(told_late_s, decoder.moves.on_step, stats)
+        return turn, stats
+
+    decoder.host._driver.on_result = on_step  # type: ignore[method-assign]
+    world.send("b", request("beside", [1], 300))
+    world.send("a", long_request())
+    world.run()
+    (wait_s,) = decoder.moves.handoffs_s
+    assert wait_s == pytest.approx(tokens_s[1] - tokens_s[0], abs=2 * CONTROL_S)
 
 
 def test_the_source_makes_one_token_and_no_more() -> None:
