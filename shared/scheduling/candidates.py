@@ -294,12 +294,12 @@ class Ranking:
             for lane, indexes in lanes.items():
                 for index in indexes:
                     index.touch_all(self._touched)
+                    if not lane.is_online:
+                        index.touch_all(self._reported)
                 if lane.is_online:
                     indexes.normal.hint(self._bounds)
                     indexes.high.hint(self._bounds_high)
                     indexes.behind.hint(self._bounds)
-                else:
-                    indexes.normal.touch_all(self._reported)
                 self._woken[lane] = None
         self._touched.clear()
         self._reported.clear()

@@ -80,3 +80,14 @@ def test_one_that_nobody_keeps_goes_where_any_other_would() -> None:
         driver.report(name, freeness=freeness, token_s=TOKEN_S, num_running=3, running={"m": 3})
     driver.submit(lost_request())
     assert driver.dispatches() == {"r": "free"}
+
+
+def test_an_offline_one_that_waits_goes_on_when_there_is_room_again() -> None:
+    driver, request = Driver(), lost_request(online=False)
+    driver.up("holder")
+    driver.report("holder", room=0, cache_held=copies(request))
+    driver.submit(request)
+    driver.submit(make_request("behind", online=False))
+    assert not driver.dispatches()
+    driver.report("holder", room=10_000)
+    assert driver.dispatches() == {"r": "holder", "behind": "holder"}
