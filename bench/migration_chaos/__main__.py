@@ -91,6 +91,7 @@ def markdown(result: Result) -> str:
         f"{result.num_migrations} met a fault of their own, the others at most those of their neighbours. "
         f"{differing} of {result.streams.get('complete', 0) + differing} streams differed, were short, failed or hung; "
         f"{result.streams.get('cancelled', 0)} were cancelled by their clients, and what they had was right. "
+        f"Longest silence of a stream: {', '.join(f'{s:.1f} s ({name})' for name, s in result.silences_s.items())}. "
         f"{len(result.failures)} failures in all; {result.num_rests} times everything was at rest and nothing was held. "
         f"{result.seconds:.0f} s, {result.num_starts} starts of instances.",
         "",

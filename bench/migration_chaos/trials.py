@@ -67,6 +67,8 @@ class Result:
     """By fault."""
     stages: Counter[int] = field(default_factory=Counter)
     streams: dict[str, int] = field(default_factory=dict)
+    silences_s: dict[str, float] = field(default_factory=dict)
+    """By class, the longest of a stream."""
     gateway: dict[str, int] = field(default_factory=dict)
     num_starts: int = 0
     """Starts of instances."""
@@ -128,6 +130,7 @@ class Trials:
             result.num_starts = sum(instance.num_starts for instance in self.cluster.instances)
             if self._streams is not None:
                 result.streams = dict(self._streams.counts)
+                result.silences_s = self._streams.silences_s
                 result.gateway = counters(self._streams.metrics)
                 await self._streams.stop()
             await self.cluster.stop()
