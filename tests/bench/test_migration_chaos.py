@@ -1,4 +1,4 @@
-"""When a stream of bench.migration_chaos counts as hanging."""
+"""What bench.migration_chaos takes for a stream that hangs."""
 
 from __future__ import annotations
 
