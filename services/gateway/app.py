@@ -402,6 +402,7 @@ def _on_http_error(request: Request, error: HTTPException) -> Response:
         error_answer = ApiError(405, f"{request.method} is not allowed on {request.url.path[:200]}.", code="bad_method")
     else:
         error_answer = ApiError(error.status_code, str(error.detail))
+    error_answer.is_of_messages = "/v1/messages" in request.url.path
     answer = _response(error_answer)
     answer.headers.update(error.headers or {})
     return answer

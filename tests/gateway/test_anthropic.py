@@ -30,6 +30,8 @@ WEATHER = {
     "input_schema": TOOLS[0]["function"]["parameters"],
     "cache_control": {"type": "ephemeral"},
 }
+BEGUN = [*HI, {"role": "assistant", "content": "One: "}]
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 HOSTED = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 
 
@@ -86,6 +88,26 @@ async def test_a_message(claude: Stack) -> None:
     stopped = await ask(claude, stop_sequences=["two"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
     assert stopped["content"] == [{"type": "text", "text": "one "}]
+
+
+async def test_an_answer_that_is_begun_is_gone_on_with(claude: Stack) -> None:
+    claude.say("two")
+    block = [{"type": "text", "text": "One: ", "citations": None}]
+    for content in ("One: ", block):
+        answer = await ask(claude, messages=[*HI, {"role": "assistant", "content": content}])
+        assert answer["content"] == [{"type": "text", "text": "two"}]
+        assert prompt_of(claude).endswith("<|user|>Hi<|end|><|assistant|>One: ")
+    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    for content in ("", [], [*block, call]):
+        await ask(claude, messages=[*HI, {"role": "assistant", "content": content}])
+        assert prompt_of(claude).endswith("<|assistant|>")
+
+
+async def test_tools_of_others_need_no_name(claude: Stack) -> None:
+    claude.say("Hello")
+    mcp = {"type": "mcp_toolset", "mcp_server_name": "docs"}
+    assert (await ask(claude, tools=[mcp, HOSTED]))["stop_reason"] == "end_turn"
+    assert "docs" not in prompt_of(claude)
 
 
 async def test_models_are_listed_in_anthropics_shape_by_pages(claude: Stack) -> None:
@@ -299,6 +321,9 @@ async def test_errors_are_told_as_anthropic_tells_them(claude: Stack) -> None:
         ),
         ("", {"tools": [WEATHER], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
         ("/count_tokens", {"model": "nobody"}, 404, "not_found_error", "nobody"),
+        ("/batches", {}, 404, "not_found_error", "/v1/messages/batches"),
+        ("", {"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
+        ("", {"messages": BEGUN, "output_format": FORMAT}, 400, "invalid_request_error", "has a format"),
     ]
     for path, body, status, kind, words in cases:
         answer = await claude.post(f"/v1/messages{path}", **{"max_tokens": 9, "messages": HI, **body})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.gateway.http.errors import ApiError
 from services.gateway.openai.conversations import arguments_object, plain_messages
-from services.gateway.openai.schemas import ChatMessage
+from services.gateway.openai.schemas import UNSEEN, ChatMessage
 from services.gateway.text.chat_templates import ChatTemplate
 
 END = "<|end|>"
@@ -212,6 +212,15 @@ def test_parts_of_a_message_are_text_by_any_of_their_names() -> None:
         == "<|user|>a\nb\nc<|end|><|assistant|>No.<|end|>"
     )
     assert prompt(STRICT, said("user", "A"), said("assistant", None, refusal="No.")).endswith("<|assistant|>No.<|end|>")
+    nulls = [{"type": "text", "text": "a", "refusal": None, "thinking": None}, {"type": "text", "text": None}]
+    assert prompt(STRICT, said("user", nulls)) == "<|user|>a\n<|end|>"
+
+
+@pytest.mark.parametrize("kind", sorted(UNSEEN))
+def test_a_text_stands_for_what_a_tool_returned_beside_text(kind: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "x"}}]
+    text = prompt(STRICT, said("user", "A"), said("tool", parts))
+    assert f"a\n[{UNSEEN[kind]} was left out here" in text
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

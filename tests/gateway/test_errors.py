@@ -94,7 +94,7 @@ FIELDS_OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
     ({"best_of": 3}, "best_of", "'n'"),
     ({"suffix": "x"}, "suffix", "not supported"),
-    ({"service_tier": "gold"}, "service_tier", "'gold'; it is one of 'auto', 'default', 'flex', 'priority'."),
+    ({"service_tier": "gold"}, "service_tier", "'gold'; it is one of 'auto', 'default', 'flex', 'priority', 'scale'."),
     ({"priority": "low"}, "priority", "low"),
     (
         {"response_format": {"type": "xml"}},
@@ -130,6 +130,10 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
         "'image_url' is not supported by this server",
+    ),
+    *(
+        ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages[0].content[0].type", "not supported")
+        for kind in ("input_audio", "audio_url", "video_url", "file", "image", "input_video", "document")
     ),
     (
         {"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": ["now"]}]}]},
@@ -177,6 +181,39 @@ async def test_requests_that_are_no_request(stack: Stack) -> None:
     headers = {"content-type": "application/json"}
     for body in NO_REQUESTS:
         error_of(await stack.client.post("/v1/completions", content=body, headers=headers), 400)
+
+
+async def test_half_of_a_character_is_named(stack: Stack) -> None:
+    """Left by clients that cut a text between the halves of a character beyond 2^16."""
+    headers = {"content-type": "application/json"}
+    halves = {
+        r"\ud83d": r"\ud83d",
+        r"a \uDE00 b": r"\uDE00",
+        r"\ud83d\ude00\ud83d\u0041": r"\ud83d",
+        r"\ude00\ud83d": r"\ude00",
+    }
+    for text, half in halves.items():
+        body = '{"model": "tide", "prompt": "' + text + '"}'
+        error = error_of(await stack.client.post("/v1/completions", content=body, headers=headers), 400)
+        assert error["message"] == f"Invalid JSON: {half} is half of a character.", text
+
+
+async def test_numbers_and_flags_may_be_texts(stack: Stack) -> None:
+    """As of clients that fill templates, which vLLM takes; a text stays one where a text may be."""
+    fields = {"max_tokens": "7", "temperature": "0.25", "stream": "false", "logprobs": "1", "stop": "5", "model": MODEL}
+    answer = await stack.post("/v1/completions", prompt=["1", "2"], **fields)
+    assert answer.status_code == 200, answer.text
+    sampling = stack.peer.submitted[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, len(stack.peer.submitted)) == (7, 0.25, 2)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("name", ["", None])
+async def test_an_empty_name_of_a_model_is_left_out(stack: Stack, path: str, name: str | None) -> None:
+    asked = {"/v1/chat/completions": {"messages": HI}, "/v1/responses": {"input": "Hi"}}.get(path, {"prompt": "Hi"})
+    answer = await stack.post(path, **asked, model=name)
+    assert answer.status_code == 200, answer.text
+    assert answer.json().get("model", MODEL) == MODEL
 
 
 async def test_content_type(stack: Stack) -> None:

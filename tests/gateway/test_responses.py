@@ -127,7 +127,8 @@ async def test_what_cannot_be_had_is_told(stack: Stack) -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "truncation": "none"}, "truncation"),
+        ({"input": "long " * 4000, "truncation": "auto"}, "input"),
         ({"input": "x", "tools": [{"type": "teleport"}]}, "tools[0].type"),
         ({"input": "x", "tools": [{"type": "custom"}]}, "tools[0].name"),
         (
@@ -330,7 +331,7 @@ def test_what_codex_sends_again_becomes_messages() -> None:
 
 def test_a_text_stands_for_what_tools_returned_beside_text() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,iVBO", "detail": "high"}
-    output = [{"type": "input_text", "text": "R"}, image, {"type": "input_file", "file_data": "JVBE"}]
+    output = [{"type": "input_text", "text": "R", "refusal": None}, image, {"type": "input_file", "file_data": "JVBE"}]
     items = [
         {"type": "function_call", "call_id": "1", "name": "view_image", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": output},
@@ -340,6 +341,11 @@ def test_a_text_stands_for_what_tools_returned_beside_text() -> None:
     assert content == (
         "R[An image was left out here: this model reads text only.][A file was left out here: this model reads text only.]"
     )
+
+
+def test_an_input_that_fits_is_not_cut() -> None:
+    request = request_of(input="Hi", truncation="auto")
+    assert chat_request(request, items_of(request)).messages[0].content == "Hi"
 
 
 def test_reasoning_comes_back_sealed() -> None:

@@ -28,6 +28,7 @@ _SERVER_RESULT = "_tool_result"
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
+    "continue_final_message": "messages",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
 """Names of fields, by what they are called in a chat."""
@@ -35,7 +36,7 @@ _NAMES = {
 
 def chat_request(request: Prompted) -> ChatRequest:
     """Raises `ApiError` 400."""
-    tools = [_tool(tool) for tool in request.tools or () if tool.type in (None, "custom")]
+    tools = [_tool(tool, i) for i, tool in enumerate(request.tools or ()) if tool.type in (None, "custom")]
     choice = request.tool_choice
     fields: dict[str, Any] = {
         "model": request.model or None,
@@ -49,10 +50,22 @@ def chat_request(request: Prompted) -> ChatRequest:
         fields |= {"chat_template_kwargs": {"enable_thinking": is_on}, "include_reasoning": is_on}
     if isinstance(request, MessageRequest):
         fields |= _generation(request)
+    if _is_begun(request.messages[-1]):
+        if fields.get("response_format") is not None:
+            raise invalid("messages", "'messages' cannot end with the beginning of an answer that has a format.")
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
     try:
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
     except msgspec.ValidationError as error:
         raise invalid("messages", f"{error}.") from None
+
+
+def _is_begun(message: InputMessage) -> bool:
+    """Whether it is the beginning of the answer, which the model goes on with."""
+    content = message.content
+    if message.role != "assistant" or not content:
+        return False
+    return isinstance(content, str) or all(block.type == "text" and block.text for block in content)
 
 
 def renamed(error: ApiError) -> ApiError:
@@ -86,7 +99,9 @@ def _generation(request: MessageRequest) -> dict[str, Any]:
     }
 
 
-def _tool(tool: MessageTool) -> dict[str, Any]:
+def _tool(tool: MessageTool, place: int) -> dict[str, Any]:
+    if tool.name is None:
+        raise invalid(f"tools[{place}].name", f"Missing required parameter: 'tools[{place}].name'.")
     fields = {
         "name": tool.name,
         "description": tool.description,
@@ -131,7 +146,7 @@ def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
         if block.type == "tool_use"
     ]
     message: dict[str, Any] = {"role": "assistant", "content": _text(blocks, where), "tool_calls": called}
-    if reasoning := "\n".join(block.thinking for block in blocks if block.type == "thinking"):
+    if reasoning := "\n".join(block.thinking or "" for block in blocks if block.type == "thinking"):
         message["reasoning_content"] = reasoning
     return message
 

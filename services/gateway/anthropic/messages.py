@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ModelName, StopString, TopP, check_nesting
+from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ServedName, StopString, TopP, check_nesting
 
 ID_PREFIX = "msg_"
 
@@ -27,12 +27,12 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     `cache_control` is not needed, as all prefixes are cached."""
 
     type: str
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
     input: Any = None
-    tool_use_id: str = ""
+    tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
     title: str | None = None
@@ -51,7 +51,7 @@ class InputMessage(msgspec.Struct, frozen=True):
 class MessageTool(msgspec.Struct, frozen=True):
     """One of another type than custom is one that Anthropic runs itself, and left out."""
 
-    name: str
+    name: str | None = None
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -93,7 +93,7 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 class Prompted(msgspec.Struct, kw_only=True):
     """What makes a prompt."""
 
-    model: ModelName = ""
+    model: ServedName = ""
     """May be left out where the server has one model."""
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None

@@ -146,6 +146,11 @@ def forms_of(annotation: Any) -> list[Any]:
     return [form for argument in arguments for form in forms_of(argument)] or [annotation]
 
 
+_HALF = re.compile(
+    rb"(?<!\\)(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?<!\\)(\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+"""Half of a character beyond 2^16, alone: what is left where a client cut a text between its halves."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Before the body in what some editors and shells write."""
 
@@ -193,11 +198,12 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error) and "got `null`" not in str(error):
+            if ", got `" not in str(error):
                 raise
-            # Some clients have no integers, and some write null for what is left out. They are the exception, so only what
-            # failed is gone through.
-            return msgspec.convert(_without_nulls(_with_integers(msgspec.json.decode(body))), decoder.type)
+            # Some clients have no integers, some write null for what is left out, and some numbers and flags as texts. They
+            # are the exception, so only what failed is gone through.
+            plain = _without_nulls(_with_integers(msgspec.json.decode(body)))
+            return msgspec.convert(plain, decoder.type, strict=False)
     except msgspec.ValidationError as error:
         # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"; a struct's own check names its field first.
         sentence, *places = str(error).split(" - at ")
@@ -215,6 +221,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"Invalid JSON: {error}.", code="invalid_json") from None
+        half = _HALF.search(body)
+        reason = str(error) if half is None else f"{half[0].decode()} is half of a character"
+        raise ApiError(400, f"Invalid JSON: {reason.rstrip('.')}.", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The request body is nested too deeply.", code="invalid_json") from None

@@ -9,7 +9,7 @@ defines the endpoint, and refused in the operator's requests, which are this sys
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +39,10 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+"""scale, a contract with OpenAI, is default here."""
+ServedName = Annotated[str, Meta(max_length=512)]
+"""Name of a model; an empty one is left out, which it may be where the server has one model."""
 END = r"$(?!\n)"
 """End of a pattern: `$` alone lets a line feed follow."""
 PublicName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH, pattern=f"^{NAME_PATTERN}{END}")]
@@ -163,7 +167,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What both generation endpoints take."""
 
-    model: ModelName = ""
+    model: ServedName = ""
     """May be left out where the server has one model."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
@@ -187,7 +191,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
     """A lower number is more urgent; below 0 is "high"."""
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     """flex: served as offline work; priority: served as high priority."""
     ttft_ms: Milliseconds | None = None
     """Objective for the time to first token; the model's where it is not given."""
@@ -298,7 +302,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class PooledFields(msgspec.Struct, kw_only=True):
     """What the endpoints of models that embed or score take."""
 
-    model: ModelName = ""
+    model: ServedName = ""
     """May be left out where the server has one model."""
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -306,7 +310,7 @@ class PooledFields(msgspec.Struct, kw_only=True):
     model takes. Else it is refused."""
     priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
     """Priority, as of completions; the fields below too."""
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     ttft_ms: Milliseconds | None = None
     cache_salt: CacheSalt | None = None
     """Among the tenant's requests, only those with the same text here use each other's cached prefixes."""
@@ -349,8 +353,15 @@ class ScoreRequest(PooledFields, kw_only=True):
     """Another name of `text_2`."""
 
 
-_IMAGES, _FILES = ("image", "image_url", "input_image"), ("document", "input_file")
-UNSEEN = dict.fromkeys(_IMAGES, "An image") | dict.fromkeys(_FILES, "A file")
+UnseenType = Literal[
+    "image", "image_url", "input_image", "document", "file", "input_file", "audio", "audio_url", "input_audio",
+    "video", "video_url", "input_video",
+]  # fmt: skip
+_UNSEEN_KINDS = {"image": "An image", "audio": "A recording", "video": "A video"}
+UNSEEN = {
+    name: next((what for kind, what in _UNSEEN_KINDS.items() if kind in name), "A file")
+    for name in get_args(UnseenType)
+}
 """What models here cannot read, by types of parts of messages."""
 
 
@@ -368,19 +379,19 @@ class ContentPart(msgspec.Struct, frozen=True):
     """A piece of text, as chats or responses name it, or a refusal or reasoning, as an assistant's message may have them.
     Results of tools may have images, for which a text stands."""
 
-    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "image_url", "input_image", "input_file"]
-    text: str = ""
-    refusal: str = ""
-    thinking: str | list[ThinkingText] = ""
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking"] | UnseenType
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | list[ThinkingText] | None = None
     """An assistant's reasoning of before, as Anthropic's blocks or Mistral's have it."""
 
     @property
     def shown(self) -> str:
-        return unseen(self.type) or self.text or self.refusal
+        return unseen(self.type) or self.text or self.refusal or ""
 
     @property
     def reasoning(self) -> str:
-        return self.thinking if isinstance(self.thinking, str) else "".join(part.text for part in self.thinking)
+        return self.thinking if isinstance(self.thinking, str) else "".join(part.text for part in self.thinking or ())
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -538,7 +549,7 @@ class ChatRequest(GenerationFields, kw_only=True):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either `prompt` or `messages`."""
 
-    model: ModelName | None = None
+    model: ServedName | None = None
     """May be left out where the server has one model."""
     prompt: str | None = None
     messages: Messages | None = None
@@ -556,7 +567,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    model: ModelName | None = None
+    model: ServedName | None = None
     tokens: list[TokenId]
 
 

@@ -141,7 +141,7 @@ def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
     """Output items as they stand in the conversation of the next request."""
     found = []
     for item in output:
-        text = "".join(part.text for part in item.content or ())
+        text = "".join(part.text or "" for part in item.content or ())
         if item.type == "message":
             found.append(InputItem(role="assistant", content=text))
         elif item.type == "reasoning":
@@ -184,8 +184,6 @@ def _shown(item_id: str, item: InputItem) -> ShownItem:
 def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRequest:
     """`items`: the whole conversation. Raises `ApiError` 400."""
     called = called_tools(request.tools)
-    if request.truncation not in (None, "disabled"):
-        raise invalid("truncation", "'truncation' is not supported by this server; it may be null, \"disabled\".")
     for name in ("conversation", "prompt"):
         if getattr(request, name):
             raise invalid(name, f"'{name}' is not supported by this server.", "unsupported_value")
@@ -242,6 +240,7 @@ def opened_response(
         tools=request.tools or [],
         top_logprobs=options.num_top_logprobs or 0,
         top_p=sampling.top_p if request.top_p is None else request.top_p,
+        truncation=request.truncation or "disabled",
         user=request.user,
         metadata=request.metadata or {},
         service_tier=options.service_tier or "default",

@@ -17,10 +17,12 @@ from services.gateway.openai.schemas import (
     MetadataKey,
     MetadataValue,
     Milliseconds,
-    ModelName,
     OnlyNull,
     ReasoningEffort,
+    ServedName,
+    ServiceTier,
     TopP,
+    UnseenType,
     check_nesting,
     unseen,
 )
@@ -32,15 +34,13 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 class TextPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A text. What a tool returned may have images and files, for which a text stands."""
 
-    type: Literal[
-        "input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text", "input_image", "input_file"
-    ]
-    text: str = ""
-    refusal: str = ""
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"] | UnseenType
+    text: str | None = None
+    refusal: str | None = None
 
     @property
     def shown(self) -> str:
-        return unseen(self.type) or self.text or self.refusal
+        return unseen(self.type) or self.text or self.refusal or ""
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -122,14 +122,14 @@ class TextOptions(msgspec.Struct, frozen=True):
 class Conversed(msgspec.Struct, kw_only=True):
     """What names a conversation."""
 
-    model: ModelName = ""
+    model: ServedName = ""
     """May be left out where the server has one model."""
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     """May be left out with `previous_response_id`."""
     instructions: str | None = None
     """Instructions for this response alone: those of the previous one do not go on."""
     previous_response_id: ResponseId | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
 
 
 class CompactRequest(Conversed, kw_only=True):
@@ -158,7 +158,8 @@ class ResponseRequest(Conversed, kw_only=True):
     cache_salt: CacheSalt | None = None
     """Among the tenant's requests, only those with the same text here use each other's cached prefixes."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    truncation: Annotated[Any, Meta(extra_json_schema={"enum": [None, "disabled"]})] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """Without effect: an input that is too long is refused, and never cut."""
     background: bool | None = None
     """It is made without a client: it may be read by its id meanwhile, and cancelled."""
     conversation: OnlyNull = None
@@ -248,7 +249,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
