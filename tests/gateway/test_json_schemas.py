@@ -113,6 +113,14 @@ KINDS = {"type": "object", "properties": {"kind": {"enum": ["run", "ask"]}, "com
         ({"not": {"oneOf": [{"type": "string"}, {"type": ["string", "null"]}]}}, ["x", 1], [None]),
         ({"type": "array", "not": {"contains": {"type": "string"}}}, [[], [1, None]], [["x"], [1, "x"]]),
         ({"type": "string", "not": {"const": "a", "title": "A", "x-order": 1}}, ["b"], ["a"]),
+        ({"type": "array", "contains": {"type": "integer"}}, [[1], ["x", 1], ["x", "y", None, 2, "z"]], [[], ["x"], 1]),
+        ({"type": "array", "items": {"type": ["integer", "null"]}, "contains": {"minimum": 5, "type": "integer"}},
+         [[7], [None, 5]], [[], [4], [7, "x"]]),
+        ({"contains": {"const": "a"}}, ["x", 1, {}, ["a"]], [[], ["b"]]),
+        ({"not": {"type": "array", "items": {"type": "string"}}}, [1, {}, [1], ["x", 1]], [[], ["x"], ["x", "y"]]),
+        ({"not": {"items": False}}, [[1], [1, 2]], [[], 1]),
+        ({"type": "object", "not": {"patternProperties": {"^a": {"type": "string"}}}},
+         [{"a": 1}, {"ab": None}], [{}, {"b": 1}, {"a": "x"}]),
         ({"not": {"pattern": "a5b"}}, ["", "a5", "a55b", "\n\\"], ["a5b", "xa5b\n", 1, {}]),
         ({"type": "string", "not": {"pattern": "(^[^5]*$)|7"}}, ["5", "a5\n"], ["", "a", "57"]),
         ({"type": "string", "if": {"pattern": "^a"}, "then": {"maxLength": 2}}, ["ab", "bcd"], ["abc"]),
@@ -346,6 +354,13 @@ def test_remarks_do_not_travel() -> None:
     schema = {"description": "x" * 200_000, "properties": {"description": {"title": "D", "type": "string"}}}
     assert prepared(schema) == {"properties": {"description": {"type": "string"}}}
     assert takes(schema, {"description": "x"}) and not takes(schema, {"description": 1})
+
+
+def test_what_lists_contain_in_each_other_is_bounded() -> None:
+    schema: dict[str, Any] = {"const": 1}
+    for _ in range(40):
+        schema = {"type": "array", "contains": schema}
+    assert len(json.dumps(prepared(schema))) < 1_000_000
 
 
 def test_a_schema_costs_a_bounded_time_whatever_it_joins() -> None:

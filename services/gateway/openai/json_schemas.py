@@ -33,6 +33,9 @@ MAX_EXCLUDING = 24
 """Most branches of `oneOf` that are told to exclude each other."""
 MAX_ARRANGED = 350
 """Most lists that are spelled out where lists have no repetition."""
+MAX_PLACES = 4
+"""Places in a list, from its beginning, of which one has what the list has to contain: values are left out, and none is
+added."""
 MAX_SPELLED = 5000
 """Most lists and sets of members that are spelled out in a whole schema."""
 MAX_WALKED = 50_000
@@ -55,6 +58,7 @@ _SCHEMAS = (
 )
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_TYPES = ("null", "boolean", "object", "array", "number", "string")
 _KINDS = {
     dict: "object",
     list: "array",
@@ -276,6 +280,8 @@ class _Preparation:
                 require(schema, {"anyOf": [{"properties": {key: False}}, more]})
         if schema.get("uniqueItems") is True and "prefixItems" not in schema:
             self._arrange(schema)
+        if "contains" in schema and not schema.keys() & {"minContains", "maxContains", "prefixItems"}:
+            self._place(schema)
         if "propertyNames" in schema:
             self._names.spell(schema)
         if schema.keys() & {"minProperties", "maxProperties"} and self._num_spelled < MAX_SPELLED:
@@ -302,6 +308,15 @@ class _Preparation:
         ]
         require(schema, {"anyOf": arranged})
         del schema["uniqueItems"]
+
+    def _place(self, schema: dict[str, Any]) -> None:
+        """Says `contains` by the places in which that may be."""
+        if self._num_spelled > MAX_SPELLED:
+            return
+        self._num_spelled += MAX_PLACES
+        held = schema.pop("contains")
+        places = [{"prefixItems": [*[True] * place, held], "minItems": place + 1} for place in range(MAX_PLACES)]
+        require(schema, {"anyOf": [{"type": [one for one in _TYPES if one != "array"]}, *places]})
 
     def _formats(self, schema: dict[str, Any]) -> None:
         if isinstance(schema.get("format"), str) and schema["format"] not in KNOWN_FORMATS:

@@ -144,6 +144,22 @@ class Negation:
                 return None if (opposite := self.of(value)) is None else [{"type": "array", "items": opposite}]
             case (("items" | "additionalProperties" | "propertyNames"), True | dict()) if value is True or not value:
                 return []
+            case "items", dict() | bool():
+                return None if (opposite := self.of(value)) is None else [{"type": "array", "contains": opposite}]
+            case "patternProperties", dict():
+                if (opposites := self._of_all(value.values())) is None:
+                    return None
+                # One member is enough; values with others beside it are left out.
+                return [
+                    {
+                        "type": "object",
+                        "patternProperties": {p: other},
+                        "additionalProperties": False,
+                        "minProperties": 1,
+                    }
+                    for p, other in zip(value, opposites, strict=True)
+                    if other is not False
+                ]
             case "uniqueItems", False:
                 return []
             case "format", str() if value not in KNOWN_FORMATS:
