@@ -10,6 +10,7 @@ import torch
 
 from services.worker.engines.vllm.translate import progress_of
 from shared.messages.requests import FinishReason, unpack_logprobs, unpack_tokens, unpack_vector
+from shared.models.pooling import Pooling
 
 OUTPUT: dict[str, Any] = {
     "request_id": "r",
@@ -48,3 +49,11 @@ def test_a_vector_comes_with_a_token_that_ends_the_request(dtype: torch.dtype) -
     progress = progress_of(SimpleNamespace(**output), 0)
     assert len(unpack_tokens(progress.tokens)) == 1 and progress.finish_reason is FinishReason.LENGTH
     assert unpack_vector(progress.logprobs[0].prompt).tolist() == vector.tolist()
+
+
+@pytest.mark.parametrize(("activation", "score"), [("identity", 0.0), ("sigmoid", 0.5), ("tanh", 0.0)])
+def test_a_score_goes_through_the_checkpoints_activation(activation: str, score: float) -> None:
+    pooling = Pooling(task="score", mode="lasttoken", num_dimensions=1, activation=activation)
+    output = OUTPUT | {"pooling_output": torch.zeros(1), "finish_reason": "stop"}
+    progress = progress_of(SimpleNamespace(**output), 0, pooling)
+    assert unpack_vector(progress.logprobs[0].prompt).tolist() == [score]

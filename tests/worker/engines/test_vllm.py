@@ -173,15 +173,22 @@ async def test_outputs_with_adapters_are_those_of_merged_weights(tmp_path: Path)
         assert found[key][0] == generated(path, PROMPT, 12), key
 
 
-@pytest.mark.parametrize("name", ["qwen3-last", "mistral-mean"])
-async def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    path = write_pooling_checkpoint(tmp_path / name, name, head_dim=32)
+@pytest.mark.parametrize(
+    "name", ["cross-bert", "bert-mean", "qwen3-last", "mistral-mean", "qwen3-score", "qwen3-yes-no"]
+)
+async def test_vectors_and_scores_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    changes = (
+        {"hidden_size": 128} if "bert" in name else {"head_dim": 32}
+    )  # multiples of 32, as vLLM wants them on a CPU
+    path = write_pooling_checkpoint(tmp_path / name, name, **changes)
     engine = hosted(path, pooling=describe(path).pooling)
+    num_first = 2 if name == "cross-bert" else 0
     texts = [text_of(length, length) for length in (3, 33, 60)]
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, pooled=Pooled())
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, pooled=Pooled(num_first=num_first))
     try:
         facts = await engine.start()
         assert Capability.POOLING not in facts.lacks and facts.max_model_len == describe(path).max_model_len
+        assert facts.num_blocks * facts.block_size >= facts.max_model_len, "the longest text would be refused"
         sent = [
             Generate(key=str(number), prompt=pack_tokens(text), sampling=sampling, priority=0)
             for number, text in enumerate(texts)
@@ -193,7 +200,7 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> N
         tokens, (told,), message = found[str(number)]
         assert len(tokens) == 1 and not message
         torch.testing.assert_close(
-            torch.tensor(unpack_vector(told.prompt)), expected_vector(path, name, text), atol=2e-5, rtol=1e-4
+            torch.tensor(unpack_vector(told.prompt)), expected_vector(path, name, text, num_first), atol=2e-5, rtol=1e-4
         )
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ from shared.engines.messages import (
 )
 from shared.messages.requests import Adapter as LoraAdapter
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, Pooled, SamplingParams, pack_tokens
-from shared.models.pooling import Pooling
+from shared.models.pooling import CLASSIFIER, Pooling
 
 PACKAGE = "services.worker.engines.vllm.scheduler"
 SCHEDULERS = (f"{PACKAGE}.HarvestingScheduler", f"{PACKAGE}.HarvestingAsyncScheduler")
@@ -112,13 +113,8 @@ def make_config(spec: HostedSpec) -> tuple[Any, tuple[str, ...], list[str]]:
     else:
         # With adapters, vLLM 0.32 fails in a step that scores a prompt's tokens.
         lacks.append(Capability.PROMPT_LOGPROBS)
-    lacks += [Capability.PROMPT_LOGPROBS, Capability.GRAMMARS] if embeds(spec) else [Capability.POOLING]
+    lacks += [Capability.PROMPT_LOGPROBS, Capability.GRAMMARS] if spec.pooling is not None else [Capability.POOLING]
     return config, tuple(dict.fromkeys(lacks)), notes
-
-
-def embeds(spec: HostedSpec) -> bool:
-    """Whether the engine makes vectors of texts. A reranking model is hosted as one that generates text."""
-    return spec.pooling is not None and spec.pooling.task == "embed"
 
 
 def _defaults(spec: HostedSpec) -> list[str]:
@@ -131,12 +127,28 @@ def _defaults(spec: HostedSpec) -> list[str]:
     given = {one.split("=")[0].replace("_", "-") for one in spec.engine_args}
     if spec.pool_bytes and not given & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:
         found += ["--kv-cache-memory-bytes", str(spec.pool_bytes)]
-    if spec.pooling is not None and embeds(spec) and not given & {"--runner", "--pooler-config"}:
+    if spec.pooling is not None and not given & {"--runner", "--pooler-config"}:
         pooler = {"pooling_type": POOLING_TYPES[spec.pooling.mode], "use_activation": spec.pooling.is_normalized}
         found += ["--runner", "pooling", "--pooler-config", json.dumps(pooler)]
+        if spec.pooling.token_ids and "--hf-overrides" not in given:
+            found += ["--hf-overrides", json.dumps(_classifier_of_tokens(spec.source, spec.pooling.token_ids))]
     if "--structured-outputs-config" not in given:
         found += ["--structured-outputs-config", '{"backend": "guidance"}']
     return found
+
+
+def _classifier_of_tokens(source: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """What has vLLM make a classifier with one score of a language model that scores pairs by these tokens' logits."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    names = AutoTokenizer.from_pretrained(source).convert_ids_to_tokens(list(reversed(token_ids)))
+    (generating,) = AutoConfig.from_pretrained(source).architectures
+    return {
+        "architectures": [f"{generating.removesuffix('ForCausalLM')}{CLASSIFIER}"],
+        "classifier_from_token": names,
+        "method": "from_2_way_softmax" if len(names) == 2 else "no_post_processing",
+        "num_labels": 1,
+    }
 
 
 class Adapter:
@@ -152,7 +164,7 @@ class Adapter:
         max_adapters: int = 0,
     ) -> None:
         """`arrivals`: interrupts steps of offline work; None: they are not interrupted. `pooling`: of the model, where it
-        makes vectors. `max_adapters`: those that the engine keeps."""
+        generates no text. `max_adapters`: those that the engine keeps."""
         self._client = client
         self._arrivals = arrivals
         self._pooling = pooling
@@ -262,7 +274,7 @@ class Adapter:
                 num_top = self._num_top.get(output.request_id)
                 if num_top is None:
                     continue
-                progress.append(progress_of(output, num_top))
+                progress.append(progress_of(output, num_top, self._pooling))
                 if output.finish_reason is not None:
                     del self._num_top[output.request_id]
             stats = outputs.scheduler_stats
@@ -302,11 +314,10 @@ async def main(spec: HostedSpec) -> None:
     try:
         facts = await _open_staging(client, facts, spec)
         facts, arrivals = await _watch(client, facts, spec)
-        pooling = spec.pooling if embeds(spec) else None
-        await _warm_up(client, facts, pooling)
+        await _warm_up(client, facts, spec.pooling)
         writer.write(Ready(facts))
         adapter = Adapter(
-            client, facts.max_model_len, reader, writer, arrivals, pooling=pooling, max_adapters=facts.max_adapters
+            client, facts.max_model_len, reader, writer, arrivals, pooling=spec.pooling, max_adapters=facts.max_adapters
         )
         await adapter.run()
     except Exception as error:
@@ -320,7 +331,7 @@ async def main(spec: HostedSpec) -> None:
 async def _open_staging(client: Any, facts: EngineFacts, spec: HostedSpec) -> EngineFacts:
     """Returns the facts with the staging memory, or with `KV_MOVES` among what the engine lacks, and why."""
     why = "" if spec.moves else "the settings say so"
-    if embeds(spec):
+    if spec.pooling is not None:
         why = "they end with their prompts"
     if Capability.GRAMMAR_RESUME in facts.lacks:
         why = "the stock scheduler runs"
@@ -374,13 +385,15 @@ async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts]:
         vllm_config=config, executor_class=Executor.get_class(config), log_stats=True
     )
     cache, scheduling = config.cache_config, config.scheduler_config
-    num_blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+    # One is vLLM's own. An encoder keeps no KV: what is reported are its rows, each as long as a text may be.
+    num_blocks = cache.num_gpu_blocks - 1
+    num_blocks = num_blocks or scheduling.max_num_seqs * -(-config.model_config.max_model_len // cache.block_size)
     processes = getattr(client.resources.engine_manager, "processes", [])
     return client, EngineFacts(
         version=version("vllm"),
         lacks=lacks,
         # A pooled prompt counts with the one token behind it, which is never computed.
-        max_model_len=config.model_config.max_model_len + embeds(spec),
+        max_model_len=config.model_config.max_model_len + (spec.pooling is not None),
         block_size=cache.block_size,
         num_blocks=num_blocks,
         block_bytes=(cache.kv_cache_memory_bytes or spec.pool_bytes) // max(1, num_blocks),

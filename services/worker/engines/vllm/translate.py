@@ -18,6 +18,7 @@ from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     FinishReason,
+    Pooled,
     TokenLogprob,
     pack_tokens,
     unpack_tokens,
@@ -74,13 +75,16 @@ def _told(message: Generate, number: int) -> dict[str, Any] | None:
 def _pooling(message: Generate, number: int, pooling: Pooling) -> Any:
     from vllm import PoolingParams
 
-    pooled = message.sampling.pooled
+    pooled = message.sampling.pooled or Pooled()
+    more = _told(message, number) or {}
+    if pooled.num_first:
+        more["compressed_token_type_ids"] = pooled.num_first
     return PoolingParams(
-        task="embed",
-        dimensions=(pooled and pooled.num_dimensions) or None,
+        task="embed" if pooling.task == "embed" else "classify",
+        dimensions=pooled.num_dimensions or None,
         use_activation=pooling.is_normalized,
         skip_reading_prefix_cache=pooling.is_whole,
-        extra_kwargs=_told(message, number),
+        extra_kwargs=more or None,
     )
 
 
@@ -128,9 +132,10 @@ def _grammar(text: str) -> Any:
     return found
 
 
-def progress_of(output: Any, num_top: int) -> Progress:
+def progress_of(output: Any, num_top: int, pooling: Pooling | None = None) -> Progress:
     """Progress of a request, from an `EngineCoreOutput`. `num_top`: alternatives that were asked for; below 0: no
-    log-probabilities. What was pooled comes beside a token that means nothing."""
+    log-probabilities. What was pooled comes beside a token that means nothing. `pooling`: of the model, whose activation
+    vLLM would choose otherwise."""
     reason, error = None, None
     if output.finish_reason is not None:
         reason = REASONS.get(str(output.finish_reason))
@@ -144,7 +149,10 @@ def progress_of(output: Any, num_top: int) -> Progress:
         prompt = _packed_prompt(output.new_prompt_logprobs_tensors)
         logprobs = (msgspec.structs.replace(logprobs[0], prompt=prompt), *logprobs[1:])
     if output.pooling_output is not None:
-        vector = array("f", output.pooling_output.float().tolist()).tobytes()
+        pooled = output.pooling_output.float()
+        if pooling is not None and pooling.activation != "identity":
+            pooled = getattr(pooled, pooling.activation)()
+        vector = array("f", pooled.tolist()).tobytes()
         tokens, logprobs = [0], (msgspec.structs.replace(UNKNOWN_LOGPROB, prompt=vector),)
         reason = reason and FinishReason.LENGTH
     return Progress(
