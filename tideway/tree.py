@@ -68,7 +68,17 @@ class UpOptions:
 
     @property
     def address(self) -> str:
-        return f"http{'s' if self.has_tls else ''}://{local_host(self.host)}:{self.port}"
+        """That of the first gateway."""
+        return self.addresses["gateway"]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Those of all gateways, by the names of their processes."""
+        scheme = f"http{'s' if self.has_tls else ''}"
+        return {
+            f"gateway-{number + 1}" if number else "gateway": f"{scheme}://{local_host(self.host)}:{self.port + number}"
+            for number in range(self.num_gateways)
+        }
 
 
 @dataclass(frozen=True)
@@ -158,16 +168,16 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
         ),
         *(
             (
-                "gateway" if number == 1 else f"gateway-{number}",
+                name,
                 "gateway",
                 {
                     "TIDEWAY_HOST": options.host,
-                    "TIDEWAY_PORT": str(options.port + number - 1),
+                    "TIDEWAY_PORT": str(options.port + number),
                     # One that is set is the first one's.
-                    **({} if number == 1 else {"TIDEWAY_GATEWAY_ID": ""}),
+                    **({"TIDEWAY_GATEWAY_ID": ""} if number else {}),
                 },
             )
-            for number in range(1, options.num_gateways + 1)
+            for number, name in enumerate(options.addresses)
         ),
         (
             "worker",

@@ -175,8 +175,10 @@ class Up:
                     served = [name for name in names if name not in models.failed and name not in models.drained]
                     # Where all is drained it must come up nevertheless: how else could that be undone?
                     path = "/ready" if served else "/health"
-                    ready = answers(http, f"{self._options.address}{path}", f"on {self._options.address}")
-                    await self._wait_for([Step("API", ready, "gateway")])
+                    urls = self._options.addresses.items()
+                    await self._wait_for(
+                        [Step("API", answers(http, f"{url}{path}", f"on {url}"), name) for name, url in urls]
+                    )
                 self._report_earlier_models(await view.configured())
                 plan = await view.plan()
                 self._report_drained(plan)
@@ -337,7 +339,7 @@ class Up:
             self._reporter.warn(
                 f"anyone who reaches this machine on port {options.port} may use it: no API keys (TIDEWAY_API_KEYS) are set"
             )
-        say(f"Ready in {self._reporter.elapsed_s:.0f} s on {options.address}")
+        say(f"Ready in {self._reporter.elapsed_s:.0f} s on {', '.join(options.addresses.values())}")
         if not models:
             return
         body = msgspec.json.encode(

@@ -62,7 +62,8 @@ class Run:
         common = {**bus, "FAKE_MODELS": msgspec.json.encode(options.models).decode(), "PYTHONPATH": str(REPOSITORY)}
         result = []
         for (name, role), port in zip(self.roles.items(), free_ports(len(self.roles)), strict=True):
-            environment = {**common, "TIDEWAY_METRICS_PORT": str(port), "TIDEWAY_PORT": str(options.port)}
+            api_port = options.addresses.get(name, "").rpartition(":")[2]
+            environment = {**common, "TIDEWAY_METRICS_PORT": str(port), "TIDEWAY_PORT": api_port}
             if name in passwords:
                 environment |= {"TIDEWAY_NATS_USER": name, "TIDEWAY_NATS_PASSWORD": passwords[name]}
             command = [sys.executable, "-m", "tests.tideway.fake_service", role]
@@ -327,6 +328,15 @@ async def test_what_was_drained_is_named_and_may_be_all(tmp_path: Path, monkeypa
     await run.stop()
     assert line in run.text and "model held is on no instance: it is too large" in run.text
     assert "Ready in" in run.text and "  curl " not in run.text
+
+
+async def test_all_gateways_are_waited_for_and_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, roles={"gateway-2": "gateway"}, num_gateways=2)
+    await run.until_ready()
+    await run.stop()
+    first, second = run.options.addresses.values()
+    assert f" s on {first}, {second}\n" in run.text
+    assert f"API on {first}\n" in run.text and f"API on {second}\n" in run.text
 
 
 async def test_a_placement_that_was_chosen_earlier_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
