@@ -393,8 +393,7 @@ async def test_what_a_model_on_demand_may_be(
         assert (code, param) == (ErrorCode.BAD_REQUEST, "idle_s") and "0 to 2.592e+06 seconds" in message
         assert (await cluster.refusal(ModelSpec("b", sources["b"], idle_s=1.0)))[1] == "idle_s"
         cluster.start_node("n", num_instances=1, memory_bytes=1 << 20)
-        await until(lambda: service.is_active)
-        await asyncio.sleep(0.5)
+        await until(lambda: service._active is not None and service._active._registered())
         code, param, message = await cluster.refusal(ModelSpec("b", sources["b"], on_demand=True))
         assert (code, param) == (ErrorCode.BAD_REQUEST, "source") and "does not fit" in message
 
