@@ -73,9 +73,6 @@ class FlashBackend(AttentionBackend):
             softcap=layout.softcap,
         )  # fmt: skip
 
-    def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        kv.put(metadata.blocks, metadata.offsets, keys, values)
-
     def attend(
         self,
         queries: torch.Tensor,

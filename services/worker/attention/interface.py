@@ -106,9 +106,9 @@ class AttentionBackend(ABC):
     def prepare(self, layout: BatchLayout) -> Any:
         """Metadata of one step, shared by all its layers; valid until the next `prepare`."""
 
-    @abstractmethod
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: Any) -> None:
         """Stores this step's keys and values `[T, kv_heads, head_dim]` in their blocks."""
+        kv.put(metadata.blocks, metadata.offsets, keys, values)
 
     @abstractmethod
     def attend(

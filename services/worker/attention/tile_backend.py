@@ -66,9 +66,6 @@ class TileBackend(AttentionBackend):
     def prepare(self, layout: BatchLayout) -> _Metadata:
         return _Metadata(layout, _tensor(layout.blocks, layout), _tensor(layout.offsets, layout))
 
-    def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        kv.put(metadata.blocks, metadata.offsets, keys, values)
-
     def attend(
         self,
         queries: torch.Tensor,

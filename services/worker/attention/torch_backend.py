@@ -104,9 +104,6 @@ class TorchBackend(AttentionBackend):
         groups = [_group(layout, order[begin:end], len(bounds) == 1) for begin, end in bounds]
         return _Metadata(_tensor(layout.blocks, layout), _tensor(layout.offsets, layout), groups, layout.softcap)
 
-    def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        kv.put(metadata.blocks, metadata.offsets, keys, values)
-
     def attend(
         self,
         queries: torch.Tensor,
