@@ -32,7 +32,7 @@ from services.gateway.batch.state import (
 )
 from services.gateway.batch.validation import LineChecker, estimated_tokens
 from services.gateway.openai.replies import BatchObject, FileObject
-from services.gateway.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
+from services.gateway.openai.schemas import ChatMessage, ChatRequest, CompletionRequest, ContentPart
 from shared.messages.batches import (
     BatchLineResult,
     BatchProblem,
@@ -243,6 +243,7 @@ def test_a_hopeless_file_is_not_read_to_its_end() -> None:
         (CompletionRequest(model="m", prompt=[[1, 2], [3]], max_tokens=10, n=2), 43),
         (CompletionRequest(model="m", prompt="x" * 40), 27),
         (ChatRequest(model="m", messages=[ChatMessage("user", "x" * 24)], max_completion_tokens=5), 16),
+        (ChatRequest(model="m", messages=[ChatMessage("user", [ContentPart("text", None)])], max_tokens=5), 10),
     ],
 )
 def test_estimates(body: CompletionRequest | ChatRequest, tokens: int) -> None:

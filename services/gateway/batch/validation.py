@@ -136,7 +136,9 @@ def _num_prompt_tokens(body: Body) -> int:
         )
     num_characters = 0
     for message in body.messages:
-        parts = [message.content] if isinstance(message.content, str) else [p.text for p in message.content or ()]
+        parts = (
+            [message.content] if isinstance(message.content, str) else [part.shown for part in message.content or ()]
+        )
         num_characters += sum(len(text) for text in parts) + 16
     return 1 + num_characters // CHARACTERS_PER_TOKEN
 
