@@ -68,12 +68,12 @@ class UpOptions:
 
     @property
     def address(self) -> str:
-        """That of the first gateway."""
+        """URL of the first gateway."""
         return self.addresses["gateway"]
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Those of all gateways, by the names of their processes."""
+        """URLs of all gateways, by the names of their processes."""
         scheme = f"http{'s' if self.has_tls else ''}"
         return {
             f"gateway-{number + 1}" if number else "gateway": f"{scheme}://{local_host(self.host)}:{self.port + number}"

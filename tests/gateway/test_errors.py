@@ -199,7 +199,7 @@ async def test_half_of_a_character_is_named(stack: Stack) -> None:
 
 
 async def test_numbers_and_flags_may_be_texts(stack: Stack) -> None:
-    """As of clients that fill templates, which vLLM takes; a text stays one where a text may be."""
+    """Clients that fill templates send such texts, and vLLM takes them; a text stays one where a text may be."""
     fields = {"max_tokens": "7", "temperature": "0.25", "stream": "false", "logprobs": "1", "stop": "5", "model": MODEL}
     answer = await stack.post("/v1/completions", prompt=["1", "2"], **fields)
     assert answer.status_code == 200, answer.text
