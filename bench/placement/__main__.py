@@ -1,10 +1,10 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
-ranks plans as the faithful simulation does (`rank`), whether it leaves services behind (`floors`), a day of several models'
-traffic with plans that follow it (`day`; with turns of the models' popularity: `turns`), a window of it on one plan in the
-order of different policies (`orders`), and how well traffic can be foretold (`forecast`).
+ranks plans as the faithful simulation does (`rank`), whether it leaves services behind (`floors`; `small-floors`: on four
+devices), a day of several models' traffic with plans that follow it (`day`; with turns of the models' popularity: `turns`),
+a window of it on one plan in the order of different policies (`orders`), and how well traffic can be foretold (`forecast`).
 
-python -m bench.placement {speed,optimum,rank,floors,day,turns,orders,forecast} ... [--seed N] [--output DIR] [--load X]
-                          [--window 10:00-11:30]
+python -m bench.placement {speed,optimum,rank,floors,small-floors,day,turns,orders,forecast} ... [--seed N] [--output DIR]
+                          [--load X] [--window 10:00-11:30]
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from bench.reporting import judged, machine, save_figure, table_of, write
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
     parser.add_argument(
-        "experiments", nargs="+", choices=("speed", "optimum", "rank", "floors", "day", "turns", "orders", "forecast")
+        "experiments",
+        nargs="+",
+        choices=("speed", "optimum", "rank", "floors", "small-floors", "day", "turns", "orders", "forecast"),
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "optimum": experiments.optimum,
         "rank": experiments.rank,
         "floors": floors.floors,
+        "small-floors": floors.small_floors,
         "day": play,
         "turns": lambda seed: day.day(
             day.Asked(seed, options.load or day.TURNS_LOAD, options.day, course=day.TURNS),

@@ -23,7 +23,7 @@ from bench.placement.day import (
     timeline,
 )
 from bench.placement.experiments import every_plan
-from bench.placement.floors import worst_share
+from bench.placement.floors import reachable_share, worst_share
 from bench.placement.forecasts import DAY, FORECASTS, errors
 from bench.placement.orders import compare
 from bench.placement.problems import draw, draw_models
@@ -32,6 +32,7 @@ from shared.placement.estimator import Estimator
 from shared.placement.plan import ModelPrediction, Prediction, plan_of
 from shared.placement.problem import Group
 from shared.placement.rehearsal import Episode
+from shared.placement.search import search
 
 
 def test_all_plans_of_a_small_node_can_be_estimated():
@@ -154,3 +155,11 @@ def test_the_worst_service_is_told_over_the_mean_and_few_requests_say_nothing():
 
     models = {"busy": of(90, 0.9), "rare": of(9, 0.45), "once": of(1, 0.0)}
     assert worst_share(Prediction(attainment=0.9, normalised_latency=1.0, models=models)) == pytest.approx(0.5)
+
+
+def test_no_plan_does_more_for_the_worst_model_than_can_be_reached():
+    rng = np.random.default_rng(5)
+    problem = draw(3, draw_models(2, rng, names=("llama-2-7b", "opt-6.7b")), 20.0, 20.0, rng, exponent=2.5)
+    reachable = reachable_share(problem)
+    assert reachable is not None
+    assert 0.0 < worst_share(search(problem).prediction) <= reachable + 1e-9
