@@ -151,12 +151,9 @@ class StreamState:
                 self.owner = sender
             else:
                 return Outcome.STALE
-        reason = entry.finish_reason
-        if gives_up(entry):
-            self._is_unserved = entry.error is not None and entry.error.code is ErrorCode.UNAVAILABLE
-            return Outcome.GIVEN_UP
+        reason, is_given_up = entry.finish_reason, gives_up(entry)
         known = len(self.tokens) - entry.offset
-        if known < 0 and reason is not FinishReason.ERROR and reason is not FinishReason.DEADLINE:
+        if known < 0 and not is_given_up and reason not in (FinishReason.ERROR, FinishReason.DEADLINE):
             return Outcome.GAP
         num_new = len(entry.tokens) // 4 - known
         if known >= 0 and num_new > 0:
@@ -170,6 +167,9 @@ class StreamState:
                 self.num_cached_tokens = entry.num_cached_tokens
         elif reason is None:
             return Outcome.NOTHING
+        if is_given_up:
+            self._is_unserved = entry.error is not None and entry.error.code is ErrorCode.UNAVAILABLE
+            return Outcome.GIVEN_UP
         if reason is not None:
             self.finish_reason = reason
             self.error = entry.error

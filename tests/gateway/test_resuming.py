@@ -27,11 +27,13 @@ from shared.messages.cluster import ModelSpec
 from shared.messages.kept import IdempotencyClaim
 from shared.messages.requests import (
     ErrorCode,
+    ErrorInfo,
     FinishReason,
     GenerationRequest,
     ReplayQuery,
     ReplayReply,
     TokenFrame,
+    unpack_tokens,
 )
 from shared.runtime.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
@@ -518,6 +520,33 @@ async def test_another_gateway_takes_a_stream_over_from_one_that_lives(
             events = events_of((await rest).text)
         assert stack.tokenizer.decode(tokens[:2]) + text_of(events) == TEXT
         assert stack.peer.cancelled == [] and stack.peer.instance_cancelled == []
+
+
+async def test_a_stream_that_had_no_turn_is_placed_again_and_has_lost_no_owner(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    """Its gateway was gone when the instance gave it up."""
+    async with (
+        logging_stack(nats_settings, checkpoint) as stack,
+        running_gateway(nats_settings, gateway_id="other") as other,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
+    ):
+        peer = stack.peer
+        assert isinstance(peer, LoggingPeer)
+        peer.automatic = False
+        tokens = stack.ids(TEXT)
+        reader = stack.read(headers={WINDOW_HEADER: "10"}, max_tokens=200)
+        request = await stack.next_request()
+        no_turn = ErrorInfo(ErrorCode.UNAVAILABLE, "online requests left it no turn for 5 s")
+        peer.log.frames("a", [peer.entry(request, 0, tokens[:3], FinishReason.ERROR, error=no_turn)], 0.0)
+        rest = asyncio.create_task(client.get(f"/v1/streams/{request.request_id.rpartition('-')[0]}"))
+        again = await stack.next_request(1)
+        assert unpack_tokens(again.prior) == tokens[:3]
+        (stream,) = other.context.table.streams.values()
+        assert stream.num_losses == 0
+        peer.emit(again, 3, tokens[3:], FinishReason.LENGTH)
+        assert text_of(events_of((await rest).text)) == TEXT
+        await reader.hang_up()
 
 
 async def test_streams_are_resumed_and_begun_while_their_records_have_no_leader(checkpoint: Path) -> None:

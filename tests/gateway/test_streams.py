@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,6 +164,18 @@ def test_owners_on_which_it_had_no_turn_are_not_what_it_ended() -> None:
     for number in range(MAX_FRUITLESS_LOSSES):
         assert stream.lose(stream.epoch) is Loss.PLACE, number
     assert stream.lose(stream.epoch) is Loss.FAIL
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNAVAILABLE, ErrorCode.DRAINING])
+def test_tokens_count_that_come_with_the_word_that_the_request_is_given_up(code: ErrorCode) -> None:
+    stream = state()
+    stream.accept(entry(0, [5]), A)
+    given_up = entry(0, [5, 6], FinishReason.ERROR, error=ErrorInfo(code, "not here"))
+    assert stream.accept(given_up, A) is Outcome.GIVEN_UP
+    assert list(stream.tokens) == [5, 6] and stream.finish_reason is None
+    assert stream.lose(0) is Loss.PLACE and stream.num_losses == (0 if code is ErrorCode.UNAVAILABLE else 1)
+    gap = msgspec.structs.replace(given_up, epoch=stream.epoch, offset=3)
+    assert stream.accept(gap, A) is Outcome.GIVEN_UP and list(stream.tokens) == [5, 6]
 
 
 def test_a_request_is_placed_again_with_its_tokens_and_the_time_that_it_has_left() -> None:

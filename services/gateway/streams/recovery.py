@@ -14,8 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
 
-import msgspec
-
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models.catalog import DRAINING, Catalog, serves
 from services.gateway.streams.placing import FINAL_CODES, NOBODY_CODES, Placer
@@ -330,13 +328,8 @@ class Recovery:
             return
         if found is not None:
             instance_id, entry = found
-            is_given_up = gives_up(entry)
-            self._table.take(
-                instance_id, [msgspec.structs.replace(entry, finish_reason=None) if is_given_up else entry]
-            )
-            if is_given_up:
-                self.lose(stream, entry.epoch, "given_up")
-            elif stream.is_open and entry.tokens:
+            self._table.take(instance_id, [entry])
+            if stream.is_open and entry.tokens and not gives_up(entry):
                 # Not all may have fitted into one answer.
                 self.replay(instance_id, [stream], "resumed")
         elif stream.owner is None:
