@@ -37,6 +37,8 @@ class KeptCall(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Key in the bucket of idempotency keys; empty: the client gave none."""
     outputs: list[TokenEntry] = []
     """The whole output of each request, once all have ended."""
+    digest: bytes = b""
+    """Digest of the client's request, as in an `IdempotencyClaim`; empty: the client gave no key."""
 
 
 class IdempotencyClaim(msgspec.Struct, frozen=True, array_like=True):

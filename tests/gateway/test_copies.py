@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from services.gateway.requests.copies import KEPT_S, MAX_BYTES, RecordCopies
+from services.gateway.requests.copies import KEPT_S, MAX_BYTES, RETURN_S, RecordCopies
 from shared.bus.interface import Bus, BusError
 from shared.messages.kept import CallCopy, KeptCall
 from shared.messages.requests import ErrorCode, GenerationRequest, SamplingParams
@@ -111,6 +111,22 @@ def test_a_gateway_that_lives_and_is_silent_keeps_calls_from_beginning() -> None
         await asyncio.sleep(0.1)
         assert gateways.copies["three"].find("a") is None
         hub.heal()
+        assert await gateways.begin("one", copy_of("a", "one")) == "a"
+
+    run_virtual(main())
+
+
+def test_a_gateway_that_is_not_back_yet_keeps_calls_from_beginning() -> None:
+    """NATS was away for all: who has the connection again first does not take the others for dead."""
+
+    async def main() -> None:
+        gateways = Gateways(MemoryHub())
+        await gateways.start()
+        await gateways.buses["two"].close()
+        gateways.copies["one"]._on_reconnect()
+        with pytest.raises(BusError, match="gateway two does not answer"):
+            await gateways.begin("one", copy_of("a", "one"))
+        await asyncio.sleep(RETURN_S)
         assert await gateways.begin("one", copy_of("a", "one")) == "a"
 
     run_virtual(main())

@@ -625,6 +625,32 @@ async def test_a_key_stands_for_one_answer_while_jetstream_has_no_leader(checkpo
         await asyncio.to_thread(cluster.close)
 
 
+async def test_a_key_stands_for_the_answer_that_has_ended_while_jetstream_is_silent(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, headers = {"model": MODEL, "prompt": "x", "max_tokens": 100}, {KEY_HEADER: "k"}
+
+    async def no_leader(*_: object) -> None:
+        raise silent("no leader")
+
+    async with (
+        logging_stack(nats_settings, checkpoint) as stack,
+        running_gateway(nats_settings, gateway_id="other") as other,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
+    ):
+        first = await stack.client.post("/v1/completions", json=body, headers=headers)
+        await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
+        for gateway in (stack.gateway, other):
+            for bucket in (gateway.context.kept._records, gateway.context.kept._claims):
+                for name in ("get", "get_from_any_copy", "create", "put", "update"):
+                    monkeypatch.setattr(bucket, name, no_leader)
+        for asked in (client, stack.client):  # the other one asks who was first
+            again = await asked.post("/v1/completions", json=body, headers=headers)
+            assert again.status_code == 200 and again.json() == first.json()
+            assert (await asked.post("/v1/completions", json=body | {"n": 2}, headers=headers)).status_code == 422
+        assert len(stack.peer.submitted) == 1
+
+
 async def answered(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
     """The answer to one who asks again while it is refused for now."""
     while (answer := await ask()).status_code == 503:

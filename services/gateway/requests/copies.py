@@ -1,10 +1,10 @@
 """Records of calls in the memories of gateways, for as long as JetStream elects a leader and can store none.
 
 A call that is to be kept begins meanwhile once every other gateway that lives has its record. Any of them can continue it.
-One call begins under an idempotency key: a gateway with a call of that key answers with it, and one that has taken the
-record of another's call waits for what becomes of that. Of two calls whose gateways ask each other at once, the one with
-the lower id goes first, and the other waits for what becomes of it. A gateway that is gone is passed by. One that lives and
-does not answer may have such a call, so the new one is refused.
+One call begins under an idempotency key: a gateway with a call of that key, be it over, answers with it, and one that has
+taken the record of another's call waits for what becomes of that. Of two calls whose gateways ask each other at once, the
+one with the lower id goes first, and the other waits for what becomes of it. A gateway that is gone is passed by. One that
+lives and does not answer may have such a call, so the new one is refused.
 
 Nobody knows a call of a key if its record was stored in the last moment before the election, its gateway died with the
 leader, and the copies that answer have not received it: then a client that tries again gets a second answer.
@@ -27,6 +27,8 @@ ASK_TIMEOUT_S = 1.0
 RETRY_AFTER_S = 2.0
 KEPT_S = 120.0
 """Time within which JetStream takes the record; an election takes up to 9 s."""
+RETURN_S = 3.0
+"""After this gateway has its connection to NATS again, another one may be without its own for so long, and lives."""
 MAX_BYTES = 32 * 1024 * 1024
 """The most bytes of all copies here; the oldest make room."""
 
@@ -48,18 +50,20 @@ class RecordCopies:
         bus: Bus,
         gateway_id: str,
         gateways: Callable[[], Collection[str]],
-        running: Callable[[str], CallCopy | None],
+        known: Callable[[str], CallCopy | None],
     ) -> None:
-        """`gateways`: those that live. `running`: the call of an idempotency key that runs here."""
+        """`gateways`: those that live. `known`: the call of an idempotency key that runs here, or has ended here."""
         self._bus = bus
         self._gateway_id = gateway_id
         self._gateways = gateways
-        self._running = running
+        self._known = known
         self._asking: dict[str, _Asking] = {}
         """By idempotency key."""
         self._copies: OrderedDict[str, tuple[CallCopy, float]] = OrderedDict()
         """By call, with the time at which it came."""
         self._num_bytes = 0
+        self._back_at = float("-inf")
+        """When this gateway had its connection again."""
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -67,6 +71,10 @@ class RecordCopies:
             await self._bus.serve(GATEWAY_COPY.at(gateway_id=self._gateway_id), self._on_copy),
             await self._bus.subscribe(DROP_COPY, lambda message: self._forget(message.call_id)),
         ]
+        self._bus.on_reconnect(self._on_reconnect)
+
+    def _on_reconnect(self) -> None:
+        self._back_at = self._bus.now()
 
     async def stop(self) -> None:
         for subscription in self._subscriptions:
@@ -95,8 +103,8 @@ class RecordCopies:
             return None
         while (other := self._asking.get(claim)) is not None:
             await asyncio.wait({other.first})
-        if (running := self._running(claim)) is not None:
-            return running
+        if (known := self._known(claim)) is not None:
+            return known
         asking = self._asking[claim] = _Asking(copy)
         first = None
         try:
@@ -142,7 +150,8 @@ class RecordCopies:
         try:
             taken = await self._bus.request(GATEWAY_COPY.at(gateway_id=gateway_id), copy, timeout_s=ASK_TIMEOUT_S)
         except BusError as error:
-            if error.code is ErrorCode.UNAVAILABLE:  # it is gone, or this gateway has no connection
+            is_back = self._bus.now() - self._back_at < RETURN_S  # that gateway may be on its way back
+            if error.code is ErrorCode.UNAVAILABLE and not is_back:  # it is gone, or this gateway has no connection
                 return None
             raise _refusal(f"gateway {gateway_id} does not answer") from error
         return taken.first
@@ -161,7 +170,7 @@ class RecordCopies:
             await asyncio.wait({asking.first})
             if (first := asking.first.result()) is not None:
                 return first
-        return self._running(claim) or self.of_claim(claim)
+        return self._known(claim) or self.of_claim(claim)
 
     def _keep(self, copy: CallCopy) -> None:
         self._forget(copy.record.call_id)

@@ -17,6 +17,7 @@ import logging
 import re
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ STREAM_HEADER = "x-stream-id"
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
 CLAIM_TRIES = 5
+MAX_ENDED_BYTES = 32 * 1024 * 1024
+"""The most bytes of plans and outputs of calls that have ended and are remembered for their keys; the oldest make room."""
 SILENCE_S = 1.0
 """Time that a call waits for JetStream: a leader that is there answers sooner, and an election takes seconds."""
 
@@ -223,6 +226,10 @@ def _whole(stream: Stream) -> TokenEntry:
     )
 
 
+def _num_bytes(record: KeptCall) -> int:
+    return len(record.plan) + sum(len(output.tokens) for output in record.outputs)
+
+
 class KeptCalls:
     def __init__(
         self,
@@ -243,7 +250,10 @@ class KeptCalls:
         self._here: dict[str, Kept] = {}
         self._leaving: set[str] = set()
         """Calls whose records are being removed."""
-        self._copies = RecordCopies(bus, gateway_id, gateways, self._running)
+        self._ended: OrderedDict[str, CallCopy] = OrderedDict()
+        """Calls that have ended here, by idempotency key: while JetStream cannot say, these are known."""
+        self._num_ended_bytes = 0
+        self._copies = RecordCopies(bus, gateway_id, gateways, self._known)
         self._records: KeyValue[KeptCall]
         self._claims: KeyValue[IdempotencyClaim]
         self._subscriptions: list[Subscription] = []
@@ -309,18 +319,19 @@ class KeptCalls:
         `BusError`."""
         if wish is None or not wish.claim:
             return None
-        entry = None
+        entry, known = None, self._running
         try:
             async with asyncio.timeout(SILENCE_S):
                 entry = await self._claims.get_from_any_copy(wish.claim)
         except TimeoutError:
-            pass  # `keep` finds out
+            known = self._known  # the rest `keep` finds out
         except BusError as error:
             if error.code is not ErrorCode.UNAVAILABLE:
                 raise
+            known = self._known
         if entry is not None and (record := await self._of_claim(entry.value, wish)) is not None:
             return record
-        copy = self._running(wish.claim) or self._copies.of_claim(wish.claim)
+        copy = known(wish.claim) or self._copies.of_claim(wish.claim)
         return None if copy is None else self._same(copy.record, copy.digest, wish)
 
     async def _of_claim(self, claim: IdempotencyClaim, wish: Wish) -> KeptCall | None:
@@ -346,6 +357,31 @@ class KeptCalls:
         """The call of an idempotency key that runs here."""
         found = (kept for kept in self._here.values() if kept.record.claim == claim and kept.digest)
         return next((CallCopy(kept.record, kept.digest) for kept in found), None)
+
+    def _known(self, claim: str) -> CallCopy | None:
+        """The call of an idempotency key that runs here, or has ended here and is still kept."""
+        self._forget_ended()
+        return self._running(claim) or self._ended.get(claim)
+
+    def _remember_ended(self, kept: Kept) -> None:
+        claim = kept.record.claim
+        if claim and kept.digest:
+            self._drop_ended(claim)
+            self._ended[claim] = CallCopy(kept.record, kept.digest)
+            self._num_ended_bytes += _num_bytes(kept.record)
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Those that are over, and those for which there is no room. All are kept for the same time."""
+        while self._ended:
+            claim, oldest = next(iter(self._ended.items()))
+            if self._num_ended_bytes <= MAX_ENDED_BYTES and oldest.record.expires_s >= time.time():
+                return
+            self._drop_ended(claim)
+
+    def _drop_ended(self, claim: str) -> None:
+        if (found := self._ended.pop(claim, None)) is not None:
+            self._num_ended_bytes -= _num_bytes(found.record)
 
     async def find(self, call_id: str, tenant: str) -> KeptCall:
         """Raises `ApiError` 404 (also where it is another tenant's), 410; `BusError`."""
@@ -388,6 +424,7 @@ class KeptCalls:
             record,
             window_s=wish.window_s,
             claim=wish.claim,
+            digest=wish.digest,
             expires_s=record.arrived_s + record.template.timeout_s + self._settings.resume_s,
         )
         num_bytes = len(msgspec.msgpack.encode(record))
@@ -524,7 +561,7 @@ class KeptCalls:
             return kept
         self._leaving.discard(record.call_id)
         copy = self._copies.find(record.call_id)
-        kept = self._here[record.call_id] = Kept(self, record, b"" if copy is None else copy.digest)
+        kept = self._here[record.call_id] = Kept(self, record, record.digest)
         if copy is not None:  # whoever has it stored it, or is gone
             kept.writing = self.tasks.start(self._begin_record(record, copy.digest))
         self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id))
@@ -565,6 +602,7 @@ class KeptCalls:
         elif isinstance(await self._end_record(kept.record, digest), BusError):
             outcome = "failed"
         self._metrics.kept_call_ends.labels(outcome).inc()
+        self._remember_ended(kept)
         self.let_go(kept)
 
     async def forget(self, kept: Kept, outcome: str) -> None:
@@ -577,6 +615,8 @@ class KeptCalls:
 
     async def remove(self, call_id: str) -> None:
         """Its owner wants it gone; where it runs it runs on. Returns though JetStream elects: it goes then."""
+        for claim in [claim for claim, copy in self._ended.items() if copy.record.call_id == call_id]:
+            self._drop_ended(claim)
         removal = self.tasks.start(self._patiently(call_id, lambda: self._records.purge(call_id)))
         await asyncio.wait({removal}, timeout=SILENCE_S)
 
