@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -195,6 +196,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args()
+    # Either way the system that was started is ended; a shell's background processes ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     found = run(options.seconds, options.clients)
     text = page(found)
     print(text)

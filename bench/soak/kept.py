@@ -142,5 +142,7 @@ async def resumed(traffic: Traffic, random_: random.Random) -> str:
         await asyncio.sleep(AGAIN_S)
     # Of a stream that was read over several connections, each event comes once.
     if not stream.ended_well or stream.num_tokens != RESUMED_TOKENS:
-        raise FaultError(f"{stream.num_tokens} tokens of {RESUMED_TOKENS}, error {stream.error}")
+        raise FaultError(
+            f"{stream.num_tokens} tokens of {RESUMED_TOKENS}, ends {stream.finish_reasons}, error {stream.error}"
+        )
     return "answered"

@@ -27,6 +27,8 @@ SETTLED_WITHIN_S = 240.0
 """Answers under a key are kept for a minute, and two sweeps remove what is deleted."""
 TREND_S = 900.0
 """A run that is shorter shows no trend: what processes remember of late (timelines, windows) has not filled up."""
+WARM_S = 120.0
+"""What a process loads and remembers in its first minutes is no trend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Held:
     threads: int
     tasks: float | None
     """Unfinished tasks of its event loop; None: it has none, or does not say."""
+    pid: int = 0
 
 
 @dataclass(slots=True)
@@ -133,7 +136,7 @@ def _held(pid: int, tasks: float | None) -> Held | None:
     found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE))
     if "VmRSS" not in found:
         return None  # a zombie
-    return Held(int(found["VmRSS"]) / 1024, descriptors, int(found["Threads"]), tasks)
+    return Held(int(found["VmRSS"]) / 1024, descriptors, int(found["Threads"]), tasks, pid)
 
 
 async def streams(url: str) -> dict[str, StreamUse]:
@@ -252,12 +255,22 @@ def targets(
 
 
 def trend(role: str, during: Sequence[Sample]) -> float | None:
-    """MiB a minute in the second half, by least squares; None: too short to tell."""
+    """MiB a minute in the second half, by least squares: one slope for all processes of the role, each at its own level,
+    without its first `WARM_S`. None: too short to tell."""
     if len(during) < 4 or during[-1].at_s - during[0].at_s < TREND_S:
         return None
-    half = [(each.at_s / 60, each.most(role, "memory_mib")) for each in during[len(during) // 2 :] if role in each.held]
-    if not half:
+    begun_s: dict[int, float] = {}
+    points: dict[int, list[tuple[float, float]]] = {}
+    for index, each in enumerate(during):
+        for held in each.held.get(role, ()):
+            warm_s = begun_s.setdefault(held.pid, each.at_s) + WARM_S
+            if index >= len(during) // 2 and each.at_s >= warm_s:
+                points.setdefault(held.pid, []).append((each.at_s / 60, held.memory_mib))
+    if not points:
         return None
-    mean_x, mean_y = (sum(column) / len(half) for column in zip(*half, strict=True))
-    spread = sum((x - mean_x) ** 2 for x, _ in half)
-    return sum((x - mean_x) * (y - mean_y) for x, y in half) / spread if spread else 0.0
+    product = spread = 0.0
+    for own in points.values():
+        mean_x, mean_y = (sum(column) / len(own) for column in zip(*own, strict=True))
+        product += sum((x - mean_x) * (y - mean_y) for x, y in own)
+        spread += sum((x - mean_x) ** 2 for x, _ in own)
+    return product / spread if spread else 0.0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -139,6 +143,18 @@ def test_a_trend_is_that_of_the_second_half_of_a_long_run() -> None:
     assert missed(of(100), of(100), growing(2.0, 2 * TREND_S)) == {"gateway: memory a minute"}
 
 
+def test_a_trend_is_that_of_each_process_after_its_own_start() -> None:
+    """One is killed each four minutes and grows as it fills what it remembers; the other one lives on."""
+
+    def at(i: int, slope: float) -> Sample:
+        restarted = Held(50 + min(8.0, 4 * (i % 8)), 20, 5, 9.0, pid=100 + i // 8)
+        return Sample(30.0 * i, {"gateway": [restarted, Held(60 + slope * i / 2, 20, 5, 9.0, pid=1)]})
+
+    assert trend("gateway", [at(i, 0.0) for i in range(41)]) == pytest.approx(0.0)
+    # The restarted ones, which do not grow, have a part in it.
+    assert 1.0 < (trend("gateway", [at(i, 2.0) for i in range(41)]) or 0.0) <= 2.0
+
+
 async def test_planted_leaks_of_a_process_and_of_nats_are_found(nats_settings: BusSettings) -> None:
     """Real ones: memory, descriptors and threads of this process, and consumers that nobody stops."""
 
@@ -192,6 +208,41 @@ def test_counts_that_end_at_zero_are_those_of_the_services() -> None:
 def test_metrics_are_summed_over_labels() -> None:
     text = '# HELP a_b x\na_b{c="d"} 2.0\na_b{c="e"} 3.0\na_b_total 9.0\nf 1.0\n'
     assert (metric(text, "a_b"), metric(text, "f"), metric(text, "a")) == (5.0, 1.0, None)
+
+
+def processes_of(folder: str) -> set[int]:
+    """Those that work for a soak with its files in `folder`."""
+    found = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"TIDEWAY_KV_DISK_FOLDER={folder}".encode() in environ.read_bytes():
+                found.add(int(environ.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_soak_that_is_stopped_leaves_no_process(tmp_path: Path, number: int) -> None:
+    """It is started as a shell starts one in the background: with SIGINT ignored."""
+    soak = subprocess.Popen(
+        [sys.executable, "-m", "bench.soak", "--output", str(tmp_path / "out")],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        deadline_s = time.monotonic() + 240
+        while len(processes_of(str(tmp_path))) < 7 and time.monotonic() < deadline_s:  # all but the instances
+            assert soak.poll() is None
+            time.sleep(0.05)
+        soak.send_signal(number)
+        assert soak.wait(120) != 0
+        assert not processes_of(str(tmp_path))
+    finally:
+        soak.kill()
+        for pid in processes_of(str(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.long

@@ -107,8 +107,12 @@ class Stack:
             self._commands[name] = (worker, {"TIDEWAY_NODE_ID": name, **user(f"worker-{name}")})
         self._commands["gateway"] = (("services.gateway",), {"TIDEWAY_GATEWAY_ID": "gateway-0", **user("gateway")})
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        for name in self._commands:
-            self.start(name)
+        try:
+            for name in self._commands:
+                self.start(name)
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, name: str, environment: dict[str, str] | None = None) -> None:
         """`environment`: this time only."""

@@ -63,7 +63,7 @@ class RecordCopies:
         """By call, with the time at which it came."""
         self._num_bytes = 0
         self._back_at = float("-inf")
-        """When this gateway had its connection again."""
+        """Time at which this gateway had its connection again."""
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
