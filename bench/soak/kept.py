@@ -114,7 +114,7 @@ class _HangUp(Exception):
 async def resumed(traffic: Traffic, random_: random.Random) -> str:
     """A stream that its client leaves, and goes on with at the next gateway, by `Last-Event-ID`."""
     prompt = [3 + random_.randrange(200) for _ in range(30)]
-    key, stream, begun_s = _key(random_), Stream(prompt), time.monotonic()
+    key, stream, begun_s, may_have_failed = _key(random_), Stream(prompt), time.monotonic(), False
     leave_after = [random_.randrange(1, RESUMED_TOKENS) for _ in range(HANG_UPS)]
     first = random_.randrange(len(traffic.urls))
 
@@ -136,6 +136,10 @@ async def resumed(traffic: Traffic, random_: random.Random) -> str:
             if not traffic.is_cut(begun_s, url):
                 raise FaultError(f"{error!r} at {url}, of {stream.num_tokens} tokens") from None
             stream.error = {"code": "unavailable", "message": "the gateway was killed"}
+        if may_have_failed and stream.error is not None and stream.error.get("code") == "stream_not_found":
+            stream, may_have_failed = Stream(prompt), False  # nothing is left of what has failed
+            continue
+        may_have_failed = may_have_failed or stream.error is not None
         is_over = stream.done if stream.error is None else stream.error.get("code") not in RETRIED
         if is_over or time.monotonic() - begun_s > WITHIN_S:
             break

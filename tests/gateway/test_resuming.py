@@ -356,6 +356,10 @@ async def test_what_was_refused_or_has_failed_is_begun_anew(kept: Stack) -> None
     assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 500
     await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="failed"} 2.0')
     kept.peer.finish = FinishReason.STOP
+    # It would get the end of another answer than the one whose beginning it has.
+    resumed = await kept.client.post("/v1/completions", json=body, headers={**headers, "last-event-id": "3"})
+    error = resumed.json()["error"]
+    assert (resumed.status_code, error["code"], error["param"]) == (404, "stream_not_found", "last-event-id")
     answer = await kept.client.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT
 
@@ -648,6 +652,10 @@ async def test_a_key_stands_for_the_answer_that_has_ended_while_jetstream_is_sil
             again = await asked.post("/v1/completions", json=body, headers=headers)
             assert again.status_code == 200 and again.json() == first.json()
             assert (await asked.post("/v1/completions", json=body | {"n": 2}, headers=headers)).status_code == 422
+            unknown = {KEY_HEADER: "another", "last-event-id": "3"}
+            refused = await asked.post("/v1/completions", json=body, headers=unknown)
+            assert refused.status_code == 503 and "cannot be looked for" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"]
         assert len(stack.peer.submitted) == 1
 
 

@@ -143,7 +143,7 @@ class RecordCopies:
             if isinstance(answer, BaseException):
                 raise answer
         if not self._bus.is_connected:
-            raise _refusal("NATS is away")
+            raise refusal("NATS is away")
         return None
 
     async def _ask(self, gateway_id: str, copy: CallCopy) -> CallCopy | None:
@@ -153,7 +153,7 @@ class RecordCopies:
             is_back = self._bus.now() - self._back_at < RETURN_S  # that gateway may be on its way back
             if error.code is ErrorCode.UNAVAILABLE and not is_back:  # it is gone, or this gateway has no connection
                 return None
-            raise _refusal(f"gateway {gateway_id} does not answer") from error
+            raise refusal(f"gateway {gateway_id} does not answer") from error
         return taken.first
 
     async def _on_copy(self, copy: CallCopy) -> CopyTaken:
@@ -194,6 +194,6 @@ def _maker(copy: CallCopy) -> str:
     return copy.record.template.gateway_id
 
 
-def _refusal(reason: str) -> BusError:
+def refusal(reason: str) -> BusError:
     message = f"the record of this call cannot be stored now, and {reason}"
     return BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S))

@@ -28,7 +28,7 @@ import msgspec
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.parsing import Options
-from services.gateway.requests.copies import RecordCopies
+from services.gateway.requests.copies import RecordCopies, refusal
 from services.gateway.requests.writes import patiently
 from services.gateway.responses.messages import InputItem, ResponseObject
 from services.gateway.streams.generation import Generation, Prompt
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 WINDOW_HEADER = "x-resume-window"
 KEY_HEADER = "idempotency-key"
+EVENT_HEADER = "last-event-id"
 STREAM_HEADER = "x-stream-id"
 """Header of an answer that may be resumed."""
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
@@ -73,6 +74,8 @@ class Wish:
     """Digest of the request, as an `IdempotencyClaim` has it."""
     asked_by: str = ""
     """What of the request asks for it; empty: nothing does, and the call goes on all the same where it cannot be kept."""
+    has_events: bool = False
+    """Whether the client has events of the call already: another call's would not fit to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,14 @@ def _whole(stream: Stream) -> TokenEntry:
     )
 
 
+def _gone() -> ApiError:
+    message = (
+        f"There is no answer under this {KEY_HEADER} any more, so nothing comes after the {EVENT_HEADER}: it failed, or is "
+        f"long over. Without {EVENT_HEADER} the request is made anew."
+    )
+    return ApiError(404, message, param=EVENT_HEADER, code="stream_not_found")
+
+
 def _num_bytes(record: KeptCall) -> int:
     return len(record.plan) + sum(len(output.tokens) for output in record.outputs)
 
@@ -312,27 +323,30 @@ class KeptCalls:
         except OverflowError as error:
             raise invalid(KEY_HEADER, f"A request with the header {KEY_HEADER} cannot be kept: {error}.") from None
         digest = hashlib.sha256(path.encode() + b"\0" + encoded).digest()
-        return Wish(window_s, claim, digest, f"the header {KEY_HEADER}")
+        return Wish(window_s, claim, digest, f"the header {KEY_HEADER}", bool(headers.get(EVENT_HEADER)))
 
     async def claimed(self, wish: Wish | None) -> KeptCall | None:
-        """The call that was made under the same idempotency key. Raises `ApiError` 422 where it was another request,
-        `BusError`."""
+        """The call that was made under the same idempotency key. Raises `ApiError` 422 where it was another request, 404
+        where there is none and the client has events of it; `BusError`."""
         if wish is None or not wish.claim:
             return None
-        entry, known = None, self._running
+        entry, is_silent = None, False
         try:
             async with asyncio.timeout(SILENCE_S):
                 entry = await self._claims.get_from_any_copy(wish.claim)
         except TimeoutError:
-            known = self._known  # the rest `keep` finds out
+            is_silent = True  # the rest `keep` finds out
         except BusError as error:
             if error.code is not ErrorCode.UNAVAILABLE:
                 raise
-            known = self._known
+            is_silent = True
         if entry is not None and (record := await self._of_claim(entry.value, wish)) is not None:
             return record
-        copy = known(wish.claim) or self._copies.of_claim(wish.claim)
-        return None if copy is None else self._same(copy.record, copy.digest, wish)
+        copy = (self._known if is_silent else self._running)(wish.claim) or self._copies.of_claim(wish.claim)
+        record = None if copy is None else self._same(copy.record, copy.digest, wish)
+        if record is None and wish.has_events and not is_silent:
+            raise _gone()
+        return record
 
     async def _of_claim(self, claim: IdempotencyClaim, wish: Wish) -> KeptCall | None:
         record = await self._get(claim.call_id)
@@ -445,8 +459,14 @@ class KeptCalls:
             if not kept.writing.done() and wish.asked_by:
                 await self._spread(kept, wish)
                 is_spread = True
+            if wish.has_events and not kept.writing.done():
+                raise refusal("the answer whose events the client has cannot be looked for")
+            if wish.has_events and kept.writing.result() is None:
+                raise _gone()
         except BaseException:
             kept.writing.cancel()
+            if is_spread:
+                self._copies.drop(record.call_id)
             self.tasks.start(self._purge(record))
             raise
         if kept.writing.done() and (failure := kept.writing.result()) is not None:

@@ -9,11 +9,10 @@ from starlette.requests import Request
 from services.gateway.openai.parsing import whole_number_of
 from services.gateway.requests.answers import seen_of
 from services.gateway.requests.exchange import Exchange
-from services.gateway.requests.kept_calls import Plan, plan_of
+from services.gateway.requests.kept_calls import EVENT_HEADER, Plan, plan_of
 from services.gateway.streams.generation import Generation, Seen
 from shared.messages.kept import KeptCall
 
-EVENT_HEADER = "last-event-id"
 AFTER = "starting_after"
 MAX_AFTER = 999_999
 
