@@ -201,10 +201,14 @@ async def test_half_of_a_character_is_named(stack: Stack) -> None:
 async def test_numbers_and_flags_may_be_texts(stack: Stack) -> None:
     """Clients that fill templates send such texts, and vLLM takes them; a text stays one where a text may be."""
     fields = {"max_tokens": "7", "temperature": "0.25", "stream": "false", "logprobs": "1", "stop": "5", "model": MODEL}
+    fields |= {"num_beams": "1.0", "top_a": "0", "use_beam_search": "false"}
     answer = await stack.post("/v1/completions", prompt=["1", "2"], **fields)
     assert answer.status_code == 200, answer.text
     sampling = stack.peer.submitted[0].sampling
     assert (sampling.max_tokens, sampling.temperature, len(stack.peer.submitted)) == (7, 0.25, 2)
+    for other in ({"num_beams": "2"}, {"use_beam_search": "true"}, {"suffix": "null"}, {"logits_processors": "0"}):
+        refused = error_of(await stack.post("/v1/completions", prompt="1", **other), 400)
+        assert refused["param"] == next(iter(other))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.schemas import (
     ChatRequest,
@@ -91,11 +93,20 @@ class Options:
 
 def refuse_unsupported(request: GenerationFields) -> None:
     for name, allowed in allowed_values(type(request)).items():
-        if getattr(request, name) not in allowed:
+        value = getattr(request, name)
+        if value not in allowed and _plain(value) not in allowed:
             values = ", ".join(map(json.dumps, allowed))
             raise invalid(name, f"'{name}' is not supported by this server; it may be {values}.", "unsupported_value")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of", f"'best_of' must equal 'n' ({request.n or 1}).", "unsupported_value")
+
+
+def _plain(value: Any) -> Any:
+    """The number or flag that a text stands for; other values as they are."""
+    try:
+        return msgspec.convert(value, bool | float, strict=False) if isinstance(value, str) else value
+    except msgspec.ValidationError:
+        return value
 
 
 def seconds_of(text: str) -> float:
