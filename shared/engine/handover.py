@@ -103,7 +103,7 @@ class BackupReservation(msgspec.Struct, frozen=True):
 def rebased(
     request: GenerationRequest, progress: SequenceProgress, passed_s: float
 ) -> tuple[GenerationRequest, SequenceProgress]:
-    """Request and progress with their durations so much later."""
+    """Request and progress with the durations that they have `passed_s` later."""
 
     def age(seconds: float) -> float:
         return seconds + passed_s if seconds >= 0 else seconds

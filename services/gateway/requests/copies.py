@@ -1,10 +1,10 @@
 """Records of calls in the memories of gateways, for as long as JetStream elects a leader and can store none.
 
 A call that is to be kept begins meanwhile once every other gateway that lives has its record. Any of them can continue it.
-One call begins under an idempotency key: a gateway with a call of that key, be it over, answers with it, and one that has
-taken the record of another's call waits for what becomes of that. Of two calls whose gateways ask each other at once, the
-one with the lower id goes first, and the other waits for what becomes of it. A gateway that is gone is passed by. One that
-lives and does not answer may have such a call, so the new one is refused.
+One call begins under an idempotency key: a gateway that knows a call of that key, even one that has ended, answers with
+it, and one that has taken the record of another's call waits for what becomes of that. Of two calls whose gateways ask
+each other at once, the one with the lower id goes first, and the other waits for what becomes of it. A gateway that is
+gone is passed by. One that lives and does not answer may have such a call, so the new one is refused.
 
 Nobody knows a call of a key if its record was stored in the last moment before the election, its gateway died with the
 leader, and the copies that answer have not received it: then a client that tries again gets a second answer.
