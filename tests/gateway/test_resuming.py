@@ -657,6 +657,9 @@ async def test_a_key_stands_for_the_answer_that_has_ended_while_jetstream_is_sil
             assert refused.status_code == 503 and "cannot be looked for" in refused.json()["error"]["message"]
             assert refused.headers["retry-after"]
         assert len(stack.peer.submitted) == 1
+        (ended,) = stack.gateway.context.kept._ended.values()
+        await other.context.kept.remove(ended.record.call_id)
+        await until(lambda: not stack.gateway.context.kept._ended, "no gateway remembers what its owner has removed")
 
 
 async def answered(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:

@@ -35,7 +35,7 @@ from services.gateway.streams.generation import Generation, Prompt
 from services.gateway.streams.stream import Stream
 from services.gateway.streams.stream_table import KEPT_MARK, StreamTable
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Subscription
-from shared.messages.catalogue import CANCEL_CALL, IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
+from shared.messages.catalogue import CANCEL_CALL, DROP_COPY, IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.kept import CallCopy, CancelCall, IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry
@@ -277,6 +277,7 @@ class KeptCalls:
         self._subscriptions = [
             await self._bus.subscribe(TAKEN_OVER, self._on_taken_over),
             await self._bus.subscribe(CANCEL_CALL, lambda message: self._cancel_here(message.call_id)),
+            await self._bus.subscribe(DROP_COPY, lambda message: self._drop_ended_call(message.call_id)),
         ]
 
     async def stop(self) -> None:
@@ -396,6 +397,11 @@ class KeptCalls:
     def _drop_ended(self, claim: str) -> None:
         if (found := self._ended.pop(claim, None)) is not None:
             self._num_ended_bytes -= _num_bytes(found.record)
+
+    def _drop_ended_call(self, call_id: str) -> None:
+        """Nobody can have the call any more."""
+        for claim in [claim for claim, copy in self._ended.items() if copy.record.call_id == call_id]:
+            self._drop_ended(claim)
 
     async def find(self, call_id: str, tenant: str) -> KeptCall:
         """Raises `ApiError` 404 (also where it is another tenant's), 410; `BusError`."""
@@ -635,8 +641,8 @@ class KeptCalls:
 
     async def remove(self, call_id: str) -> None:
         """Its owner wants it gone; where it runs it runs on. Returns though JetStream elects: it goes then."""
-        for claim in [claim for claim, copy in self._ended.items() if copy.record.call_id == call_id]:
-            self._drop_ended(claim)
+        self._drop_ended_call(call_id)
+        self._copies.drop(call_id)
         removal = self.tasks.start(self._patiently(call_id, lambda: self._records.purge(call_id)))
         await asyncio.wait({removal}, timeout=SILENCE_S)
 
