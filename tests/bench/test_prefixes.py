@@ -9,7 +9,7 @@ from bench.prefixes import LEAST_SHARE, MOST_TTFT, SHAPES, main, merged_device, 
 from bench.rebalance.cluster import A100, System
 from shared.simulation.gateway import Job
 
-SEED, RATE_RPS, NUM_JOBS = 301, 4.0, 40
+SEED, RATE_RPS, NUM_JOBS = 301, 4.0, 60
 NUM_INSTANCES = 2
 
 

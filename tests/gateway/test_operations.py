@@ -71,9 +71,9 @@ async def test_the_only_model_need_not_be_named(stack: Stack) -> None:
         "/v1/responses": {"input": "Hi"},
         "/v1/messages": {"messages": HI, "max_tokens": 5},
     }.items():
-        answer = await stack.client.post(path, json=body)
-        assert answer.status_code == 200 and answer.json()["model"] == MODEL, answer.text
-        assert (await stack.client.post(path, json={**body, "model": ""})).status_code == 400
+        for named in ({}, {"model": ""}):
+            answer = await stack.client.post(path, json=body | named)
+            assert answer.status_code == 200 and answer.json()["model"] == MODEL, answer.text
 
 
 async def test_tokenize_and_detokenize(stack: Stack) -> None:
