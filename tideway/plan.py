@@ -72,8 +72,8 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
         if proposal.trial is not None and proposal.plan != proposal.before:
             console.print(_trial(proposal.trial))
         for rejected in proposal.rejected:
-            console.print(Padding(Text(f"rejected: {_line(rejected.plan)}"), (0, 0, 0, 2)))
-            console.print(Padding(Text(rejected.reason), (0, 0, 0, 4)))
+            console.print(Padding(Text(f"rejected: {_line(rejected.plan)}"), (0, 0, 0, 2), expand=False))
+            console.print(Padding(Text(rejected.reason), (0, 0, 0, 4), expand=False))
         for name, reason in proposal.unplaced.items():
             console.print(f"  {escape(name)} fits nowhere: {escape(reason)}")
     if plan.change is not None:

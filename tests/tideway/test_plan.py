@@ -72,6 +72,7 @@ def shown(
     plan = ShownPlan(version, [place("node-0", "chat", "code"), *more], unplaced={"huge": "memory"}, replacement=state)
     show_plan(plan, console, as_json=False)
     assert isinstance(console.file, StringIO)
+    assert all(line == line.rstrip() for line in console.file.getvalue().splitlines() if "rejected:" in line)
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
