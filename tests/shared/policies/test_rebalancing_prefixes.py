@@ -176,6 +176,7 @@ instances = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(st.integers(95_000, 110_000), st.integers(1, 8000), instances)
 @example(99_361, 1, [(0, 1, 1, 0), (89_769, 40, 0, 0)])  # the second is not free enough for anybody
+@example(99_361, 1, [(0, 1, 0, 0), (0, 1, 1, 0), (97_444, 40, 0, 0)])  # the third has the first for itself
 def test_a_prefix_decides_among_gains_at_a_like_cost_and_nothing_else(
     used: int, num_tokens: int, drawn: list[tuple[int, int, int, int]]
 ) -> None:
@@ -194,7 +195,8 @@ def test_a_prefix_decides_among_gains_at_a_like_cost_and_nothing_else(
         bar = least_left(source.freeness, LOW) * HIGH / LOW
         able = [one for one in others if one.freeness >= bar and is_gain(source, one, LOW)]
         assert name in {one.instance_id for one in able}
-        costs = {one.instance_id: cost_there_s(source, one, "m") for one in able}
+        taken = {one for other, found in pairs.items() if other != "source" for one in found}
+        costs = {one.instance_id: cost_there_s(source, one, "m") for one in able if one.instance_id not in taken}
         first = without["source"][0]
         chosen = choose(source, [one for one in able if one.instance_id in (name, first)], move, holdings)
         assert chosen.instance_id == name and holdings.get(name, 0) >= holdings.get(first, 0)
