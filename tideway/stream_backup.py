@@ -9,11 +9,11 @@ streams are not of the same one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -125,7 +125,7 @@ async def _restore(settings: BusSettings, backup: Path, names: list[str]) -> Non
             await _call(client, deliver_subject, b"")
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def _connected(settings: BusSettings) -> AsyncIterator[Client]:
     """`OperatorError` for what keeps it from connecting, and for calls that NATS does not answer or permit."""
     refusals: list[str] = []
@@ -178,19 +178,21 @@ async def _begin_restore(client: Client, name: str, described: dict[str, Any]) -
     """
     deadline = time.monotonic() + PATIENCE_S
     subject, body = f"{API}.RESTORE.{name}", json.dumps(described).encode()
-    while True:
-        with contextlib.suppress(nats.errors.TimeoutError):
+    told = "it does not answer"
+    while time.monotonic() < deadline:
+        try:
             reply = json.loads((await client.request(subject, body, timeout=RESTORE_TIMEOUT_S)).data)
-            if "error" not in reply:
-                return str(reply["deliver_subject"])
-            error = APIError(**reply["error"])
-            if not is_temporary(error) or time.monotonic() > deadline:
-                raise OperatorError(f"NATS refuses {subject}: {error.description}.")
-            await asyncio.sleep(RETRY_S)
-        if time.monotonic() > deadline:
-            raise OperatorError(
-                f"NATS does not begin {subject}: are {described['config']['num_replicas']} servers there?"
-            )
+        except nats.errors.TimeoutError:
+            continue
+        if "error" not in reply:
+            return str(reply["deliver_subject"])
+        error = APIError(**reply["error"])
+        if not is_temporary(error):
+            raise OperatorError(f"NATS refuses {subject}: {error.description}.")
+        told = str(error.description)
+        await asyncio.sleep(RETRY_S)
+    wanted = f"{described['config']['num_replicas']} servers with room for it"
+    raise OperatorError(f"NATS does not begin {subject} within {PATIENCE_S:g} s: {told}. It needs {wanted}.")
 
 
 async def _streams_on_disk(client: Client) -> list[str]:
