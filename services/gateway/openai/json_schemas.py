@@ -58,6 +58,15 @@ _SCHEMAS = (
 )
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NESTING = frozenset((*_SCHEMAS, *_LISTS, *_MAPPINGS))
+_CONDITIONS = ("if", "then", "else")
+_DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
+_MEMBER_COUNTS = ("minProperties", "maxProperties")
+_REWRITTEN = frozenset(
+    ("not", *_CONDITIONS, *_DEPENDENCIES, "uniqueItems", "contains", "propertyNames", *_MEMBER_COUNTS)
+)
+_MARKED = frozenset(("format", "$schema", "maxItems", "uniqueItems"))
+_NUMBERED = frozenset(("const", "enum", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _KINDS = {
     dict: "object",
@@ -239,23 +248,31 @@ class _Preparation:
         reference = done.get("$ref")
         if isinstance(reference, str) and not _stays(reference) and (found := self._referred(schema)) is not None:
             done |= self._definition("moved", reference, lambda: found)
-        self._rewrite(done)
-        for name in _MAPPINGS:
-            if isinstance(done.get(name), dict):
-                done[name] = {key: self._of(value) for key, value in done[name].items()}
-        if isinstance(done.get("oneOf"), list):
-            self._exclude(done)
-        for name in _LISTS:
-            if isinstance(done.get(name), list):
-                done[name] = [self._of(one) for one in done[name]]
-        for name in _SCHEMAS:
-            if isinstance(done.get(name), dict):
-                done[name] = self._of(done[name])
-        self._formats(done)
-        self._numbers(done)
+        # Most schemas say little, and there may be tens of thousands: each part begins by looking for what it is about.
+        if not _REWRITTEN.isdisjoint(done):
+            self._rewrite(done)
+        if not _NESTING.isdisjoint(done):
+            self._inner(done)
+        if not _MARKED.isdisjoint(done):
+            self._formats(done)
+        if not _NUMBERED.isdisjoint(done):
+            self._numbers(done)
         for name in _REMARKS & done.keys():
             del done[name]
         return _or_null(done) if done.pop("nullable", False) is True else done
+
+    def _inner(self, schema: dict[str, Any]) -> None:
+        for name in _MAPPINGS:
+            if isinstance(schema.get(name), dict):
+                schema[name] = {key: self._of(value) for key, value in schema[name].items()}
+        if isinstance(schema.get("oneOf"), list):
+            self._exclude(schema)
+        for name in _LISTS:
+            if isinstance(schema.get(name), list):
+                schema[name] = [self._of(one) for one in schema[name]]
+        for name in _SCHEMAS:
+            if isinstance(schema.get(name), dict):
+                schema[name] = self._of(schema[name])
 
     # ----------------------------------------------------------------------------- what grammars know by other words
 
@@ -264,13 +281,13 @@ class _Preparation:
             require(schema, opposite)
             del schema["not"]
         if "if" not in schema or not schema.keys() & {"then", "else"}:
-            for name in ("if", "then", "else"):
+            for name in _CONDITIONS:
                 schema.pop(name, None)
         if "if" in schema and (opposite := self._negation.of(schema["if"])) is not None:
             condition = schema.pop("if")
             met = {"allOf": [condition, schema.pop("then", True)]}
             require(schema, {"anyOf": [met, {"allOf": [opposite, schema.pop("else", True)]}]})
-        for name in ("dependencies", "dependentRequired", "dependentSchemas"):
+        for name in _DEPENDENCIES:
             for key, needed in schema.pop(name).items() if isinstance(schema.get(name), dict) else ():
                 more = (
                     {"required": [key, *needed]}
@@ -284,11 +301,13 @@ class _Preparation:
             self._place(schema)
         if "propertyNames" in schema:
             self._names.spell(schema)
-        if schema.keys() & {"minProperties", "maxProperties"} and self._num_spelled < MAX_SPELLED:
+        if not schema.keys().isdisjoint(_MEMBER_COUNTS) and self._num_spelled < MAX_SPELLED:
             self._num_spelled += spell_counts(schema)
 
     def _arrange(self, schema: dict[str, Any]) -> None:
         """Spells out the lists without repetition, where items may have few values."""
+        if self._num_spelled > MAX_SPELLED:
+            return
         items = self._resolved(schema.get("items"))
         values = [True, False] if items.get("type") == "boolean" and not _values(items) else _values(items)
         if values is None or not _are_disjoint([values]):
@@ -299,7 +318,7 @@ class _Preparation:
                 (one for count in counts for one in itertools.permutations(values, count)), MAX_ARRANGED + 1
             )
         ]
-        if not 0 < len(lists) <= MAX_ARRANGED or self._num_spelled > MAX_SPELLED:
+        if not 0 < len(lists) <= MAX_ARRANGED:
             return
         self._num_spelled += len(lists)
         arranged = [
@@ -487,6 +506,8 @@ class _Preparation:
         """The schema as an `anyOf` of its branches, each with what it says besides, where a branch refers to what holds
         itself; None: it is something else."""
         name = "anyOf" if "anyOf" in schema else "oneOf"
+        if name not in schema:
+            return None
         beside = {key: value for key, value in schema.items() if key in ASSERTIONS and key != name}
         branches = schema.get(name)
         if not beside or not isinstance(branches, list) or beside.keys() & {"oneOf", "nullable"}:
