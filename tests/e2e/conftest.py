@@ -36,10 +36,10 @@ def stack(checkpoints: dict[str, str], collector: OtlpCollector, recordings: Pat
     environment = {
         "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
         "TIDEWAY_RECORD_FILE": str(recordings / "of"),
-        # A search, which only its test asks for, looks at the last seconds, and wants each model on an instance of its own.
+        # A search, which only its test asks for, looks at the last minutes, and wants each model on an instance of its own.
         "TIDEWAY_MAX_MODELS_PER_GROUP": "1",
-        "TIDEWAY_REPLACEMENT_INTERVAL_S": "30",
-        "TIDEWAY_REPLACEMENT_LEAST_S": "30",
+        "TIDEWAY_REPLACEMENT_INTERVAL_S": "120",
+        "TIDEWAY_REPLACEMENT_LEAST_S": "120",
     }
     with Stack(checkpoints, environment=environment) as stack:
         stack.wait_ready()

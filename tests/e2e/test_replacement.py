@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 
+from shared.messages.traffic import LEAST_INTERVAL_S
 from tests.e2e.otlp_collector import CollectedSpan, OtlpCollector
 from tests.e2e.stack import START_TIMEOUT_S, Stack
 from tests.e2e.streams import Stream, run_streams
@@ -50,14 +52,16 @@ async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way
     async def streams(disturb=None, after_tokens: int = 0) -> list[Stream]:
         return await run_streams(stack.url, models, NUM_STREAMS, MAX_TOKENS, after_tokens=after_tokens, disturb=disturb)
 
+    began_s = time.monotonic()
+
     def num_measured() -> int:
-        state = httpx.get(f"{stack.url}/admin/plan", timeout=20).json()["replacement"]
-        return sum(model["num_requests"] for model in state["measured"]["models"].values())
+        interval = {"interval_s": round(max(LEAST_INTERVAL_S, time.monotonic() - began_s))}
+        states = httpx.get(f"{stack.url}/admin/models", params=interval, timeout=20).json()["models"]
+        return sum((state["traffic"] or {}).get("online", {}).get("num_finished", 0) for state in states)
 
     told: list[str] = []
-    before = num_measured()
     expected = await streams()
-    stack.wait_until(lambda: num_measured() >= before + NUM_STREAMS, "placement has heard how they ended")
+    stack.wait_until(lambda: num_measured() >= NUM_STREAMS, "placement has heard how they ended")
     stack.tideway("plan", "--search")
     shown = stack.tideway("plan")
     assert "breaks a limit" in shown

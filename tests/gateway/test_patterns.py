@@ -137,7 +137,7 @@ def test_the_opposite_of_an_expression(pattern: str, text: str) -> None:
 def test_an_opposite_that_is_not_known_or_too_large(pattern: str) -> None:
     begun_s = time.process_time()
     assert negated(pattern) is None
-    assert time.process_time() - begun_s < 0.2
+    assert time.process_time() - begun_s < 1.0
 
 
 def test_groups_with_anchors_that_are_whole_branches() -> None:

@@ -12,6 +12,7 @@ import pytest
 from services.worker.engines.hosted import HostedEngine
 from services.worker.instance.migrations import OpenTransport
 from services.worker.kv_transport import KvTransport
+from shared.engines.moving import MORE_BLOCKS
 from shared.messages.admin import Drain
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_DRAIN, INSTANCE_REBALANCE, INSTANCE_REPLAY
 from shared.messages.migration import MigrationReason, Rebalance
@@ -25,7 +26,7 @@ from shared.runtime.settings import BusSettings
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.worker.engines.engine_stage import scripted_engine
 from tests.worker.engines.pair import Pair, pair_on
-from tests.worker.engines.scripted_adapter import NUM_SLOTS
+from tests.worker.engines.scripted_adapter import FACTS, NUM_SLOTS
 from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 
 PROMPT = list(range(40))
@@ -62,7 +63,11 @@ async def test_a_request_that_decodes_moves_with_its_kv(pair: Pair, tmp_path: Pa
     assert pair.num_moved == 1 and pair.stages[1].end("r1")
     assert pair.end(sent).epoch == sent.epoch + 1
     _, came, of = (tmp_path / "came").read_text().split()
-    assert int(of) - int(came) == 1, "the KV of all but the last token came"
+    size = FACTS.block_size
+    least = (
+        len(PROMPT) + 50
+    ) // size * size + MORE_BLOCKS * size  # of a machine on which steps go on for long meanwhile
+    assert min(int(of) - 1, least) <= int(came) < int(of), "the KV of all but the last token came"
     await pair.until_rest(NUM_SLOTS)
     reply = await pair.stages[0].bus.request(
         INSTANCE_REPLAY.at(instance_id="node-0"), ReplayQuery([StreamPosition("r1", sent.epoch, 0)]), timeout_s=5
