@@ -227,6 +227,9 @@ async def test_a_finished_batch_leaves_only_its_files(stack: Stack) -> None:
     client = stack.openai()
     batch = await reach(client, (await start(client, [line(0)])).id, ended)
     results = await stack.peer.bus.key_value(BATCH_RESULTS)
+    async with asyncio.timeout(15):
+        while await leftovers(stack):  # what is done after its end
+            await asyncio.sleep(0.01)
     await results.create(f"{batch.id}.0", BatchLineResult(True, b"late"))
     await stack.gateway._batch_service._sweep()
     assert await leftovers(stack) == []
