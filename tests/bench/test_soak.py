@@ -222,7 +222,7 @@ def processes_of(folder: str) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_soak_that_is_stopped_leaves_no_process(tmp_path: Path, number: int) -> None:
     """It is started as a shell starts one in the background: with SIGINT ignored."""
     soak = subprocess.Popen(
