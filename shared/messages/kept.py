@@ -66,8 +66,6 @@ class CallCopy(msgspec.Struct, frozen=True, array_like=True):
     """Gateway to gateway: keep this record in memory, as JetStream does not take it now."""
 
     record: KeptCall
-    digest: bytes
-    """Digest of the request, as in an `IdempotencyClaim`; empty: the client gave no key."""
     is_waiting: bool = False
     """The sender has taken the record of the receiver's call under the same key, and waits for what becomes of that."""
 
@@ -75,7 +73,7 @@ class CallCopy(msgspec.Struct, frozen=True, array_like=True):
 class CopyTaken(msgspec.Struct, frozen=True, array_like=True):
     """Answer to a `CallCopy`."""
 
-    first: CallCopy | None = None
+    first: KeptCall | None = None
     """The call that the idempotency key stands for already: the other one is not to begin. None: the copy is kept."""
 
 

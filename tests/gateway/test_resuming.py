@@ -658,7 +658,7 @@ async def test_a_key_stands_for_the_answer_that_has_ended_while_jetstream_is_sil
             assert refused.headers["retry-after"]
         assert len(stack.peer.submitted) == 1
         (ended,) = stack.gateway.context.kept._ended.values()
-        await other.context.kept.remove(ended.record.call_id)
+        await other.context.kept.remove(ended.call_id)
         await until(lambda: not stack.gateway.context.kept._ended, "no gateway remembers what its owner has removed")
 
 
@@ -704,7 +704,7 @@ async def test_of_two_calls_that_replace_a_claim_that_is_over_the_second_joins_t
     monkeypatch.setattr(claims, "get", late)
     second = msgspec.structs.replace(record.value, call_id="chatcmpl-kept-second")
     with pytest.raises(AlreadyKept) as joined:
-        await calls._claim(second, first.value.digest)
+        await calls._claim(second)
     assert joined.value.record.call_id == record.value.call_id and len(looks) == 2
 
 

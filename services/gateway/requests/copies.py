@@ -16,11 +16,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from msgspec.structs import replace
-
 from shared.bus.interface import Bus, BusError, Subscription
 from shared.messages.catalogue import DROP_COPY, GATEWAY_COPY
-from shared.messages.kept import CallCopy, CopyTaken, DropCopy
+from shared.messages.kept import CallCopy, CopyTaken, DropCopy, KeptCall
 from shared.messages.requests import ErrorCode, ErrorInfo
 
 ASK_TIMEOUT_S = 1.0
@@ -36,11 +34,11 @@ MAX_BYTES = 32 * 1024 * 1024
 class _Asking:
     """A call whose record goes round from here."""
 
-    def __init__(self, copy: CallCopy) -> None:
-        self.copy = copy
+    def __init__(self, record: KeptCall) -> None:
+        self.record = record
         self.is_contending = False
         """It goes to all gateways; before, it waits for a call whose record was taken here."""
-        self.first: asyncio.Future[CallCopy | None] = asyncio.get_running_loop().create_future()
+        self.first: asyncio.Future[KeptCall | None] = asyncio.get_running_loop().create_future()
         """The call that begins under the key; None: none does."""
 
 
@@ -50,7 +48,7 @@ class RecordCopies:
         bus: Bus,
         gateway_id: str,
         gateways: Callable[[], Collection[str]],
-        known: Callable[[str], CallCopy | None],
+        known: Callable[[str], KeptCall | None],
     ) -> None:
         """`gateways`: those that live. `known`: the call of an idempotency key that runs here, or has ended here."""
         self._bus = bus
@@ -59,7 +57,7 @@ class RecordCopies:
         self._known = known
         self._asking: dict[str, _Asking] = {}
         """By idempotency key."""
-        self._copies: OrderedDict[str, tuple[CallCopy, float]] = OrderedDict()
+        self._copies: OrderedDict[str, tuple[KeptCall, float]] = OrderedDict()
         """By call, with the time at which it came."""
         self._num_bytes = 0
         self._back_at = float("-inf")
@@ -80,39 +78,39 @@ class RecordCopies:
         for subscription in self._subscriptions:
             await subscription.stop()
 
-    def find(self, call_id: str) -> CallCopy | None:
+    def find(self, call_id: str) -> KeptCall | None:
         self._forget_old()
         found = self._copies.get(call_id)
         return None if found is None else found[0]
 
-    def of_claim(self, claim: str) -> CallCopy | None:
+    def of_claim(self, claim: str) -> KeptCall | None:
         """The call of an idempotency key whose gateway is gone. One that lives answers itself: the call may have made way
         for another since its record came."""
-        return next((copy for copy in self._taken(claim) if _maker(copy) not in self._gateways()), None)
+        return next((record for record in self._taken(claim) if _maker(record) not in self._gateways()), None)
 
-    def _taken(self, claim: str) -> list[CallCopy]:
+    def _taken(self, claim: str) -> list[KeptCall]:
         self._forget_old()
-        return [copy for copy, _ in self._copies.values() if copy.record.claim == claim]
+        return [record for record, _ in self._copies.values() if record.claim == claim]
 
-    async def spread(self, copy: CallCopy) -> CallCopy | None:
+    async def spread(self, record: KeptCall) -> KeptCall | None:
         """Gives the record to all other gateways; the call that was first under its idempotency key, None: this one is.
         Raises `BusError` where that cannot be known."""
-        claim = copy.record.claim
+        claim = record.claim
         if not claim:
-            await self._ask_all(copy)
+            await self._ask_all(record)
             return None
         while (other := self._asking.get(claim)) is not None:
             await asyncio.wait({other.first})
         if (known := self._known(claim)) is not None:
             return known
-        asking = self._asking[claim] = _Asking(copy)
+        asking = self._asking[claim] = _Asking(record)
         first = None
         try:
             first = await self._first(asking)
-            return None if first is copy else first
+            return None if first is record else first
         finally:
-            if first is not copy:
-                self.drop(copy.record.call_id)
+            if first is not record:
+                self.drop(record.call_id)
             del self._asking[claim]
             asking.first.set_result(first)
 
@@ -121,23 +119,23 @@ class RecordCopies:
         self._forget(call_id)
         self._bus.publish(DROP_COPY, DropCopy(call_id))
 
-    async def _first(self, asking: _Asking) -> CallCopy:
+    async def _first(self, asking: _Asking) -> KeptCall:
         """The call that begins under the key. Raises `BusError`."""
-        copy = asking.copy
-        while taken := self._taken(copy.record.claim):
+        record = asking.record
+        while taken := self._taken(record.claim):
             if _maker(taken[0]) not in self._gateways():
                 return taken[0]
-            if (first := await self._ask(_maker(taken[0]), replace(copy, is_waiting=True))) is not None:
+            if (first := await self._ask(_maker(taken[0]), CallCopy(record, is_waiting=True))) is not None:
                 return first
-            self._forget(taken[0].record.call_id)  # it has failed there, or made way
+            self._forget(taken[0].call_id)  # it has failed there, or made way
         asking.is_contending = True
-        return await self._ask_all(copy) or copy
+        return await self._ask_all(record) or record
 
-    async def _ask_all(self, copy: CallCopy) -> CallCopy | None:
+    async def _ask_all(self, record: KeptCall) -> KeptCall | None:
         others = [gateway_id for gateway_id in self._gateways() if gateway_id != self._gateway_id]
-        answers = await asyncio.gather(*(self._ask(each, copy) for each in others), return_exceptions=True)
+        answers = await asyncio.gather(*(self._ask(each, CallCopy(record)) for each in others), return_exceptions=True)
         for answer in answers:
-            if isinstance(answer, CallCopy):
+            if isinstance(answer, KeptCall):
                 return answer
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -146,7 +144,7 @@ class RecordCopies:
             raise refusal("NATS is away")
         return None
 
-    async def _ask(self, gateway_id: str, copy: CallCopy) -> CallCopy | None:
+    async def _ask(self, gateway_id: str, copy: CallCopy) -> KeptCall | None:
         try:
             taken = await self._bus.request(GATEWAY_COPY.at(gateway_id=gateway_id), copy, timeout_s=ASK_TIMEOUT_S)
         except BusError as error:
@@ -159,23 +157,23 @@ class RecordCopies:
     async def _on_copy(self, copy: CallCopy) -> CopyTaken:
         first = await self._before(copy) if copy.record.claim else None
         if first is None:
-            self._keep(copy)
+            self._keep(copy.record)
         return CopyTaken(first)
 
-    async def _before(self, copy: CallCopy) -> CallCopy | None:
+    async def _before(self, copy: CallCopy) -> KeptCall | None:
         """The call before this one under its key, so far as it is for this gateway to tell."""
         claim, call_id = copy.record.claim, copy.record.call_id
         asking = self._asking.get(claim)
-        if asking is not None and (copy.is_waiting or (asking.is_contending and asking.copy.record.call_id < call_id)):
+        if asking is not None and (copy.is_waiting or (asking.is_contending and asking.record.call_id < call_id)):
             await asyncio.wait({asking.first})
             if (first := asking.first.result()) is not None:
                 return first
         return self._known(claim) or self.of_claim(claim)
 
-    def _keep(self, copy: CallCopy) -> None:
-        self._forget(copy.record.call_id)
-        self._copies[copy.record.call_id] = copy, self._bus.now()
-        self._num_bytes += len(copy.record.plan)
+    def _keep(self, record: KeptCall) -> None:
+        self._forget(record.call_id)
+        self._copies[record.call_id] = record, self._bus.now()
+        self._num_bytes += len(record.plan)
         self._forget_old()
 
     def _forget_old(self) -> None:
@@ -187,11 +185,11 @@ class RecordCopies:
 
     def _forget(self, call_id: str) -> None:
         if (found := self._copies.pop(call_id, None)) is not None:
-            self._num_bytes -= len(found[0].record.plan)
+            self._num_bytes -= len(found[0].plan)
 
 
-def _maker(copy: CallCopy) -> str:
-    return copy.record.template.gateway_id
+def _maker(record: KeptCall) -> str:
+    return record.template.gateway_id
 
 
 def refusal(reason: str) -> BusError:

@@ -37,7 +37,7 @@ from services.gateway.streams.stream_table import KEPT_MARK, StreamTable
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Subscription
 from shared.messages.catalogue import CANCEL_CALL, DROP_COPY, IDEMPOTENCY_KEYS, KEPT_CALLS, TAKEN_OVER
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.kept import CallCopy, CancelCall, IdempotencyClaim, KeptCall, TakenOver
+from shared.messages.kept import CancelCall, IdempotencyClaim, KeptCall, TakenOver
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry
 from shared.runtime.settings import GatewaySettings
 from shared.runtime.tasks import TaskSet
@@ -110,10 +110,9 @@ class AlreadyKept(Exception):
 class Kept:
     """A call of which this gateway has the streams. It listens to them as its readers do, and so keeps them open."""
 
-    def __init__(self, calls: KeptCalls, record: KeptCall, digest: bytes = b"") -> None:
-        """It has one reader. `digest`: of its request, if that is known."""
+    def __init__(self, calls: KeptCalls, record: KeptCall) -> None:
+        """It has one reader."""
         self.record = record
-        self.digest = digest
         self.num_readers = 1
         self.is_elsewhere = False
         """Another gateway has it too: it is left to that one in the end."""
@@ -261,7 +260,7 @@ class KeptCalls:
         self._here: dict[str, Kept] = {}
         self._leaving: set[str] = set()
         """Calls whose records are being removed."""
-        self._ended: OrderedDict[str, CallCopy] = OrderedDict()
+        self._ended: OrderedDict[str, KeptCall] = OrderedDict()
         """Calls that have ended here, by idempotency key: while JetStream cannot say, these are known."""
         self._num_ended_bytes = 0
         self._copies = RecordCopies(bus, gateway_id, gateways, self._known)
@@ -343,8 +342,8 @@ class KeptCalls:
             is_silent = True
         if entry is not None and (record := await self._of_claim(entry.value, wish)) is not None:
             return record
-        copy = (self._known if is_silent else self._running)(wish.claim) or self._copies.of_claim(wish.claim)
-        record = None if copy is None else self._same(copy.record, copy.digest, wish)
+        known = (self._known if is_silent else self._running)(wish.claim) or self._copies.of_claim(wish.claim)
+        record = None if known is None else self._same(known, known.digest, wish)
         if record is None and wish.has_events and not is_silent:
             raise _gone()
         return record
@@ -368,39 +367,37 @@ class KeptCalls:
             )
         return record
 
-    def _running(self, claim: str) -> CallCopy | None:
+    def _running(self, claim: str) -> KeptCall | None:
         """The call of an idempotency key that runs here."""
-        found = (kept for kept in self._here.values() if kept.record.claim == claim and kept.digest)
-        return next((CallCopy(kept.record, kept.digest) for kept in found), None)
+        return next((kept.record for kept in self._here.values() if kept.record.claim == claim), None)
 
-    def _known(self, claim: str) -> CallCopy | None:
+    def _known(self, claim: str) -> KeptCall | None:
         """The call of an idempotency key that runs here, or has ended here and is still kept."""
         self._forget_ended()
         return self._running(claim) or self._ended.get(claim)
 
-    def _remember_ended(self, kept: Kept) -> None:
-        claim = kept.record.claim
-        if claim and kept.digest:
-            self._drop_ended(claim)
-            self._ended[claim] = CallCopy(kept.record, kept.digest)
-            self._num_ended_bytes += _num_bytes(kept.record)
+    def _remember_ended(self, record: KeptCall) -> None:
+        if record.claim:
+            self._drop_ended(record.claim)
+            self._ended[record.claim] = record
+            self._num_ended_bytes += _num_bytes(record)
             self._forget_ended()
 
     def _forget_ended(self) -> None:
         """Those that are over, and those for which there is no room. All are kept for the same time."""
         while self._ended:
             claim, oldest = next(iter(self._ended.items()))
-            if self._num_ended_bytes <= MAX_ENDED_BYTES and oldest.record.expires_s >= time.time():
+            if self._num_ended_bytes <= MAX_ENDED_BYTES and oldest.expires_s >= time.time():
                 return
             self._drop_ended(claim)
 
     def _drop_ended(self, claim: str) -> None:
         if (found := self._ended.pop(claim, None)) is not None:
-            self._num_ended_bytes -= _num_bytes(found.record)
+            self._num_ended_bytes -= _num_bytes(found)
 
     def _drop_ended_call(self, call_id: str) -> None:
         """Nobody can have the call any more."""
-        for claim in [claim for claim, copy in self._ended.items() if copy.record.call_id == call_id]:
+        for claim in [claim for claim, record in self._ended.items() if record.call_id == call_id]:
             self._drop_ended(claim)
 
     async def find(self, call_id: str, tenant: str) -> KeptCall:
@@ -427,9 +424,7 @@ class KeptCalls:
             if copy is None:
                 raise
             entry = None
-        if entry is not None:
-            return entry.value
-        return None if copy is None else copy.record
+        return copy if entry is None else entry.value
 
     # --------------------------------------------------------------------------------------- from begin to end
 
@@ -457,8 +452,8 @@ class KeptCalls:
                 f"among them; this one takes {num_bytes}."
             )
             raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
-        kept = Kept(self, record, wish.digest)
-        kept.writing = self.tasks.start(self._begin_record(record, wish.digest))
+        kept = Kept(self, record)
+        kept.writing = self.tasks.start(self._begin_record(record))
         is_spread = False
         try:
             await asyncio.wait({kept.writing}, timeout=SILENCE_S)
@@ -488,10 +483,10 @@ class KeptCalls:
         """While JetStream elects. Raises `AlreadyKept`, `ApiError`, `BusError`."""
         outcome = "refused"
         try:
-            first = await self._copies.spread(CallCopy(kept.record, kept.digest))
+            first = await self._copies.spread(kept.record)
             if kept.writing is not None and kept.writing.done():
                 outcome = "stored"  # JetStream says who is first
-            elif first is not None and (record := self._same(first.record, first.digest, wish)) is not None:
+            elif first is not None and (record := self._same(first, first.digest, wish)) is not None:
                 outcome = "joined"
                 raise AlreadyKept(record)
             else:
@@ -499,25 +494,26 @@ class KeptCalls:
         finally:
             self._metrics.copied_records.labels(outcome).inc()
 
-    async def _begin_record(self, record: KeptCall, digest: bytes) -> Exception | None:
+    async def _begin_record(self, record: KeptCall) -> Exception | None:
         """Stores the record and its claim. What came of it: `AlreadyKept`, `ApiError`, `BusError`."""
 
         async def write() -> None:
             with suppress(RevisionConflict):  # an earlier try was stored
                 await self._records.create(record.call_id, record)
-            await self._claim(record, digest)
+            await self._claim(record)
 
         failure = await self._patiently(record.call_id, write)
         if isinstance(failure, AlreadyKept | ApiError):
             self.tasks.start(self._purge(record))
         return failure
 
-    async def _end_record(self, record: KeptCall, digest: bytes) -> Exception | None:
-        """Stores the record with its output, as `_begin_record`. `digest`: of a claim that is not stored yet."""
+    async def _end_record(self, record: KeptCall, *, is_claimed: bool) -> Exception | None:
+        """Stores the record with its output, as `_begin_record`."""
 
         async def write() -> None:
             await self._records.put(record.call_id, record)
-            await self._claim(record, digest)
+            if not is_claimed:
+                await self._claim(record)
 
         return await self._patiently(record.call_id, write)
 
@@ -529,11 +525,11 @@ class KeptCalls:
         except (AlreadyKept, ApiError, BusError) as error:
             return error
 
-    async def _claim(self, record: KeptCall, digest: bytes) -> None:
-        """Nothing to do where the client gave no key, or it is claimed. Raises `AlreadyKept`, `ApiError` 422, `BusError`."""
-        if not record.claim or not digest:
+    async def _claim(self, record: KeptCall) -> None:
+        """Nothing to do where the client gave no key. Raises `AlreadyKept`, `ApiError` 422, `BusError`."""
+        if not record.claim:
             return
-        claim = IdempotencyClaim(record.call_id, digest)
+        claim = IdempotencyClaim(record.call_id, record.digest)
         for _ in range(CLAIM_TRIES):
             # Of several that find a claim which is over, one replaces it, and the others find that one's.
             with suppress(RevisionConflict):
@@ -544,7 +540,7 @@ class KeptCalls:
                 continue
             if entry.value == claim:
                 return
-            if (first := await self._of_claim(entry.value, Wish(claim=record.claim, digest=digest))) is not None:
+            if (first := await self._of_claim(entry.value, Wish(claim=record.claim, digest=record.digest))) is not None:
                 raise AlreadyKept(first)
             with suppress(RevisionConflict):
                 await self._claims.update(record.claim, claim, entry.revision)
@@ -586,10 +582,9 @@ class KeptCalls:
                 raise
             return kept
         self._leaving.discard(record.call_id)
-        copy = self._copies.find(record.call_id)
-        kept = self._here[record.call_id] = Kept(self, record, record.digest)
-        if copy is not None:  # whoever has it stored it, or is gone
-            kept.writing = self.tasks.start(self._begin_record(record, copy.digest))
+        kept = self._here[record.call_id] = Kept(self, record)
+        if self._copies.find(record.call_id) is not None:  # whoever has it stored it, or is gone
+            kept.writing = self.tasks.start(self._begin_record(record))
         self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id))
         try:
             await generation.attach(())
@@ -620,15 +615,15 @@ class KeptCalls:
         """All of the call has come."""
         expires_s = time.time() + self._settings.resume_s
         kept.record = msgspec.structs.replace(kept.record, outputs=outputs, expires_s=expires_s)
-        outcome, digest = "stored", b""
-        if kept.writing is not None and kept.writing.cancel():  # it must not take the place of what comes now
-            digest = kept.digest
+        outcome = "stored"
+        # What is still being written must not take the place of what comes now.
+        is_claimed = kept.writing is None or not kept.writing.cancel()
         if len(msgspec.msgpack.encode(kept.record)) > MAX_RECORD_BYTES:
             outcome = "too_large"  # for as long as the instance has it, it may be had
-        elif isinstance(await self._end_record(kept.record, digest), BusError):
+        elif isinstance(await self._end_record(kept.record, is_claimed=is_claimed), BusError):
             outcome = "failed"
         self._metrics.kept_call_ends.labels(outcome).inc()
-        self._remember_ended(kept)
+        self._remember_ended(kept.record)
         self.let_go(kept)
 
     async def forget(self, kept: Kept, outcome: str) -> None:
