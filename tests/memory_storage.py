@@ -137,6 +137,16 @@ class MemoryKeyValue(KeyValue[M]):
 
         await self._bus.call(apply)
 
+    async def purge_revision(self, key: str, revision: int) -> bool:
+        def apply() -> bool:
+            entry = self._state.live(self._bus.now()).get(key)
+            if entry is None or entry.revision != revision:
+                return False
+            del self._state.entries[key]
+            return True
+
+        return await self._bus.call(apply)
+
     async def purge_markers(self, seen: Set[str]) -> set[str]:
         def apply() -> set[str]:
             self._state.deleted -= seen

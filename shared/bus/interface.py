@@ -156,6 +156,10 @@ class KeyValue(ABC, Generic[M]):
         are not told."""
 
     @abstractmethod
+    async def purge_revision(self, key: str, revision: int) -> bool:
+        """Removes the entry as `purge` does, if that is its revision; False: it has another one, or is not there."""
+
+    @abstractmethod
     async def purge_markers(self, seen: Set[str]) -> set[str]:
         """Removes the markers that `delete` left under the keys in `seen`. Returns the other keys with a marker: the `seen`
         of the next call, when every watch has been told."""

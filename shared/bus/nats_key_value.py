@@ -151,6 +151,11 @@ class NatsKeyValue(KeyValue[M]):
             for each in (subject, f"{subject}.>"):
                 await self._streams.context.purge_stream(_stream_name(self._bucket), subject=each)
 
+    async def purge_revision(self, key: str, revision: int) -> bool:
+        with bus_errors(f"purge {self._bucket.name}/{key}"):
+            subject = f"$KV.{self._bucket.name}.{key}"
+            return await self._streams.purge_up_to(_stream_name(self._bucket), subject, revision) > 0
+
     async def purge_markers(self, seen: Set[str]) -> set[str]:
         name, prefix = _stream_name(self._bucket), f"$KV.{self._bucket.name}."
         with bus_errors(f"list keys of {self._bucket.name}"):

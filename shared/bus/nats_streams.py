@@ -290,6 +290,16 @@ class Streams:
             if problem:
                 await asyncio.sleep(WRITE_RETRY_S)
 
+    async def purge_up_to(self, name: str, subject: str, sequence: int) -> int:
+        """Removes the messages of the subject whose sequence is that or a lower one; how many there were. Raises nats-py's
+        errors."""
+        body = json.dumps({"filter": subject, "seq": sequence + 1}).encode()
+        answer = await self.client.request(f"$JS.API.STREAM.PURGE.{name}", body, timeout=CALL_TIMEOUT_S)
+        purged = json.loads(answer.data)
+        if error := purged.get("error"):
+            raise nats.js.errors.APIError.from_error(error)
+        return int(purged["purged"])
+
     async def newest(self, name: str, subjects: str) -> int:
         """Sequence of the newest message of the `subjects`, as the stream's leader has it; 0: there is none. Raises
         `BusError`."""

@@ -40,6 +40,24 @@ class StorageContract:
         await two.purge("a")
         assert not await one.is_deleted("a")
 
+    async def test_an_entry_is_purged_as_it_was_seen_or_not_at_all(self, connect: Connect) -> None:
+        one = await (await connect("one")).key_value(LEDGER)
+        two = await (await connect("two")).key_value(LEDGER)
+        first = await one.create("a", Ping("x"))
+        below = await one.create("a.b", Ping("x"))
+        second = await two.update("a", Ping("x"), first)  # the same, and written all the same
+        assert not await one.purge_revision("a", first)
+        entry = await two.get("a")
+        assert entry is not None and entry.revision == second
+        assert await one.purge_revision("a", second)
+        assert await two.get("a") is None and not await two.is_deleted("a")
+        assert not await one.purge_revision("a", second)
+        with pytest.raises(RevisionConflict):
+            await two.update("a", Ping("y"), second)
+        assert await two.create("a", Ping("y")) > below
+        entry = await two.get("a.b")
+        assert entry is not None and entry.revision == below
+
     async def test_markers_of_deletions_go_when_they_were_there_before(self, connect: Connect) -> None:
         one = await (await connect("one")).key_value(LEDGER)
         two = await (await connect("two")).key_value(LEDGER)
