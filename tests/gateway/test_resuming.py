@@ -15,16 +15,13 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.requests import writes
-from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER, AlreadyKept
+from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
 from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
-from shared.bus.interface import BusError, KvEntry, ServiceError
+from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
-from shared.bus.nats_streams import silent
-from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS
+from shared.messages.catalogue import KEPT_CALLS
 from shared.messages.cluster import ModelSpec
-from shared.messages.kept import IdempotencyClaim
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -198,18 +195,6 @@ async def test_the_rest_of_a_message_comes_after_whichever_event_was_last(kept: 
     assert (await kept.client.get(f"/v1/responses/{stream_id}?stream=true")).status_code == 404
 
 
-async def test_integers_that_no_record_holds_are_refused(kept: Stack) -> None:
-    schema = {"type": "object", "properties": {"number": {"maximum": 2**70}}}
-    common = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
-    for path, tool in (
-        ("/v1/messages", {"name": "tool", "input_schema": schema}),
-        ("/v1/chat/completions", {"type": "function", "function": {"name": "tool", "parameters": schema}}),
-    ):
-        answer = await kept.client.post(path, json={**common, "tools": [tool]}, headers={KEY_HEADER: "large"})
-        assert answer.status_code == 400 and KEY_HEADER in answer.json()["error"]["message"]
-    assert kept.peer.submitted == []
-
-
 async def test_a_message_goes_on_while_its_client_comes_again(kept: Stack) -> None:
     kept.peer.interval_s = 0.02
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, "stream": True}
@@ -289,126 +274,6 @@ async def test_where_none_was_asked_for_and_after_the_window_the_request_is_canc
         gone = await kept.client.get(f"/v1/streams/{call_id}")
         assert gone.status_code == 404 and gone.json()["error"]["code"] == "stream_not_found"
     await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="given_up"} 1.0')
-
-
-async def test_a_key_stands_for_one_answer(kept: Stack) -> None:
-    kept.peer.interval_s = 0.01
-    headers = {KEY_HEADER: "order-66"}
-    body = {**chat(stream=False), "temperature": 1}
-    path = "/v1/chat/completions"
-    answers = await asyncio.gather(*(kept.client.post(path, json=body, headers=headers) for _ in range(3)))
-    answers.append(await kept.client.post(path, json=body, headers=headers))
-    assert {answer.status_code for answer in answers} == {200}
-    assert len({answer.text for answer in answers}) == 1
-    assert answers[0].json()["choices"][0]["message"]["content"] == TEXT
-    assert len(kept.peer.submitted) == 1
-    for other in ({**body, "temperature": 0.5}, {**body, "stream": True}):
-        refused = await kept.client.post(path, json=other, headers=headers)
-        assert refused.status_code == 422
-        error = refused.json()["error"]
-        assert error["code"] == "idempotency_key_reused" and error["param"] == KEY_HEADER
-    async with openai.AsyncOpenAI(base_url=kept.url + "/v1", api_key="none") as client:
-        again = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Hi"}],
-            stream=True,
-            extra_headers={KEY_HEADER: "order-67"},
-        )
-        first = [chunk async for chunk in again]
-        again = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Hi"}],
-            stream=True,
-            extra_headers={KEY_HEADER: "order-67", "Last-Event-ID": first[3].event_id},  # type: ignore[attr-defined]
-        )
-        rest = [chunk async for chunk in again]
-    assert "".join(c.choices[0].delta.content or "" for c in first[:4] + rest) == TEXT
-    assert len(kept.peer.submitted) == 2
-
-
-async def test_requests_that_share_an_answer_use_its_tokens_once(nats_settings: BusSettings, checkpoint: Path) -> None:
-    async with logging_stack(nats_settings, checkpoint, api_keys="one::1000") as stack:
-        stack.peer.interval_s = 0.01
-        headers = {KEY_HEADER: "k", "authorization": "Bearer one"}
-        path, body = "/v1/chat/completions", chat(stream=False)
-        answers = await asyncio.gather(*(stack.client.post(path, json=body, headers=headers) for _ in range(4)))
-        assert [answer.status_code for answer in answers] == [200] * 4 and len(stack.peer.submitted) == 1
-        last = await stack.client.post(path, json=body, headers=headers)
-        assert int(last.headers["x-ratelimit-remaining-tokens"]) == 1000 - last.json()["usage"]["total_tokens"]
-
-
-async def test_a_client_that_hangs_up_and_tries_again_joins_its_request(kept: Stack) -> None:
-    kept.peer.interval_s = 0.02
-    headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
-    with pytest.raises(httpx.ReadTimeout):
-        await kept.client.post("/v1/completions", json=body, headers=headers, timeout=0.2)
-    answer = await kept.client.post("/v1/completions", json=body, headers=headers)
-    assert answer.json()["choices"][0]["text"] == TEXT
-    assert len(kept.peer.submitted) == 1 and kept.peer.cancelled == []
-
-
-async def test_what_was_refused_or_has_failed_is_begun_anew(kept: Stack) -> None:
-    headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
-    kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
-    assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
-    kept.peer.refusal = None
-    kept.peer.finish = FinishReason.ERROR
-    assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 500
-    await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="failed"} 2.0')
-    kept.peer.finish = FinishReason.STOP
-    # It would get the end of another answer than the one whose beginning it has.
-    resumed = await kept.client.post("/v1/completions", json=body, headers={**headers, "last-event-id": "3"})
-    error = resumed.json()["error"]
-    assert (resumed.status_code, error["code"], error["param"]) == (404, "stream_not_found", "last-event-id")
-    answer = await kept.client.post("/v1/completions", json=body, headers=headers)
-    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT
-
-
-async def test_a_refused_call_leaves_nothing_though_jetstream_elects(
-    kept: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
-    records, claims = await kept.peer.bus.key_value(KEPT_CALLS), await kept.peer.bus.key_value(IDEMPOTENCY_KEYS)
-    there = kept.gateway.context.kept._claims
-    purge, has_leader = there.purge, asyncio.Event()
-
-    async def purge_at_a_leader(key: str) -> None:
-        if not has_leader.is_set():
-            raise silent("no leader")
-        await purge(key)
-
-    monkeypatch.setattr(there, "purge", purge_at_a_leader)
-    monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.02)
-    kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
-    async with asyncio.timeout(5):  # the client waits for no election
-        assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
-    assert await records.entries() and await claims.entries()
-    has_leader.set()
-    await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="failed"} 1.0')
-    assert not await records.entries() and not await claims.entries()
-
-
-async def test_a_call_that_is_taken_up_again_keeps_its_record(kept: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
-    there = kept.gateway.context.kept._claims
-    refused = asyncio.Event()
-
-    async def no_leader(key: str) -> None:
-        refused.set()
-        raise silent("no leader")
-
-    monkeypatch.setattr(there, "purge", no_leader)
-    monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.5)
-    kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
-    assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
-    await refused.wait()
-    kept.peer.refusal = None
-    answer = await kept.client.post("/v1/completions", json=body, headers=headers)
-    monkeypatch.undo()
-    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT
-    await asyncio.sleep(0.6)  # the time of the next try to remove it
-    same = await kept.client.post("/v1/completions", json=body, headers=headers)
-    assert same.json() == answer.json()
 
 
 async def test_nobody_else_may_have_it(nats_settings: BusSettings, checkpoint: Path) -> None:
@@ -591,121 +456,12 @@ async def test_streams_are_resumed_and_begun_while_their_records_have_no_leader(
         await asyncio.to_thread(cluster.close)
 
 
-async def test_a_key_stands_for_one_answer_while_jetstream_has_no_leader(checkpoint: Path) -> None:
-    """In a cluster of three NATS servers, of which two are away: at two gateways, which ask each other."""
-    cluster = await asyncio.to_thread(NatsCluster)
-    path, body, headers = "/v1/chat/completions", chat(max_tokens=100), {KEY_HEADER: "k"}
-    try:
-        settings = BusSettings(nats_url=cluster.nodes[0].url, nats_replicas=3)
-        async with (
-            logging_stack(settings, checkpoint, nats_replicas=3) as stack,
-            running_gateway(settings, gateway_id="other", nats_replicas=3) as other,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=60) as client,
-        ):
-            stack.peer.interval_s = 0.1
-            for node in cluster.nodes[1:]:
-                node.kill()
-            seen = await read_some(stack, path, body, headers, 2)
-            await stack.until_metrics('tideway_gateway_copied_records_total{outcome="copied"} 1.0')
-            resumed = {**headers, "last-event-id": seen[-1].id}
-            again, rest = await asyncio.gather(
-                client.post(path, json=body, headers=headers),
-                client.get(f"/v1/streams/{seen[0].data['id']}", headers=resumed),
-            )
-            assert again.status_code == rest.status_code == 200, again.text + rest.text
-            assert text_of(events_of(again.text)) == text_of(seen) + text_of(events_of(rest.text)) == TEXT
-            assert len(stack.peer.submitted) == 1
-            for node in cluster.nodes[1:]:
-                await asyncio.to_thread(node.start)
-            claims = await stack.peer.bus.key_value(IDEMPOTENCY_KEYS)
-            found: dict[str, KvEntry[IdempotencyClaim]] = {}
-            async with asyncio.timeout(60):
-                while not found:
-                    with suppress(BusError):
-                        found = await claims.entries()
-                    await asyncio.sleep(0.1)
-            assert [entry.value.call_id for entry in found.values()] == [seen[0].data["id"]]
-    finally:
-        await asyncio.to_thread(cluster.close)
-
-
-async def test_a_key_stands_for_the_answer_that_has_ended_while_jetstream_is_silent(
-    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body, headers = {"model": MODEL, "prompt": "x", "max_tokens": 100}, {KEY_HEADER: "k"}
-
-    async def no_leader(*_: object) -> None:
-        raise silent("no leader")
-
-    async with (
-        logging_stack(nats_settings, checkpoint) as stack,
-        running_gateway(nats_settings, gateway_id="other") as other,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
-    ):
-        first = await stack.client.post("/v1/completions", json=body, headers=headers)
-        await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
-        for gateway in (stack.gateway, other):
-            for bucket in (gateway.context.kept._records, gateway.context.kept._claims):
-                for name in ("get", "get_from_any_copy", "create", "put", "update"):
-                    monkeypatch.setattr(bucket, name, no_leader)
-        for asked in (client, stack.client):  # the other one asks who was first
-            again = await asked.post("/v1/completions", json=body, headers=headers)
-            assert again.status_code == 200 and again.json() == first.json()
-            assert (await asked.post("/v1/completions", json=body | {"n": 2}, headers=headers)).status_code == 422
-            unknown = {KEY_HEADER: "another", "last-event-id": "3"}
-            refused = await asked.post("/v1/completions", json=body, headers=unknown)
-            assert refused.status_code == 503 and "cannot be looked for" in refused.json()["error"]["message"]
-            assert refused.headers["retry-after"]
-        assert len(stack.peer.submitted) == 1
-        (ended,) = stack.gateway.context.kept._ended.values()
-        await other.context.kept.remove(ended.call_id)
-        await until(lambda: not stack.gateway.context.kept._ended, "no gateway remembers what its owner has removed")
-
-
 async def answered(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
     """The answer to one who asks again while it is refused for now."""
     while (answer := await ask()).status_code == 503:
         await asyncio.sleep(0.1)
     assert answer.status_code == 200, answer.text
     return answer
-
-
-async def test_records_go_with_their_calls(kept: Stack) -> None:
-    kept.peer.automatic = False
-    reader = kept.read(headers={KEY_HEADER: "k"})
-    await kept.next_request()
-    records = await kept.peer.bus.key_value(KEPT_CALLS)
-    (record,) = (await records.entries()).values()
-    assert record.value.window_s == 60 and record.value.outputs == []
-    await reader.hang_up()
-
-
-async def test_of_two_calls_that_replace_a_claim_that_is_over_the_second_joins_the_first(
-    kept: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the second one's look at the claim and its writing, the first one's was stored."""
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
-    assert (await kept.client.post("/v1/completions", json=body, headers={KEY_HEADER: "k"})).status_code == 200
-    calls = kept.gateway.context.kept
-    records, claims = calls._records, calls._claims
-    ((name, first),) = (await claims.entries()).items()
-    (record,) = (await records.entries()).values()
-    over = IdempotencyClaim("chatcmpl-kept-over", first.value.digest)
-    revision = await claims.update(name, over, first.revision)
-    get, looks = claims.get, []
-
-    async def late(key: str) -> KvEntry[IdempotencyClaim] | None:
-        found = await get(key)
-        if not looks:
-            await claims.update(name, first.value, revision)
-        looks.append(key)
-        return found
-
-    monkeypatch.setattr(claims, "get", late)
-    second = msgspec.structs.replace(record.value, call_id="chatcmpl-kept-second")
-    with pytest.raises(AlreadyKept) as joined:
-        await calls._claim(second)
-    assert joined.value.record.call_id == record.value.call_id and len(looks) == 2
 
 
 NUM_STREAMS = 16
