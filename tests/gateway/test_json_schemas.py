@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from services.gateway.http.errors import ApiError
-from services.gateway.openai.json_schemas import EXACT_INTEGER, GREATEST_BOUND, MAX_COMPARED, closed, prepared
+from services.gateway.openai.json_schemas.closing import closed
+from services.gateway.openai.json_schemas.numbers import EXACT_INTEGER, GREATEST_BOUND
+from services.gateway.openai.json_schemas.preparing import prepared
+from services.gateway.openai.json_schemas.unions import MAX_COMPARED
 from services.gateway.openai.structured import json_grammar
 
 BYTES = LLTokenizer("byte")

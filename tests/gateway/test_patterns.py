@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.openai.patterns import are_apart, finds_nothing, negated
+from services.gateway.openai.json_schemas.patterns import are_apart, finds_nothing, negated
 from services.gateway.openai.structured import json_grammar
 
 

@@ -17,7 +17,8 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.gateway.http.errors import invalid
-from services.gateway.openai.json_schemas import SchemaError, prepared
+from services.gateway.openai.json_schemas.errors import SchemaError
+from services.gateway.openai.json_schemas.preparing import prepared
 from services.gateway.openai.schemas import (
     MAX_NESTING,
     GenerationFields,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.openai.conversations import calls_as_text
-from services.gateway.openai.json_schemas import closed, types_of
+from services.gateway.openai.json_schemas.closing import closed
+from services.gateway.openai.json_schemas.values import types_of
 from services.gateway.openai.schemas import FunctionDefinition
 from services.gateway.openai.structured import Grammar, behind, json_grammar, lark_text
 from services.gateway.tools.harmony import MARKS as HARMONY_MARKS

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.openai.json_schemas import kind_of, types_of
+from services.gateway.openai.json_schemas.values import kind_of, types_of
 from services.gateway.openai.schemas import is_nested_deep
 from services.gateway.tools.call_reader import ArgumentsObject
 from services.gateway.tools.parsers import CallDelta, Parsed, ToolParser, parted

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from services.gateway.openai.json_schemas import types_of
+from services.gateway.openai.json_schemas.values import types_of
 from services.gateway.openai.schemas import is_nested_deep
 from services.gateway.tools.call_reader import ArgumentsObject
 from services.gateway.tools.keyed import typed

@@ -7,25 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from services.gateway.openai.patterns import negated
+from services.gateway.openai.json_schemas.keywords import ASSERTIONS, KNOWN_FORMATS, TYPES
+from services.gateway.openai.json_schemas.patterns import negated
 
-ASSERTIONS = frozenset(
-    (
-        *("$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "nullable"),
-        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
-        *("properties", "patternProperties", "additionalProperties", "required", "propertyNames"),
-        *("minProperties", "maxProperties", "dependencies", "dependentRequired", "dependentSchemas"),
-        *("unevaluatedProperties", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
-        *("minContains", "maxContains", "minItems", "maxItems", "uniqueItems"),
-        *("minLength", "maxLength", "pattern", "format"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    )
-)
-"""Keywords that say which values are valid. All others are remarks."""
-KNOWN_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
-"""Formats that llguidance enforces; others are remarks."""
 MAX_EXCLUDED_CHARACTERS = 1000
 """Most characters of strings that are excluded in one place."""
 MAX_EXCLUDED_LENGTH = 50
@@ -40,7 +24,6 @@ MAX_EXCLUDED_NUMBERS = 32
 """Most numbers that are excluded in one place."""
 MAX_EXCLUDED_CONTAINERS = 8
 """Most objects and lists that are excluded in one place, and most members of one of them."""
-_TYPES = ("null", "boolean", "object", "array", "number", "string")
 _BOUNDS = {
     "minLength": ("string", "maxLength", -1),
     "maxLength": ("string", "minLength", 1),
@@ -204,13 +187,13 @@ class Negation:
             for name, other in zip(container, opposites, strict=True):
                 found.append({"type": "object", "properties": named | {name: False}})
                 found.append({"type": "object", "required": [name], "properties": named | {name: other}})
-        return [{"type": [one for one in _TYPES if one != kind]}, *found]
+        return [{"type": [one for one in TYPES if one != kind]}, *found]
 
 
 def _other_types(types: Sequence[Any]) -> list[Any] | None:
-    if any(one not in (*_TYPES, "integer") for one in types) or ("integer" in types and "number" not in types):
+    if any(one not in (*TYPES, "integer") for one in types) or ("integer" in types and "number" not in types):
         return None
-    others = [one for one in _TYPES if one not in types]
+    others = [one for one in TYPES if one not in types]
     return [{"type": others}] if others else []
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.openai.patterns import Steps, are_apart, finds_nothing
+from services.gateway.openai.json_schemas.patterns import Steps, are_apart, finds_nothing
 
 MAX_LOOKED = 20_000
 """Most schemas that are looked at, and comparisons, for one whole schema."""

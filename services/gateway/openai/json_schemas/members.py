@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from services.gateway.openai.negation import ASSERTIONS, KNOWN_FORMATS, Negation
-from services.gateway.openai.patterns import finds_nothing
+from services.gateway.openai.json_schemas.keywords import ASSERTIONS, KNOWN_FORMATS
+from services.gateway.openai.json_schemas.negation import Negation
+from services.gateway.openai.json_schemas.patterns import finds_nothing
 
 MAX_SETS = 64
 """Most sets of members that are spelled out for one number of members."""
