@@ -80,18 +80,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     is_worth: bool
     cause: Cause
     reason: str
-    attainment_gain: float = 0.0
-    """Gain after the change's cost, less by what was measured better than it was predicted; likewise the next."""
-    latency_gain: float = 0.0
-    """Share by which the mean normalised latency falls."""
-    cost: float = 0.0
-    """Attainment that the change itself costs."""
-    horizon_s: float = 0.0
-    """Time in which it pays, or does not."""
-    change_s: float = 0.0
-    """Seconds that the change takes."""
-    lost_device_s: float = 0.0
-    """Devices times seconds of that which would serve nobody."""
     starved: Sequence[str] = ()
     """Instances that are to have larger pools, where that is the cause."""
 
@@ -217,7 +205,7 @@ def judge(
     trial = proposal.trial or _untried(proposal, problem, interval_s)
     if not trial.horizons:
         told = f"the change takes {trial.change_s:.0f} s, and not so much of the traffic is known"
-        return Verdict(is_worth=False, cause="takes_too_long", reason=told, change_s=trial.change_s)
+        return Verdict(is_worth=False, cause="takes_too_long", reason=told)
     better = _better(proposal.incumbent, measured, settings)
     verdict = _verdict(trial, _mean(trial.horizons), better, settings)
     if verdict.is_worth and has_failed:
@@ -327,11 +315,7 @@ def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSe
     )
     told += f"({on.free_attainment:.1%} without the change's {trial.change_s:.0f} s), normalised latency "
     told += f"{on.stay_latency:.3g} -> {on.change_latency:.3g} ({on.free_latency:.3g})"
-    return Verdict(
-        is_worth=cause == "pays", cause=cause, reason=f"{why}: {told}" if why else told, attainment_gain=real[0],
-        latency_gain=real[1], cost=on.free_attainment - on.change_attainment, horizon_s=on.seconds,
-        change_s=trial.change_s, lost_device_s=trial.lost_device_s,
-    )  # fmt: skip
+    return Verdict(is_worth=cause == "pays", cause=cause, reason=f"{why}: {told}" if why else told)
 
 
 class Replacement:

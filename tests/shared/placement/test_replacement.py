@@ -217,7 +217,6 @@ def test_what_is_worth_a_change(before: tuple[float, float], after: tuple[float,
     core = Replacement(SETTINGS, 0.0)
     verdict = core.judge(proposal(Plan((TWO,)), before, after), problem(Plan((ONE,))))
     assert verdict.is_worth is is_worth, verdict
-    assert 0.09 < verdict.cost < 0.1
     assert verdict.cause == ("pays" if is_worth else verdict.cause) and (verdict.cause != "pays") is not is_worth
 
 
