@@ -32,6 +32,8 @@ from tests.worker.pooling_checkpoints import write_pooling_checkpoint
 
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.2, 120.0
 NUM_SAMPLES = 60
+FAULTS_SHARE = 0.5
+"""Of the time after the warm-up. Then processes live long enough to show whether they grow."""
 TIMEOUT_S = 240.0
 KV_DISK_BYTES = 64 << 20
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -64,8 +66,10 @@ async def soak(
                 await asyncio.sleep(seconds / NUM_SAMPLES)
 
         async def operate() -> None:
+            faults_until_s = time.monotonic() + FAULTS_SHARE * (seconds - warm_up_s)
             while True:
-                for operation in in_turn(operations, faults):
+                has_faults = time.monotonic() < faults_until_s
+                for operation in in_turn(operations, faults) if has_faults else operations.all:
                     await operations.run(operation)
 
         # Everything is done once, so that what processes load and remember at the first time is there.
