@@ -131,7 +131,7 @@ class GatewayMetrics:
         )
         self.kept_call_ends = counter(
             "kept_call_ends",
-            "Such calls that ended here, by how (stored, too_large, failed, given_up, cancelled)",
+            "Such calls that ended here, by how (stored, too_large, failed, given_up, cancelled, superseded)",
             "outcome",
         )
         self.resumed_calls = counter(

@@ -39,6 +39,8 @@ class KeptCall(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The whole output of each request, once all have ended."""
     digest: bytes = b""
     """Digest of the client's request, as in an `IdempotencyClaim`; empty: the client gave no key."""
+    holder: str = ""
+    """Mark of who has the call: whoever began it, or took it up last. Only they remove its record when it has failed."""
 
 
 class IdempotencyClaim(msgspec.Struct, frozen=True, array_like=True):

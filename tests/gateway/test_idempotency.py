@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -13,7 +14,7 @@ import openai
 import pytest
 
 from services.gateway.requests import writes
-from services.gateway.requests.kept_calls import KEY_HEADER, AlreadyKept
+from services.gateway.requests.kept_calls import KEY_HEADER, AlreadyKept, Kept, KeptCalls
 from shared.bus.interface import BusError, KvEntry, ServiceError
 from shared.bus.nats_streams import silent
 from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS
@@ -24,6 +25,8 @@ from tests.gateway.conftest import MODEL, Stack, running_gateway
 from tests.gateway.peer import until
 from tests.gateway.test_resuming import TEXT, chat, events_of, logging_stack, read_some, text_of
 from tests.nats_cluster import NatsCluster
+
+KEY = {KEY_HEADER: "k"}
 
 
 @pytest.fixture
@@ -123,19 +126,19 @@ async def test_a_refused_call_leaves_nothing_though_jetstream_elects(
     headers, body = {KEY_HEADER: "k"}, {"model": MODEL, "prompt": "x", "max_tokens": 100}
     records, claims = await kept.peer.bus.key_value(KEPT_CALLS), await kept.peer.bus.key_value(IDEMPOTENCY_KEYS)
     there = kept.gateway.context.kept._claims
-    purge, has_leader = there.purge, asyncio.Event()
+    purge, has_leader = there.purge_revision, asyncio.Event()
 
-    async def purge_at_a_leader(key: str) -> None:
+    async def purge_at_a_leader(key: str, revision: int) -> bool:
         if not has_leader.is_set():
             raise silent("no leader")
-        await purge(key)
+        return await purge(key, revision)
 
-    monkeypatch.setattr(there, "purge", purge_at_a_leader)
+    monkeypatch.setattr(there, "purge_revision", purge_at_a_leader)
     monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.02)
     kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
     async with asyncio.timeout(5):  # the client waits for no election
         assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
-    assert await records.entries() and await claims.entries()
+    assert await claims.entries()
     has_leader.set()
     await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="failed"} 1.0')
     assert not await records.entries() and not await claims.entries()
@@ -146,11 +149,11 @@ async def test_a_call_that_is_taken_up_again_keeps_its_record(kept: Stack, monke
     there = kept.gateway.context.kept._claims
     refused = asyncio.Event()
 
-    async def no_leader(key: str) -> None:
+    async def no_leader(key: str, revision: int) -> bool:
         refused.set()
         raise silent("no leader")
 
-    monkeypatch.setattr(there, "purge", no_leader)
+    monkeypatch.setattr(there, "purge_revision", no_leader)
     monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.5)
     kept.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
     assert (await kept.client.post("/v1/completions", json=body, headers=headers)).status_code == 429
@@ -271,3 +274,143 @@ async def test_of_two_calls_that_replace_a_claim_that_is_over_the_second_joins_t
     with pytest.raises(AlreadyKept) as joined:
         await calls._claim(second)
     assert joined.value.record.call_id == record.value.call_id and len(looks) == 2
+
+
+@pytest.mark.parametrize("seen_last", ["_claims", "_records"])
+async def test_a_call_that_is_taken_up_while_it_is_removed_keeps_its_key(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seen_last: str
+) -> None:
+    """One gateway has looked at what it is to remove when another one takes the call up."""
+    path, headers = "/v1/completions", {KEY_HEADER: "k"}
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+    async with (
+        logging_stack(nats_settings, checkpoint) as stack,
+        running_gateway(nats_settings, gateway_id="other") as other,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
+    ):
+        bucket = getattr(stack.gateway.context.kept, seen_last)
+        get, has_seen, may_go_on = bucket.get, asyncio.Event(), asyncio.Event()
+
+        async def seen(key: str) -> Any:
+            if (found := await get(key)) is not None:
+                has_seen.set()
+                await may_go_on.wait()
+            return found
+
+        monkeypatch.setattr(bucket, "get", seen)
+        stack.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
+        refused = asyncio.create_task(stack.client.post(path, json=body, headers=headers))
+        async with asyncio.timeout(10):
+            await has_seen.wait()
+        stack.peer.refusal, stack.peer.automatic = None, False
+        number, tokens = len(stack.peer.submitted), stack.ids(TEXT)
+        taken_up = asyncio.create_task(client.post(path, json=body, headers=headers))
+        request = await stack.next_request(number)
+        stack.peer.emit(request, 0, tokens[:2])
+        (held,) = other.context.kept._here.values()
+        await until(lambda: held.writing is None or held.writing.done(), "the other gateway to store that it has it")
+        may_go_on.set()
+        await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="failed"} 1.0')
+        again = asyncio.create_task(stack.client.post(path, json=body, headers=headers))
+        await stack.until_metrics('tideway_gateway_resumed_calls_total{outcome="elsewhere"} 1.0')
+        stack.peer.emit(request, 2, tokens[2:], FinishReason.LENGTH)
+        assert (await refused).status_code == 429
+        assert (await taken_up).json() == (await again).json()
+        assert len({request.request_id for request in stack.peer.submitted}) == 1
+
+
+async def test_who_takes_a_call_up_leaves_its_end_alone(kept: Stack) -> None:
+    """Between the look at its record and what is done then, the call has ended where it was."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+    assert (await kept.client.post("/v1/completions", json=body, headers={KEY_HEADER: "k"})).status_code == 200
+    await kept.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
+    calls = kept.gateway.context.kept
+    (ended,) = [entry.value for entry in (await calls._records.entries()).values()]
+    assert ended.outputs
+    late = Kept(calls, msgspec.structs.replace(ended, outputs=[], holder="late"), earlier=ended.holder)
+    await calls._hold(late.record, ended.holder)
+    await calls._purge(late)
+    assert [entry.value for entry in (await calls._records.entries()).values()] == [ended]
+    assert len(await calls._claims.entries()) == 1
+
+
+class Silence:
+    """A JetStream that tells one gateway nothing of kept calls until `end`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: KeptCalls) -> None:
+        self._is_over = False
+        monkeypatch.setattr(writes, "WRITE_RETRY_S", 0.02)
+        for bucket in (calls._records, calls._claims):
+            for name in ("get", "get_from_any_copy", "create", "put", "update"):
+                monkeypatch.setattr(bucket, name, self._unless_silent(getattr(bucket, name)))
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def _unless_silent(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def called(*arguments: Any) -> Any:
+            if not self._is_over:
+                raise silent("no leader")
+            return await call(*arguments)
+
+        return called
+
+
+@asynccontextmanager
+async def second_call(
+    bus_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> AsyncIterator[tuple[Stack, Silence, str]]:
+    """A gateway for a second call under a key. JetStream cannot tell it of the first one (its answer: the text that is
+    given), whose gateway is gone."""
+    async with logging_stack(bus_settings, checkpoint) as stack:
+        async with (
+            running_gateway(bus_settings, gateway_id="gone") as gone,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{gone.port}", timeout=30) as client,
+        ):
+            first = await client.post("/v1/completions", json=body, headers=KEY)
+            assert first.status_code == 200, first.text
+            await until(lambda: not gone.context.kept._here, "the first call to be stored")
+        stack.peer.automatic = False
+        yield stack, Silence(monkeypatch, stack.gateway.context.kept), first.text
+
+
+@pytest.mark.parametrize("max_tokens", [100, 99])
+async def test_a_call_that_was_not_the_first_under_its_key_gets_the_answer_of_the_first(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
+    async with second_call(nats_settings, checkpoint, monkeypatch, body) as (stack, silence, first):
+        asked = {**body, "max_tokens": max_tokens}
+        asking = asyncio.create_task(stack.client.post("/v1/completions", json=asked, headers=KEY))
+        request = await stack.next_request(1)
+        stack.peer.emit(request, 0, stack.ids("Four"))
+        silence.end()
+        answer = await asking
+        if asked == body:
+            assert answer.status_code == 200 and answer.text == first
+        else:
+            assert answer.status_code == 422 and answer.json()["error"]["code"] == "idempotency_key_reused"
+        await until(lambda: request.request_id in stack.peer.cancelled, "the second call to end")
+        await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="superseded"} 1.0')
+        again = await stack.client.post("/v1/completions", json=body, headers=KEY)
+        assert again.text == first and len(stack.peer.submitted) == 2
+        assert len(await stack.gateway.context.kept._records.entries()) == 1
+
+
+async def test_a_stream_that_was_not_the_first_under_its_key_ends_by_name(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has the beginning of another text than the first one's."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
+    async with second_call(nats_settings, checkpoint, monkeypatch, body) as (stack, silence, first):
+        reader = stack.read(headers=KEY)
+        request = await stack.next_request(1)
+        stack.peer.emit(request, 0, stack.ids("Four"))
+        await until(lambda: reader.text, "the first event")
+        silence.end()
+        await reader.end()
+        assert reader.text == "Four" and reader.error is not None
+        assert (reader.error["code"], reader.error["param"]) == ("conflict", KEY_HEADER)
+        again = await stack.client.post("/v1/completions", json=body, headers=KEY)
+        assert text_of(events_of(again.text)) == text_of(events_of(first)) == TEXT
+        assert request.request_id in stack.peer.cancelled and len(stack.peer.submitted) == 2

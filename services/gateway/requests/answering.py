@@ -26,7 +26,7 @@ from services.gateway.openai.schemas import (
 from services.gateway.requests.answers import ChunkWriter, Collector, Operation
 from services.gateway.requests.event_stream import EventStream, KeepAlive, first_deltas, keep_alive_of
 from services.gateway.requests.exchange import CLIENT_GONE_STATUS, ID_PREFIXES, ClientGone, Exchange
-from services.gateway.requests.kept_calls import STREAM_HEADER, AlreadyKept, Plan, Wish
+from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, AlreadyKept, Plan, Wish
 from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, Task, of_embedding, of_rerank, of_score
 from services.gateway.requests.prompts import fitted_prompts, prompts_in_time, texts_or_ids_of
 from services.gateway.requests.resuming import attach, seen_by
@@ -138,11 +138,15 @@ async def answered_once(
     """The result of `anew`, or of `again` for the call made earlier under the same idempotency key. Raises as
     `KeptCalls.claimed`."""
     record = await context.kept.claimed(wish)
-    if record is None:
-        try:
-            return await anew()
-        except AlreadyKept as kept:
-            record = kept.record
+    try:
+        return await (anew() if record is None else again(record))
+    except AlreadyKept as kept:
+        record = kept.record
+    except ApiError as error:
+        # Another call turned out to be first. What the client has of this one goes on in no other.
+        is_superseded = (error.status, error.param) == (409, KEY_HEADER)
+        if not is_superseded or wish is None or wish.has_events or (record := await context.kept.claimed(wish)) is None:
+            raise
     return await again(record)
 
 

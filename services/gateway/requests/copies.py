@@ -7,7 +7,8 @@ each other at once, the one with the lower id goes first, and the other waits fo
 gone is passed by. One that lives and does not answer may have such a call, so the new one is refused.
 
 Nobody knows a call of a key if its record was stored in the last moment before the election, its gateway died with the
-leader, and the copies that answer have not received it: then a client that tries again gets a second answer.
+leader, and the copies that answer have not received it: then a second call begins. It ends when JetStream tells of the first
+(`Kept.supersede`); a client gets a second answer only if it has ended before.
 """
 
 from __future__ import annotations

@@ -57,6 +57,12 @@ MAX_ENDED_BYTES = 32 * 1024 * 1024
 SILENCE_S = 1.0
 """Time that a call waits for JetStream: a leader that is there answers sooner, and an election takes seconds."""
 
+SUPERSEDED = (
+    f"Another call was first under this {KEY_HEADER}, so this one has ended: without Last-Event-ID the request gets the "
+    "other one's answer."
+)
+"""What the readers of a call are told that began while it could not be known whether it is the first under its key."""
+
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _CALL_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _NO_OUTPUT = TokenEntry(request_id="", epoch=0, offset=0, tokens=b"")
@@ -110,9 +116,10 @@ class AlreadyKept(Exception):
 class Kept:
     """A call of which this gateway has the streams. It listens to them as its readers do, and so keeps them open."""
 
-    def __init__(self, calls: KeptCalls, record: KeptCall) -> None:
-        """It has one reader."""
+    def __init__(self, calls: KeptCalls, record: KeptCall, earlier: str | None = None) -> None:
+        """It has one reader. `earlier`: mark of whom it is taken over from; None: it is new."""
         self.record = record
+        self.earlier = earlier
         self.num_readers = 1
         self.is_elsewhere = False
         """Another gateway has it too: it is left to that one in the end."""
@@ -121,6 +128,8 @@ class Kept:
         self._calls = calls
         self._streams: list[Stream | None] = []
         self._is_over = False
+        self._why_ended: ErrorInfo | None = None
+        """What its readers are told, where it was ended before its end."""
         self._timer: asyncio.Task[None] | None = None
         self.writing: asyncio.Task[Exception | None] | None = None
         """Its first record is being stored, perhaps while it runs: its outcome."""
@@ -128,6 +137,9 @@ class Kept:
     def hold(self, generation: Generation) -> None:
         """Holds the generation from now on, since its streams are open."""
         self._streams = [choice.stream for choice in generation.choices]
+        if self._why_ended is not None:  # while it was being placed
+            self._fail(self._why_ended)
+            return
         for stream in filter(None, self._streams):
             stream.is_kept = True
             stream.listeners.append(self._on_news)
@@ -168,15 +180,26 @@ class Kept:
         """Drops a call that was not placed or has failed: the next attempt starts afresh, unless an
         election lasts."""
         self.release()
-        await asyncio.wait({self._calls.tasks.start(self._calls.forget(self, "failed"))}, timeout=SILENCE_S)
+        await asyncio.wait({self._calls.forget(self, "failed")}, timeout=SILENCE_S)
 
     def cancel(self) -> None:
         """Cancels the call and tells its readers."""
+        self._end(ErrorInfo(ErrorCode.CANCELLED, "The request was cancelled."), "cancelled")
+
+    def supersede(self) -> None:
+        """Ends the call, as its idempotency key stands for another one, and tells its readers."""
+        self._end(ErrorInfo(ErrorCode.CONFLICT, SUPERSEDED, KEY_HEADER), "superseded")
+
+    def _end(self, why: ErrorInfo, outcome: str) -> None:
         self.release()
+        self._why_ended = why
+        self._fail(why)
+        self._calls.forget(self, outcome)
+
+    def _fail(self, why: ErrorInfo) -> None:
         for stream in filter(None, self._streams):
             if stream.is_open:
-                self._calls.table.fail(stream, ErrorCode.CANCELLED, "The request was cancelled.")
-        self._calls.tasks.start(self._calls.forget(self, "cancelled"))
+                self._calls.table.fail(stream, why.code, why.message, why.param)
 
     async def _give_up_later(self) -> None:
         await asyncio.sleep(self.record.window_s)
@@ -194,7 +217,7 @@ class Kept:
         if self.is_elsewhere:
             self._calls.let_go(self)
         else:
-            self._calls.tasks.start(self._calls.forget(self, "given_up"))
+            self._calls.forget(self, "given_up")
 
     def _on_news(self) -> None:
         if self._is_over:
@@ -202,7 +225,7 @@ class Kept:
         streams = list(filter(None, self._streams))
         if any(stream.failure is not None for stream in streams):
             self._close()
-            self._calls.tasks.start(self._calls.forget(self, "failed"))
+            self._calls.forget(self, "failed")
         elif all(stream.is_enough or stream.finish_reason in _WELL_ENDED for stream in streams):
             outputs = [_NO_OUTPUT if stream is None else _whole(stream) for stream in self._streams]
             self._close()
@@ -234,6 +257,11 @@ def _gone() -> ApiError:
         f"long over. Without {EVENT_HEADER} the request is made anew."
     )
     return ApiError(404, message, param=EVENT_HEADER, code="stream_not_found")
+
+
+def _new_mark() -> str:
+    """Mark of a new holder of a call."""
+    return uuid.uuid4().hex
 
 
 def _num_bytes(record: KeptCall) -> int:
@@ -441,6 +469,7 @@ class KeptCalls:
             claim=wish.claim,
             digest=wish.digest,
             expires_s=record.arrived_s + record.template.timeout_s + self._settings.resume_s,
+            holder=_new_mark(),
         )
         num_bytes = len(msgspec.msgpack.encode(record))
         if num_bytes > MAX_RECORD_BYTES and not wish.asked_by:
@@ -453,7 +482,7 @@ class KeptCalls:
             )
             raise invalid(wish.asked_by.removeprefix("the header "), message, "too_large_to_keep")
         kept = Kept(self, record)
-        kept.writing = self.tasks.start(self._begin_record(record))
+        kept.writing = self.tasks.start(self._begin_record(kept))
         is_spread = False
         try:
             await asyncio.wait({kept.writing}, timeout=SILENCE_S)
@@ -468,7 +497,7 @@ class KeptCalls:
             kept.writing.cancel()
             if is_spread:
                 self._copies.drop(record.call_id)
-            self.tasks.start(self._purge(record))
+            self.tasks.start(self._purge(kept))
             raise
         if kept.writing.done() and (failure := kept.writing.result()) is not None:
             if not wish.asked_by:
@@ -494,18 +523,40 @@ class KeptCalls:
         finally:
             self._metrics.copied_records.labels(outcome).inc()
 
-    async def _begin_record(self, record: KeptCall) -> Exception | None:
-        """Stores the record and its claim. What came of it: `AlreadyKept`, `ApiError`, `BusError`."""
+    async def _begin_record(self, kept: Kept) -> Exception | None:
+        """Stores the record and its claim. What came of it: `AlreadyKept`, `ApiError`, `BusError`; the first two end the
+        call."""
+        record = kept.record
 
         async def write() -> None:
-            with suppress(RevisionConflict):  # an earlier try was stored
-                await self._records.create(record.call_id, record)
+            await self._hold(record, kept.earlier)
             await self._claim(record)
 
         failure = await self._patiently(record.call_id, write)
-        if isinstance(failure, AlreadyKept | ApiError):
-            self.tasks.start(self._purge(record))
+        if not isinstance(failure, AlreadyKept | ApiError):
+            return failure
+        if self._here.get(record.call_id) is kept:
+            kept.writing = None
+            kept.supersede()
+        else:
+            self.tasks.start(self._purge(kept))
         return failure
+
+    async def _hold(self, record: KeptCall, earlier: str | None) -> None:
+        """Stores the record, in place of the one that is `earlier`'s. It stays as it is where an earlier try has stored it,
+        where it was taken over since, and where the call has ended."""
+        while True:
+            with suppress(RevisionConflict):
+                await self._records.create(record.call_id, record)
+                return
+            stored = await self._records.get(record.call_id)
+            if stored is None:
+                continue
+            if stored.value.holder != earlier or stored.value.outputs:
+                return
+            with suppress(RevisionConflict):
+                await self._records.update(record.call_id, record, stored.revision)
+                return
 
     async def _end_record(self, record: KeptCall, *, is_claimed: bool) -> Exception | None:
         """Stores the record with its output, as `_begin_record`."""
@@ -526,7 +577,8 @@ class KeptCalls:
             return error
 
     async def _claim(self, record: KeptCall) -> None:
-        """Nothing to do where the client gave no key. Raises `AlreadyKept`, `ApiError` 422, `BusError`."""
+        """Stores the claim, though it is there: whoever saw it before is not to remove it. Nothing to do where the client
+        gave no key. Raises `AlreadyKept`, `ApiError` 422, `BusError`."""
         if not record.claim:
             return
         claim = IdempotencyClaim(record.call_id, record.digest)
@@ -538,28 +590,35 @@ class KeptCalls:
             entry = await self._claims.get(record.claim)
             if entry is None:
                 continue
-            if entry.value == claim:
-                return
-            if (first := await self._of_claim(entry.value, Wish(claim=record.claim, digest=record.digest))) is not None:
-                raise AlreadyKept(first)
+            if entry.value != claim:
+                first = await self._of_claim(entry.value, Wish(claim=record.claim, digest=record.digest))
+                if first is not None:
+                    raise AlreadyKept(first)
             with suppress(RevisionConflict):
                 await self._claims.update(record.claim, claim, entry.revision)
                 return
         message = f"Others use the same {KEY_HEADER} at the same time."
         raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message, KEY_HEADER))
 
-    async def _purge(self, record: KeptCall) -> None:
+    async def _purge(self, kept: Kept) -> None:
         """Removes the record and its claim, though JetStream elects: who tries again is not to find a call that is over.
-        One that was taken up again meanwhile stays."""
-        call_id = record.call_id
+        One that was taken up again meanwhile stays, and one that has ended well elsewhere.
+
+        Whoever takes it up stores first the record, with another mark, and then the claim, though both are there. So where
+        the record has no other mark, nobody has stored the claim that was seen before it; one that is stored later stays."""
+        call_id, key, marks = kept.record.call_id, kept.record.claim, (kept.record.holder, kept.earlier)
 
         async def purge() -> None:
             if call_id not in self._leaving:
                 return
-            claim = await self._claims.get(record.claim) if record.claim else None
+            claim = await self._claims.get(key) if key else None
+            stored = await self._records.get(call_id)
+            if stored is not None:
+                is_own = stored.value.holder in marks and not stored.value.outputs
+                if not is_own or not await self._records.purge_revision(call_id, stored.revision):
+                    return
             if claim is not None and claim.value.call_id == call_id:
-                await self._claims.purge(record.claim)
-            await self._records.purge(call_id)
+                await self._claims.purge_revision(key, claim.revision)
 
         self._leaving.add(call_id)
         await self._patiently(call_id, purge)  # it expires where that fails
@@ -582,9 +641,9 @@ class KeptCalls:
                 raise
             return kept
         self._leaving.discard(record.call_id)
-        kept = self._here[record.call_id] = Kept(self, record)
-        if self._copies.find(record.call_id) is not None:  # whoever has it stored it, or is gone
-            kept.writing = self.tasks.start(self._begin_record(record))
+        kept = Kept(self, msgspec.structs.replace(record, holder=_new_mark()), earlier=record.holder)
+        self._here[record.call_id] = kept
+        kept.writing = self.tasks.start(self._begin_record(kept))
         self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id))
         try:
             await generation.attach(())
@@ -617,21 +676,27 @@ class KeptCalls:
         kept.record = msgspec.structs.replace(kept.record, outputs=outputs, expires_s=expires_s)
         outcome = "stored"
         # What is still being written must not take the place of what comes now.
-        is_claimed = kept.writing is None or not kept.writing.cancel()
+        is_claimed = kept.writing is not None and not kept.writing.cancel() and kept.writing.result() is None
         if len(msgspec.msgpack.encode(kept.record)) > MAX_RECORD_BYTES:
             outcome = "too_large"  # for as long as the instance has it, it may be had
-        elif isinstance(await self._end_record(kept.record, is_claimed=is_claimed), BusError):
+        elif isinstance(failure := await self._end_record(kept.record, is_claimed=is_claimed), BusError):
             outcome = "failed"
+        elif failure is not None:
+            outcome = "superseded"  # its readers have all of it; the key stands for another one
         self._metrics.kept_call_ends.labels(outcome).inc()
-        self._remember_ended(kept.record)
+        if outcome != "superseded":
+            self._remember_ended(kept.record)
         self.let_go(kept)
 
-    async def forget(self, kept: Kept, outcome: str) -> None:
-        """Nobody can have the call any more."""
+    def forget(self, kept: Kept, outcome: str) -> asyncio.Task[None]:
+        """Nobody can have the call any more, from now on here, and everywhere when the task has ended."""
         self.let_go(kept)
         if kept.is_copied or self._copies.find(kept.record.call_id) is not None:
             self._copies.drop(kept.record.call_id)
-        await self._purge(kept.record)
+        return self.tasks.start(self._forget(kept, outcome))
+
+    async def _forget(self, kept: Kept, outcome: str) -> None:
+        await self._purge(kept)
         self._metrics.kept_call_ends.labels(outcome).inc()
 
     async def remove(self, call_id: str) -> None:

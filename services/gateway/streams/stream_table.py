@@ -169,8 +169,8 @@ class StreamTable:
         self._forget(stream)
         stream.on_news()
 
-    def fail(self, stream: Stream, code: ErrorCode, message: str) -> None:
-        stream.failure = ErrorInfo(code, message)
+    def fail(self, stream: Stream, code: ErrorCode, message: str, param: str = "") -> None:
+        stream.failure = ErrorInfo(code, message, param)
         self.close(stream)
         stream.on_news()
 
