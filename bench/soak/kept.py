@@ -112,7 +112,8 @@ class _HangUp(Exception):
 
 
 async def resumed(traffic: Traffic, random_: random.Random) -> str:
-    """A stream that its client leaves, and goes on with at the next gateway, by `Last-Event-ID`."""
+    """A stream that its client leaves, and goes on with at the next gateway, by `Last-Event-ID`. Its text is that of the
+    same request in one piece."""
     prompt = [3 + random_.randrange(200) for _ in range(30)]
     key, stream, begun_s, may_have_failed = _key(random_), Stream(prompt), time.monotonic(), False
     leave_after = [random_.randrange(1, RESUMED_TOKENS) for _ in range(HANG_UPS)]
@@ -149,4 +150,13 @@ async def resumed(traffic: Traffic, random_: random.Random) -> str:
         raise FaultError(
             f"{stream.num_tokens} tokens of {RESUMED_TOKENS}, ends {stream.finish_reasons}, error {stream.error}"
         )
+    if stream.text != (text := await _in_one_piece(traffic, prompt, random_)):
+        raise FaultError(f"a stream over several connections says {stream.text!r}, the same in one piece {text!r}")
     return "answered"
+
+
+async def _in_one_piece(traffic: Traffic, prompt: list[int], random_: random.Random) -> str:
+    """The text of the same greedy output, generated anew."""
+    body = {"model": "llama", "prompt": prompt, "max_tokens": RESUMED_TOKENS, "temperature": 0, "ignore_eos": True}
+    found = await patiently(traffic, "POST", "/v1/completions", random_, json=body)
+    return str(found["choices"][0]["text"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,11 +13,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 import httpx
 import pytest
 
 from bench.soak.__main__ import page, run
+from bench.soak.kept import RESUMED_TOKENS, resumed
 from bench.soak.kinds import KINDS
 from bench.soak.traffic import FaultError, RefusedError, Traffic
 from bench.soak.usage import (
@@ -130,6 +133,35 @@ class TestTraffic:
                 cut("http://b")
         with traffic.window(), pytest.raises(FaultError):
             cut("http://a")
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_a_resumed_stream_is_compared_with_one_in_one_piece(is_wrong: bool) -> None:
+    words = [f"{number} " for number in range(RESUMED_TOKENS)]
+    connections = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not json.loads(request.content).get("stream"):
+            return httpx.Response(200, json={"choices": [{"text": "".join(words[is_wrong:])}]})
+        connections.append(request.url.host)
+        chunks = [
+            {
+                "event_id": str(number),
+                "choices": [{"text": word, "finish_reason": "length" if word == words[-1] else None}],
+                "usage": {"completion_tokens": number + 1},
+            }
+            for number, word in enumerate(words)
+        ]
+        rest = chunks[int(request.headers["last-event-id"] or -1) + 1 :]
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in rest]
+        return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        traffic = Traffic(["http://a", "http://b"], client, {"resumed": resumed})
+        await traffic.one("resumed", Random(1))
+    assert {"a", "b"} == set(connections)
+    assert traffic.counts == {("resumed", "fault" if is_wrong else "answered"): 1}, traffic.faults
+    assert traffic.num_faults == is_wrong
 
 
 def test_a_trend_is_that_of_the_second_half_of_a_long_run() -> None:
