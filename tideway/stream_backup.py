@@ -40,6 +40,9 @@ CHUNK_BYTES = 128 << 10
 TIME_FORMAT = "%Y-%m-%dT%H-%M-%SZ"
 PARTIAL = ".part"
 
+_NAME_IN_USE = 10130
+"""JetStream's error code where a stream that is to be restored is there, or is being restored."""
+
 PERMISSIONS: dict[str, Any] = {
     "publish": {
         "allow": [
@@ -174,20 +177,29 @@ async def _call(client: Client, subject: str, body: bytes) -> dict[str, Any]:
 async def _begin_restore(client: Client, name: str, described: dict[str, Any]) -> str:
     """Begins to restore a stream; returns the subject for its snapshot.
 
-    A cluster that misses a server refuses, or does not answer: it is asked again.
+    A cluster that misses a server refuses, or does not answer: it is asked again. It may have taken what it does not answer
+    yet, and then finds the name taken by that: the late answer counts.
     """
     deadline = time.monotonic() + PATIENCE_S
     subject, body = f"{API}.RESTORE.{name}", json.dumps(described).encode()
-    told = "it does not answer"
+    told, is_answer_due, inbox = "it does not answer", False, client.new_inbox()
+    answers = await client.subscribe(inbox)
     while time.monotonic() < deadline:
+        await client.publish(subject, body, reply=inbox)
         try:
-            reply = json.loads((await client.request(subject, body, timeout=RESTORE_TIMEOUT_S)).data)
+            answer = await answers.next_msg(timeout=RESTORE_TIMEOUT_S)
         except nats.errors.TimeoutError:
+            is_answer_due = True
             continue
+        if not answer.data:
+            raise nats.errors.NoRespondersError
+        reply = json.loads(answer.data)
         if "error" not in reply:
+            await answers.unsubscribe()
             return str(reply["deliver_subject"])
         error = APIError(**reply["error"])
-        if not is_temporary(error):
+        is_own = is_answer_due and error.err_code == _NAME_IN_USE
+        if not is_own and not is_temporary(error):
             raise OperatorError(f"NATS refuses {subject}: {error.description}.")
         told = str(error.description)
         await asyncio.sleep(RETRY_S)

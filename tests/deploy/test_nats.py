@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import nats
 import pytest
+from nats.aio.msg import Msg
 
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import FILE_CONTENTS, MODELS
@@ -18,6 +21,7 @@ from shared.messages.cluster import ModelSpec
 from shared.runtime.settings import BusSettings
 from tests.conftest import free_port
 from tests.deploy.nats_servers import Servers, make_certificates
+from tideway import stream_backup
 from tideway.data_folder import OperatorError
 from tideway.preflight import nats_server_binary
 from tideway.stream_backup import backup_streams, make_backup, restore_backup
@@ -171,6 +175,38 @@ async def test_others_may_make_no_backup(one: Servers, tmp_path: Path) -> None:
         await asyncio.to_thread(make_backup, BusSettings(nats_url="nats://127.0.0.1:9"), tmp_path / "backups")
     with pytest.raises(OperatorError, match="is no backup"):
         restore_backup(one.settings("backup"), tmp_path)
+
+
+async def test_a_restore_that_is_answered_late_is_begun_once(
+    nats_settings: BusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster whose leader waits for other servers answers late, and finds the name taken when it is asked again."""
+    monkeypatch.setattr(stream_backup, "API", "restores")
+    monkeypatch.setattr(stream_backup, "RESTORE_TIMEOUT_S", 0.2)
+    (tmp_path / "KV_tideway_models.json").write_text('{"config": {}, "state": {}}')
+    (tmp_path / "KV_tideway_models.snapshot").write_bytes(b"snapshot")
+    taken = {"error": {"code": 400, "err_code": 10130, "description": "stream name already in use, cannot restore"}}
+    client = await nats.connect(nats_settings.nats_url)
+    asked: list[str] = []
+    chunks: list[bytes] = []
+
+    async def on_restore(request: Msg) -> None:
+        asked.append(request.reply)
+        if len(asked) > 1:
+            await client.publish(request.reply, json.dumps(taken).encode())
+        if len(asked) == 3:
+            await client.publish(asked[0], json.dumps({"deliver_subject": "chunks"}).encode())
+
+    async def on_chunk(chunk: Msg) -> None:
+        chunks.append(chunk.data)
+        await chunk.respond(b"{}")
+
+    await client.subscribe("restores.RESTORE.*", cb=on_restore)
+    await client.subscribe("chunks", cb=on_chunk)
+    await client.flush()
+    assert await asyncio.to_thread(restore_backup, nats_settings, tmp_path) == ["KV_tideway_models"]
+    assert chunks == [b"snapshot", b""]
+    await client.close()
 
 
 def test_the_newest_backups_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
