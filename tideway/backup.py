@@ -32,7 +32,7 @@ def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     data = DataFolder(data_dir)
     if not (data.path / KEPT[0]).is_dir():
         raise OperatorError(f"{data.path} is not a data folder of Tideway; name one with --data-dir.")
-    data.acquire()
+    data.acquire(", and back it up then")
     # Under another name until it is whole.
     partial = archive.with_name(archive.name + ".part")
     try:
@@ -58,7 +58,7 @@ def restore(archive: Archive, data_dir: NewDataDir = DEFAULT_DATA_DIR) -> None:
     """Restore a backup into a new data folder."""
     data = DataFolder(data_dir)
     data.prepare()
-    data.acquire()
+    data.acquire(", or restore into another --data-dir")
     beside = data.path / "restoring"
     try:
         if there := [name for name in KEPT if (data.path / name).exists()]:

@@ -25,6 +25,8 @@ from shared.runtime.files import write_whole
 LOCK_ATTEMPTS = 3
 LOCK_RETRY_S = 0.05
 """A `status` that looks at the lock holds it for a moment."""
+START_APART = ", or start a second one with another --data-dir and --port"
+"""What else there is for whoever starts Tideway where it runs."""
 
 
 class OperatorError(Exception):
@@ -80,8 +82,8 @@ class DataFolder:
 
     # ------------------------------------------------------------------------------------------------------ lock
 
-    def acquire(self) -> None:
-        """Held until this process ends."""
+    def acquire(self, advice: str = START_APART) -> None:
+        """Held until this process ends. Raises `OperatorError` where another process has it; `advice`: what to do then."""
         lock_file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
         for attempt in range(LOCK_ATTEMPTS):
             try:
@@ -92,7 +94,7 @@ class DataFolder:
                     time.sleep(LOCK_RETRY_S)
         else:
             os.close(lock_file)
-            raise self._taken()
+            raise self._taken(advice)
         os.ftruncate(lock_file, 0)
         os.write(lock_file, str(os.getpid()).encode())
         self._lock_file = lock_file
@@ -100,14 +102,14 @@ class DataFolder:
     def check_free(self) -> None:
         """Raises `OperatorError` where a supervisor runs on this folder."""
         if self.holder_pid() is not None:
-            raise self._taken()
+            raise self._taken(START_APART)
 
-    def _taken(self) -> OperatorError:
+    def _taken(self, advice: str) -> OperatorError:
         state = self.read_state()
         where = f" on {state.address}" if state else ""
         return OperatorError(
             f"Tideway runs here already{where} (process {self.holder_pid() or 'unknown'}). Stop it with `tideway down`"
-            " (make down), or start a second one with another --data-dir and --port."
+            f" (make down){advice}."
         )
 
     def release(self) -> None:

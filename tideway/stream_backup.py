@@ -65,7 +65,11 @@ def backup_streams(
     folder: Backups,
     keep: Annotated[int, typer.Option(min=1, help="Number of newest backups to keep.")] = 7,
 ) -> None:
-    """Back up JetStream's streams on disk from a running NATS (TIDEWAY_NATS_URL, user `backup`)."""
+    """Back up JetStream's streams on disk from a running NATS.
+
+    TIDEWAY_NATS_URL says where it is; TIDEWAY_NATS_USER and TIDEWAY_NATS_PASSWORD are those of a user with the rights of
+    `backup`, if NATS has users. The NATS of `tideway up` has no such user: stop it, and use `tideway backup`.
+    """
     made = make_backup(load(BusSettings), folder)
     for old in sorted(_backups(folder))[:-keep]:
         shutil.rmtree(old)
@@ -76,7 +80,10 @@ def backup_streams(
 def restore_streams(
     backup: Annotated[Path, typer.Argument(help="Backup to restore: a folder named after its time.")],
 ) -> None:
-    """Restore JetStream's streams from a backup, with TIDEWAY_NATS_REPLICAS copies, into a NATS that has none of them."""
+    """Restore JetStream's streams from a backup, with TIDEWAY_NATS_REPLICAS copies, into a NATS that has none of them.
+
+    TIDEWAY_NATS_URL says where it is; TIDEWAY_NATS_USER and TIDEWAY_NATS_PASSWORD are as for `tideway backup-streams`.
+    """
     names = restore_backup(load(BusSettings), backup)
     print(f"{len(names)} streams are as in {backup}.")
 
@@ -153,7 +160,7 @@ async def _connected(settings: BusSettings) -> AsyncIterator[Client]:
             reconnect_time_wait=1,
         )
     except (OSError, nats.errors.Error) as error:
-        raise OperatorError(f"NATS at {settings.nats_url} cannot be reached: {error}.") from None
+        raise OperatorError(f"NATS at {settings.nats_url} cannot be reached (TIDEWAY_NATS_URL): {error}.") from None
     try:
         yield client
     except asyncio.CancelledError:

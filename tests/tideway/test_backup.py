@@ -29,7 +29,7 @@ async def test_what_was_kept_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
     old, new, archive = tmp_path / "old", tmp_path / "new", tmp_path / "backup.tar"
     run = Run(old)
     await run.until_ready()
-    with pytest.raises(OperatorError, match="runs here already"):
+    with pytest.raises(OperatorError, match=r"runs here already.*`tideway down`.*, and back it up then\.$"):
         backup(archive, old)
     bus = await connect(run, "gateway")
     await (await bus.object_store(FILE_CONTENTS)).put("file-1", CONTENT)
