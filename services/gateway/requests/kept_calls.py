@@ -3,10 +3,10 @@ given up.
 
 A call is kept where its client asks for it (`X-Resume-Window`, `Idempotency-Key`), and where it may be had by its id anyway
 (a stored response's stream). Its record is written before it is placed (while JetStream elects a leader, the other gateways
-get it: `copies`) and again, with all output, when it has ended; until
-then its tokens are with the instance that makes them (services/worker/instance/output_log.py). Whoever resumes it makes the
-answer again from its first token, since text, stop strings and calls of tools depend on all before, and shows what comes
-after the client's position.
+get it: `copies`), by each gateway that takes it up, and again, with all output, when it has ended; until then its tokens are
+with the instance that makes them (services/worker/instance/output_log.py). Whoever resumes it makes the answer again from
+its first token, since text, stop strings and calls of tools depend on all before, and shows what comes after the client's
+position.
 """
 
 from __future__ import annotations
