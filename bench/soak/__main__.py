@@ -33,7 +33,7 @@ from tests.worker.pooling_checkpoints import write_pooling_checkpoint
 WARM_UP_SHARE, MAX_WARM_UP_S = 0.2, 120.0
 NUM_SAMPLES = 60
 FAULTS_SHARE = 0.5
-"""Of the time after the warm-up. Then processes live long enough to show whether they grow."""
+"""Share of the time after the warm-up that has faults. Then processes live long enough to show whether they grow."""
 TIMEOUT_S = 240.0
 KV_DISK_BYTES = 64 << 20
 HEADERS = {"authorization": f"Bearer {KEY}"}
