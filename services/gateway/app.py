@@ -461,7 +461,7 @@ class _RequestIds:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 if ignored := scope["state"].get("ignored_fields"):
-                    headers[IGNORED_HEADER] = ignored
+                    headers[IGNORED_HEADER] = ", ".join(ignored)
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -124,7 +124,7 @@ class GatewayMetrics:
         self.structured_requests = counter(
             "structured_requests", "Requests whose output follows a grammar, by what asks for it", "model", "kind"
         )
-        self.ignored_fields = counter("ignored_fields", "Fields of requests that nobody knows and that had no effect")
+        self.ignored_fields = counter("ignored_fields", "Fields of requests and keywords of schemas that had no effect")
         self.kept_calls = gauge("kept_calls", "Calls here that may be resumed and have not ended")
         self.background_responses = gauge(
             "background_responses", "Responses in the background that are being made here"

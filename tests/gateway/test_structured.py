@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from prometheus_client import CollectorRegistry
 
 from services.gateway.http.errors import ApiError
+from services.gateway.http.ignored_fields import IGNORED_HEADER
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import structured
 from services.gateway.openai.schemas import MAX_STRUCTURED_CHOICES, CompletionRequest
@@ -100,20 +101,28 @@ async def test_lines_of_batches_have_forms_too(stack: Stack) -> None:
     assert refused["custom_id"] == "id-2" and "strng" in refused["response"]["body"]["error"]["message"]
 
 
+JSON_SCHEMA = "response_format.json_schema.schema"
+EITHER = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    (json_schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
-    (json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "response_format.json_schema.schema", "anyOf"),
-    (json_schema({"const": 2**53 + 1}), "response_format.json_schema.schema", "2^53"),
+    (json_schema({"type": "array", "uniqueItems": True}, strict=True), JSON_SCHEMA, "'uniqueItems': it cannot be"),
+    (json_schema({"items": EITHER}, strict=True), JSON_SCHEMA, "'items.oneOf': it cannot be shown"),
+    (json_schema({"const": 2**53 + 1}, strict=True), JSON_SCHEMA, "2^53"),
+    (
+        json_schema({"properties": {"a": {"pattern": "(?=a)"}}}, strict=True),
+        JSON_SCHEMA,
+        "'properties.a.pattern': look",
+    ),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "'uniqueItems'"),
     (
         {"response_format": {"type": "json_object", "schema": {"not": {"pattern": "(?=a)"}}}},
         "response_format.schema",
         "not",
     ),
-    (json_schema({"type": "strng"}), "response_format.json_schema.schema", "strng"),
-    (json_schema({"$ref": "#/$defs/gone"}), "response_format.json_schema.schema", "gone"),
+    (json_schema({"type": "strng"}), JSON_SCHEMA, "strng"),
+    (json_schema({"$ref": "#/$defs/gone"}), JSON_SCHEMA, "gone"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
-    (json_schema({"$ref": "#"}), "response_format.json_schema.schema", "no text follows"),
+    (json_schema({"$ref": "#"}), JSON_SCHEMA, "no text follows"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
     ({"guided_regex": r"[^\s\S]"}, "guided_regex", "no text follows"),
     ({"guided_grammar": "start: start"}, "guided_grammar", "no text follows"),
@@ -198,10 +207,22 @@ def test_a_grammars_size_is_in_bytes() -> None:
     assert Grammar("\u6f6e", "choice", "guided_choice").num_bytes == 3
 
 
-async def test_a_lenient_schema_leaves_out_what_cannot_be_enforced(stack: Stack) -> None:
-    stack.say("[1]")
-    body = json_schema({"type": "array", "uniqueItems": True}, strict=False)
-    assert (await stack.post("/v1/chat/completions", messages=HI, **body)).status_code == 200
+@pytest.mark.parametrize("strict", [None, False])
+async def test_unless_strict_is_true_what_cannot_be_enforced_is_left_out_and_named(
+    stack: Stack, strict: bool | None
+) -> None:
+    stack.say('{"a": ["x"]}')
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"a": tags}, "required": ["a"], "additionalProperties": False}
+    more = {} if strict is None else {"strict": strict}
+    answer = await stack.post(CHATS, messages=HI, other=1, **json_schema(schema, **more))
+    named = "response_format.json_schema.schema.properties.a.uniqueItems"
+    assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, f"other, {named}"), answer.text
+    grammar = stack.peer.submitted[-1].sampling.grammar
+    assert follows(stack, grammar, '{"a": ["x", "x"]}') and not follows(stack, grammar, '{"a": [1]}')
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema, **more}}
+    answer = await stack.post("/v1/responses", input="Hi", text=text)
+    assert answer.headers[IGNORED_HEADER] == "text.format.schema.properties.a.uniqueItems"
 
 
 async def test_a_structured_answer_is_streamed(stack: Stack) -> None:

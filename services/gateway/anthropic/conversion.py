@@ -95,7 +95,7 @@ def _generation(request: MessageRequest) -> dict[str, Any]:
         "reasoning_effort": effort,
         "response_format": None
         if wanted is None
-        else {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}},
+        else {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema, "strict": True}},
     }
 
 

@@ -26,7 +26,7 @@ class BodyRoom:
     """Bytes that request bodies may take: one alone, and all that are being read."""
 
     def __init__(self, max_body_bytes: int, max_total_bytes: int, ignored_fields: IgnoredFields | None = None) -> None:
-        """`ignored_fields`: who tells of fields that nobody knows; None: nobody does."""
+        """`ignored_fields`: who tells of what has no effect; None: nobody does."""
         self.ignored_fields = ignored_fields
         self.max_body_bytes = max_body_bytes
         self._max_total_bytes = max_total_bytes
@@ -96,7 +96,7 @@ def _decoded(request: Request, decoder: msgspec.json.Decoder[T], body: bytes | b
     message = decode(decoder, body)
     kind = type(message)
     if room.ignored_fields is not None and issubclass(kind, msgspec.Struct):
-        room.ignored_fields.note(request, kind, body)
+        room.ignored_fields.note_unknown(request, kind, body)
     return message
 
 

@@ -1,5 +1,5 @@
-"""Unknown request fields: they change nothing; the client learns of them from a header of the answer, the operator from one
-line in the log."""
+"""Request fields that nobody knows, and keywords of schemas that no grammar enforces: they change nothing; the client learns
+of them from a header of the answer, the operator from one line in the log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import get_type_hints
 
 import msgspec
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 IGNORED_HEADER = "x-tideway-ignored-fields"
 MAX_NAMED = 20
 """In one header."""
-MAX_NAME_CHARACTERS = 100
+MAX_NAME_CHARACTERS = 200
 MAX_LOGGED = 1000
 """Pairs of a field and a key; after so many nothing more is logged."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
 class IgnoredFields:
@@ -35,27 +35,31 @@ class IgnoredFields:
         self._metrics = metrics
         self._logged: set[tuple[bytes, str]] = set()
 
-    def note(self, request: Request, kind: type[msgspec.Struct], body: bytes | bytearray) -> None:
-        """`kind`: what `body` was decoded to. The header is set where the answer begins."""
+    def note_unknown(self, request: Request, kind: type[msgspec.Struct], body: bytes | bytearray) -> None:
+        """`kind`: what `body` was decoded to."""
         names = list(_unknown(kind, body.removeprefix(BYTE_ORDER_MARK), ""))
+        self._note(request, names, "the field '%s' is not known and has no effect", _known(kind))
+
+    def note_unenforced(self, request: Request, names: Sequence[str]) -> None:
+        """`names`: keywords of a schema, with their places."""
+        self._note(request, names, "the keyword '%s' cannot be enforced and has no effect", ())
+
+    def _note(self, request: Request, names: Sequence[str], words: str, known: Collection[str]) -> None:
+        """The header is set where the answer begins."""
         if not names:
             return
         self._metrics.ignored_fields.inc(len(names))
-        shown = [_UNSAFE.sub("?", name[:MAX_NAME_CHARACTERS]) for name in names[:MAX_NAMED]]
-        request.state.ignored_fields = ", ".join(shown)
+        before: list[str] = getattr(request.state, "ignored_fields", [])
+        shown = [_UNSAFE.sub("?", name[:MAX_NAME_CHARACTERS]) for name in names[: MAX_NAMED - len(before)]]
+        request.state.ignored_fields = before + shown
         # Whose key it is is not logged, and not kept in words.
         key = hashlib.sha256(repr((request.headers.get("authorization"), request.headers.get("x-api-key"))).encode())
         for name in shown:
             pair = (key.digest()[:8], name)
             if pair not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(pair)
-                meant = near(name, _known(kind))
-                logger.info(
-                    "%s: the field '%s' is not known and has no effect%s",
-                    request.url.path,
-                    name,
-                    f"; is '{meant}' meant?" if meant else "",
-                )
+                meant = near(name, known)
+                logger.info(f"%s: {words}%s", request.url.path, name, f"; is '{meant}' meant?" if meant else "")
 
 
 def _unknown(kind: type[msgspec.Struct], body: bytes | bytearray | msgspec.Raw, path: str) -> Iterator[str]:

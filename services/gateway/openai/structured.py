@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,8 +17,8 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.gateway.http.errors import invalid
-from services.gateway.openai.json_schemas.errors import SchemaError
 from services.gateway.openai.json_schemas.preparing import prepared
+from services.gateway.openai.json_schemas.shortfalls import SchemaError
 from services.gateway.openai.schemas import (
     MAX_NESTING,
     GenerationFields,
@@ -54,6 +54,8 @@ class Grammar:
     """The field that asks for it."""
     schema: dict[str, Any] | None = None
     """Schema, for a grammar of JSON, as llguidance takes it."""
+    left_out: tuple[str, ...] = ()
+    """Keywords of the client's schema, with their places, that it does not enforce."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,19 +63,21 @@ class Grammar:
         return len(self.text.encode())
 
 
-def json_grammar(schema: Any, param: str, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
-    """Grammar of values of a JSON schema. `param`: the field at fault where it cannot be had. `is_lenient`: keywords
-    that cannot be enforced are ignored. Raises `ApiError`."""
+def json_grammar(
+    schema: Any, param: str, left_out: list[str] | None = None, *, whitespace: str | None = None
+) -> dict[str, Any]:
+    """Grammar of values of a JSON schema. `param`: the field at fault where it cannot be had. `left_out`: takes the names
+    of keywords that cannot be enforced; None: such a schema is refused. Raises `ApiError`."""
     if len(msgspec.json.encode(schema)) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"'{param}' has more than {MAX_SCHEMA_BYTES} bytes.")
     spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     try:
-        schema = prepared(schema, is_lenient=is_lenient)
+        schema = prepared(schema, left_out)
     except SchemaError as error:
         raise invalid(param, f"'{param}' cannot be had: {error}.", "unsupported_value") from None
-    return {"json_schema": {**schema, "x-guidance": {**spacing, "lenient": is_lenient}}}
+    return {"json_schema": {**schema, "x-guidance": {**spacing, "lenient": left_out is not None}}}
 
 
 def lark_grammar(source: str) -> dict[str, Any]:
@@ -135,8 +139,9 @@ def _of_format(request: GenerationFields) -> Grammar | None:
             return encoded(json_grammar(schema, param), "json", param)
         case JsonSchemaFormat(json_schema):
             param = "response_format.json_schema.schema"
-            grammar = json_grammar(json_schema.schema, param, is_lenient=json_schema.strict is False)
-            return encoded(grammar, "json", param)
+            left_out: list[str] = []
+            grammar = json_grammar(json_schema.schema, param, None if json_schema.strict else left_out)
+            return replace(encoded(grammar, "json", param), left_out=tuple(left_out))
         case _:
             return None
 

@@ -208,6 +208,8 @@ async def begin(
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, exchange.request.headers, settings.request_timeout_s)
     exchange.identify(message.model, message, options)
+    if options.grammar is not None:
+        exchange.note_unenforced(options.grammar)
     exchange.note_state(spec.name)
     texts_or_ids = texts_or_ids_of(message)
     limit = min(MAX_SEQUENCES, settings.max_in_flight)

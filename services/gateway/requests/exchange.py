@@ -23,6 +23,7 @@ from services.gateway.models.catalog import READY
 from services.gateway.models.routes import Routed
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import GenerationFields
+from services.gateway.openai.structured import Grammar
 from services.gateway.requests.answers import Collector, Operation
 from services.gateway.requests.kept_calls import STREAM_HEADER, Kept, Plan, Wish
 from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, pooled_body
@@ -346,6 +347,8 @@ class Exchange(Call):
         self.ticket: Ticket | None = None
         self.is_client_gone = False
         self.request = request
+        self.field_names: Mapping[str, str] = {}
+        """Names of fields to this client, by what they are called in a chat."""
         self._has_ended = False
         self._watch: asyncio.Task[None] | None = None
 
@@ -364,6 +367,12 @@ class Exchange(Call):
         super().identify(model, request, options)
         self.span.update_name(f"{self.operation} {model}")
         self.context.metrics.in_flight.labels(self.request_class.value).inc()
+
+    def note_unenforced(self, grammar: Grammar) -> None:
+        """Has the client told which keywords of its schema have no effect."""
+        param = self.field_names.get(grammar.param, grammar.param)
+        if (noted := self.context.bodies.ignored_fields) is not None:
+            noted.note_unenforced(self.request, [f"{param}.{keyword}" for keyword in grammar.left_out])
 
     def resume(self, record: KeptCall) -> None:
         if self.metrics is None:

@@ -32,7 +32,7 @@ from services.gateway.streams.generation import Prompt
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 REFERENCE = "item_reference"
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -249,9 +249,9 @@ def opened_response(
 
 def renamed(error: ApiError) -> ApiError:
     """The error that a chat was refused with, with the field as it is called here."""
-    if error.param in _NAMES:
-        error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
-        error.param = _NAMES[error.param]
+    if error.param in NAMES:
+        error.message = error.message.replace(f"'{error.param}'", f"'{NAMES[error.param]}'")
+        error.param = NAMES[error.param]
     return error
 
 

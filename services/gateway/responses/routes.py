@@ -31,6 +31,7 @@ from services.gateway.requests.prompts import num_prompt_tokens
 from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
 from services.gateway.responses.compaction import compacted, summing_up
 from services.gateway.responses.conversion import (
+    NAMES,
     chat_request,
     items_of,
     opened_response,
@@ -78,6 +79,7 @@ async def create_response(context: GatewayContext, request: Request) -> Response
 async def _create(exchange: Exchange) -> Response | KeptCall:
     """A call: one in the background whose events are wanted."""
     context, key = exchange.context, exchange.authenticate()
+    exchange.field_names = NAMES
     message = await read_message(exchange.request, _REQUEST, context.bodies)
     items = await _conversation(context, message, key.tenant)
     message.tools = tools_of(message, items)

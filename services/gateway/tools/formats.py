@@ -145,7 +145,7 @@ class ToolFormat:
 
 
 def _json_of(schema: dict[str, Any], function: FunctionDefinition) -> str:
-    return json.dumps(json_grammar(schema, "tools", is_lenient=not function.strict)["json_schema"])
+    return json.dumps(json_grammar(schema, "tools", None if function.strict else [])["json_schema"])
 
 
 def _json_value(own: Any, schema: dict[str, Any], function: FunctionDefinition) -> str:

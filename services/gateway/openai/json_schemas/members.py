@@ -9,7 +9,7 @@ from typing import Any
 
 from services.gateway.openai.json_schemas.keywords import ASSERTIONS, KNOWN_FORMATS
 from services.gateway.openai.json_schemas.negation import Negation
-from services.gateway.openai.json_schemas.patterns import finds_nothing
+from services.gateway.openai.json_schemas.patterns import finds_nothing, looks_around
 
 MAX_SETS = 64
 """Most sets of members that are spelled out for one number of members."""
@@ -27,8 +27,8 @@ def spell_counts(schema: dict[str, Any]) -> int:
     spelled out. Where others may be there as well, they do not count for the least number, and are not allowed beside a
     greatest one: values are left out then, and none is added."""
     members, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(members, dict) or not isinstance(required, list) or set(members) <= set(required):
-        return 0  # a grammar can count these
+    if not isinstance(members, dict) or not isinstance(required, list) or can_count(schema):
+        return 0
     if not set(required) <= set(members):
         return 0
     optional = [name for name in members if name not in required and members[name] is not False]
@@ -57,6 +57,12 @@ def spell_counts(schema: dict[str, Any]) -> int:
             require(schema, {"anyOf": absent})
             num_spelled += len(absent)
     return num_spelled
+
+
+def can_count(schema: dict[str, Any]) -> bool:
+    """Whether a grammar can count the members of an object."""
+    members = schema.get("properties")
+    return not isinstance(members, dict) or set(members) <= set(schema.get("required", ()))
 
 
 def _sets(names: list[str], size: int) -> list[tuple[str, ...]] | None:
@@ -129,7 +135,7 @@ class Names:
                 return [name]
             case {"enum": list() as names, **rest} if not rest and all(isinstance(name, str) for name in names):
                 return names
-            case {"pattern": str() as pattern, **rest} if not rest:
+            case {"pattern": str() as pattern, **rest} if not rest and not looks_around(pattern):
                 return pattern
             case {"not": other, **rest} if not rest:
                 return self._opposite(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from services.gateway.openai.json_schemas.errors import SchemaError
+from services.gateway.openai.json_schemas.shortfalls import Shortfalls
 
 EXACT_INTEGER = 2**53
 """Up to which a double holds every integer, as llguidance reads them."""
@@ -29,22 +29,19 @@ def with_whole_counts(value: Any) -> Any:
     return value
 
 
-def bring_in_range(schema: dict[str, Any], *, is_lenient: bool) -> None:
-    """Makes bounds ones that a double holds. A value that none holds is refused with `SchemaError`, or left out if
-    `is_lenient`."""
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    for name, value in (("const", schema.get("const")), *(("enum", value) for value in values)):
-        if (wrong := _inexact(value)) is not None:
-            if not is_lenient:
-                raise SchemaError(
-                    f"{name}: the integer {wrong} is beyond 2^53 and would be written as another; give it as a string"
-                )
-            schema.pop(name, None)
-    _bound(schema, "minimum", "exclusiveMinimum", 1, is_lenient=is_lenient)
-    _bound(schema, "maximum", "exclusiveMaximum", -1, is_lenient=is_lenient)
+def bring_in_range(schema: dict[str, Any], shortfalls: Shortfalls) -> None:
+    """Makes bounds ones that a double holds. Raises `SchemaError`."""
+    for name in ("const", "enum"):
+        if (wrong := _inexact(schema.get(name))) is not None:
+            shortfalls.add(
+                name, f"the integer {wrong} is beyond 2^53 and would be written as another; give it as a string"
+            )
+            del schema[name]
+    _bound(schema, "minimum", "exclusiveMinimum", 1, shortfalls)
+    _bound(schema, "maximum", "exclusiveMaximum", -1, shortfalls)
 
 
-def _bound(schema: dict[str, Any], name: str, exclusive: str, sign: int, *, is_lenient: bool) -> None:
+def _bound(schema: dict[str, Any], name: str, exclusive: str, sign: int, shortfalls: Shortfalls) -> None:
     """`sign`: 1 of the least value, -1 of the greatest."""
     # As of draft 4 and OpenAPI 3.0.
     if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and name in schema:
@@ -55,8 +52,7 @@ def _bound(schema: dict[str, Any], name: str, exclusive: str, sign: int, *, is_l
             continue
         least = sign * value + (1 if key == exclusive else 0)
         if least > GREATEST_BOUND:
-            if not is_lenient:
-                raise SchemaError(f"{key}: {value} is beyond the integers of 64 bits")
+            shortfalls.add(key, f"{value} is beyond the integers of 64 bits")
             del schema[key]
             continue
         del schema[key]

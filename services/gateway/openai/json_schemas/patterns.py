@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,6 +53,15 @@ class Steps:
         self.num_left -= num_steps
         if self.num_left < 0:
             raise _UnknownError
+
+
+_PART = re.compile(r"(\\[bBk1-9]|\(\?<?[=!])|\\.|\[\^?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
+"""An escape, a class or a character of an expression; in a group if it looks beyond itself."""
+
+
+def looks_around(pattern: str) -> bool:
+    """Whether an expression has a look-around, a word boundary or a back reference, which llguidance does not know."""
+    return any(part[1] for part in _PART.finditer(pattern))
 
 
 def are_apart(one: str, other: str, steps: Steps | None = None) -> bool:

@@ -100,8 +100,7 @@ def referred(schema: Mapping[str, Any], root: Any) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
+    for name in _path(reference)[1:]:
         if isinstance(found, list):
             found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
         else:
@@ -118,6 +117,36 @@ def stays(reference: str) -> bool:
         elif part not in ("items", "additionalProperties"):
             return False
     return True
+
+
+def without_unused(root: dict[str, Any]) -> dict[str, Any]:
+    """The schema without definitions that nothing refers to, where all references are paths."""
+    used: dict[str, set[str]] = {name: set() for name in ("$defs", "definitions") if isinstance(root.get(name), dict)}
+    left: list[Any] = [{name: value for name, value in root.items() if name not in used}]
+    while left and used:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        if not isinstance(one, dict):
+            continue
+        left += one.values()
+        for reference in (one.get(keyword) for keyword in ("$ref", "$dynamicRef", "$recursiveRef")):
+            match _path(reference) if isinstance(reference, str) else ["#"]:
+                case ["#"]:
+                    pass
+                case ["#", name, key, *_] if name in used:
+                    if key not in used[name]:
+                        used[name].add(key)
+                        left.append(root[name].get(key))
+                case ["#", name, *_] if name not in used:
+                    pass
+                case _:
+                    return root
+    return {**root, **{name: {key: value for key, value in root[name].items() if key in used[name]} for name in used}}
+
+
+def _path(reference: str) -> list[str]:
+    return [unquote(part).replace("~1", "/").replace("~0", "~") for part in reference.split("/")]
 
 
 def without_neighbours(schema: Any) -> Any:

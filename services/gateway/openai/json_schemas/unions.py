@@ -11,6 +11,7 @@ from services.gateway.openai.json_schemas.exclusion import Exclusion, Schemas, k
 from services.gateway.openai.json_schemas.keywords import ASSERTIONS
 from services.gateway.openai.json_schemas.negation import Negation
 from services.gateway.openai.json_schemas.references import MAX_REFERENCES, References
+from services.gateway.openai.json_schemas.shortfalls import Shortfalls
 from services.gateway.openai.json_schemas.values import are_disjoint, are_objects_apart, known_types_of, values_of
 
 MAX_TAG_STEPS = 100_000
@@ -22,28 +23,31 @@ MAX_EXCLUDING = 24
 
 
 class Unions:
-    def __init__(self, references: References, negation: Negation, is_lenient: bool) -> None:
+    def __init__(self, references: References, negation: Negation, shortfalls: Shortfalls) -> None:
         self._references = references
         self._negation = negation
         self._exclusion = Exclusion(references.resolved)
-        self._is_lenient = is_lenient
+        self._shortfalls = shortfalls
         self._num_tag_steps = 0
         self._types: dict[str, set[str]] = {}
         """Types by reference."""
 
     def choose(self, schema: dict[str, Any]) -> None:
-        """Makes `oneOf` an `anyOf` where at most one branch can hold."""
+        """Makes `oneOf` an `anyOf`, each branch of which excludes the others as far as that can be told."""
         branches = schema["oneOf"]
         discriminator = schema.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         types = [self._types_of(branch) for branch in branches]
         if are_objects_apart(types) and (tag := self._tag(branches, named)) is not None:
             branches = [self._with_tag(branch, tag) for branch in branches]
-        elif not self._is_lenient:
+        else:
             beside = {name: value for name, value in schema.items() if name in ASSERTIONS and name != "oneOf"}
-            if (excluding := self._excluding(branches, (beside,) if beside else ())) is None:
-                return
-            branches = excluding
+            excluding = self._excluding(branches, (beside,) if beside else ())
+            if excluding is None:
+                self._shortfalls.add(
+                    "oneOf", "it cannot be shown that its schemas exclude each other; anyOf can be had"
+                )
+            branches = branches if excluding is None else excluding
         if "anyOf" in schema:
             schema["allOf"] = [*schema.get("allOf", []), {"anyOf": branches}]
         else:
