@@ -30,7 +30,7 @@ WEATHER = {
     "input_schema": TOOLS[0]["function"]["parameters"],
     "cache_control": {"type": "ephemeral"},
 }
-BEGUN = [*HI, {"role": "assistant", "content": "One: "}]
+BEGUN = [*HI, {"role": "assistant", "content": "One:"}]
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 HOSTED = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 
@@ -92,11 +92,11 @@ async def test_a_message(claude: Stack) -> None:
 
 async def test_an_answer_that_is_begun_is_gone_on_with(claude: Stack) -> None:
     claude.say("two")
-    block = [{"type": "text", "text": "One: ", "citations": None}]
-    for content in ("One: ", block):
+    block = [{"type": "text", "text": "One:", "citations": None}]
+    for content in ("One:", block):
         answer = await ask(claude, messages=[*HI, {"role": "assistant", "content": content}])
         assert answer["content"] == [{"type": "text", "text": "two"}]
-        assert prompt_of(claude).endswith("<|user|>Hi<|end|><|assistant|>One: ")
+        assert prompt_of(claude).endswith("<|user|>Hi<|end|><|assistant|>One:")
     call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
     for content in ("", [], [*block, call]):
         await ask(claude, messages=[*HI, {"role": "assistant", "content": content}])
@@ -324,7 +324,13 @@ async def test_errors_are_told_as_anthropic_tells_them(claude: Stack) -> None:
         ("/batches", {}, 404, "not_found_error", "/v1/messages/batches"),
         ("", {"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
         ("", {"messages": BEGUN, "output_format": FORMAT}, 400, "invalid_request_error", "has a format"),
-    ]
+        ("", {"messages": [*HI, {"role": "assistant", "content": "One: "}]}, 400, "invalid_request_error",
+         "final assistant content cannot end with trailing whitespace"),
+        ("", {"messages": [*HI, {"role": "assistant", "content": [{"type": "text", "text": "One:\n"}]}]}, 400,
+         "invalid_request_error", "trailing whitespace"),
+        ("", {"messages": BEGUN, "thinking": {"type": "enabled"}}, 400, "invalid_request_error", "'thinking' is enabled"),
+        ("", {"messages": BEGUN, "thinking": {"type": "adaptive"}}, 400, "invalid_request_error", "'thinking'"),
+    ]  # fmt: skip
     for path, body, status, kind, words in cases:
         answer = await claude.post(f"/v1/messages{path}", **{"max_tokens": 9, "messages": HI, **body})
         told = answer.json()

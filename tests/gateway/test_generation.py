@@ -431,6 +431,8 @@ TIERS: list[tuple[dict[str, Any], RequestClass, Priority, str | None]] = [
     ({"service_tier": "priority"}, RequestClass.ONLINE, Priority.HIGH, "priority"),
     ({"priority": -1}, RequestClass.ONLINE, Priority.HIGH, None),
     ({"priority": 3}, RequestClass.ONLINE, Priority.NORMAL, None),
+    ({"priority": "-1"}, RequestClass.ONLINE, Priority.HIGH, None),
+    ({"priority": "3"}, RequestClass.ONLINE, Priority.NORMAL, None),
     ({"priority": "high", "service_tier": "auto"}, RequestClass.ONLINE, Priority.HIGH, "priority"),
     ({"priority": "normal"}, RequestClass.ONLINE, Priority.NORMAL, None),
 ]

@@ -51,6 +51,7 @@ def chat_request(request: Prompted) -> ChatRequest:
     if isinstance(request, MessageRequest):
         fields |= _generation(request)
     if _is_begun(request.messages[-1]):
+        _check_beginning(request)
         if fields.get("response_format") is not None:
             raise invalid("messages", "'messages' cannot end with the beginning of an answer that has a format.")
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -66,6 +67,19 @@ def _is_begun(message: InputMessage) -> bool:
     if message.role != "assistant" or not content:
         return False
     return isinstance(content, str) or all(block.type == "text" and block.text for block in content)
+
+
+def _check_beginning(request: Prompted) -> None:
+    """Refuses what Anthropic refuses of an answer that is begun: models go on badly behind white space, and would have to
+    reason before what is written."""
+    content = request.messages[-1].content
+    end = content if isinstance(content, str) else (content[-1].text if content else "") or ""
+    if end != end.rstrip():
+        raise invalid("messages", "messages: final assistant content cannot end with trailing whitespace.")
+    if request.thinking is not None and request.thinking.type != "disabled":
+        raise invalid(
+            "messages", "messages: an answer cannot be begun where 'thinking' is enabled, which comes before it."
+        )
 
 
 def renamed(error: ApiError) -> ApiError:

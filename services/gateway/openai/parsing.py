@@ -148,7 +148,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     stream_options = request.stream_options
     if stream_options is not None and not request.stream:
         raise invalid("stream_options", "'stream_options' needs 'stream' to be true.")
-    urgent = request.priority == "high" or (isinstance(request.priority, int) and request.priority < 0)
+    urgent = request.priority == "high" or (request.priority not in (None, "normal") and int(request.priority) < 0)
     is_offline = request.service_tier == "flex"
     is_high = not is_offline and (urgent or request.service_tier == "priority")
     tier = "flex" if is_offline else "priority" if is_high else "default"

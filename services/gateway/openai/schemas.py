@@ -45,6 +45,8 @@ ServedName = Annotated[str, Meta(max_length=512)]
 """Name of a model; an empty one is left out, which it may be where the server has one model."""
 END = r"$(?!\n)"
 """End of a pattern: `$` alone lets a line feed follow."""
+Urgency = Annotated[int, INT64] | Annotated[str, Meta(pattern=r"^(high|normal|[+-]?[0-9]{1,18})" + END)]
+"""A number may be a text, as anywhere."""
 PublicName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH, pattern=f"^{NAME_PATTERN}{END}")]
 
 # Fields that would change the answer in ways that this server cannot: they are accepted where they are without effect
@@ -98,6 +100,25 @@ def check_nesting(**fields: Any) -> None:
             raise ValueError(f"Nested deeper than {MAX_NESTING} objects and lists - at `$.{name}`")
 
 
+_SCHEMA_FORMS = [{"type": "object"}, {"type": "boolean"}]
+Schema = Annotated[Any, Meta(extra_json_schema={"anyOf": _SCHEMA_FORMS})]
+"""`check_schema` says what it may be: a type that may be a flag takes 1 for one, and that schema allows anything."""
+SchemaOrText = Annotated[Any, Meta(extra_json_schema={"anyOf": [*_SCHEMA_FORMS, {"type": "string"}, {"type": "null"}]})]
+
+
+def check_schema(name: str, value: Any) -> None:
+    """Checks a field of a struct that holds a JSON schema, as `check_nesting` does."""
+    if not isinstance(value, dict | bool):
+        raise ValueError(f"Expected a JSON schema: an object, true or false - at `$.{name}`")
+    check_nesting(**{name: value})
+
+
+def check_schema_or_text(name: str, value: Any) -> None:
+    """Checks one that may be a schema's text, or be left out."""
+    if value is not None and not isinstance(value, str):
+        check_schema(name, value)
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -117,14 +138,15 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    schema: dict[str, Any] | bool
+    schema: Schema
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """false: what cannot be enforced is ignored; else it is refused."""
+    """true: a schema that cannot be enforced is refused; else what cannot be is left out, which a header of the answer
+    names."""
 
     def __post_init__(self) -> None:
-        check_nesting(schema=self.schema)
+        check_schema("schema", self.schema)
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
@@ -139,7 +161,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1,
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Field `structured_outputs` of vLLM. One of `json`, `regex`, `choice`, `grammar` and `json_object`."""
 
-    json: str | dict[str, Any] | bool | None = None
+    json: SchemaOrText = None
     """A schema."""
     regex: Source | None = None
     choice: Choices | None = None
@@ -155,7 +177,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     structural_tag: OnlyNull = None
 
     def __post_init__(self) -> None:
-        check_nesting(json=self.json)
+        check_schema_or_text("json", self.json)
         forms = (self.json, self.regex, self.choice, self.grammar, self.json_object)
         if all(form is None for form in forms):
             raise ValueError("One of json, regex, choice, grammar and json_object is needed")
@@ -189,7 +211,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
+    priority: Urgency | None = None
     """A lower number is more urgent; below 0 is "high"."""
     service_tier: ServiceTier | None = None
     """flex: served as offline work; priority: served as high priority."""
@@ -214,7 +236,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """none: the same."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
+    guided_json: SchemaOrText = None
     """Older spelling of `structured_outputs.json`, as are those below."""
     guided_regex: Source | None = None
     guided_choice: Choices | None = None
@@ -223,7 +245,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     regex: Source | None = None
     """SGLang's spelling of `structured_outputs.regex`; `ebnf` is its grammar, `json_schema` its schema."""
     ebnf: Source | None = None
-    json_schema: str | dict[str, Any] | bool | None = None
+    json_schema: SchemaOrText = None
     """Spelling of `structured_outputs.json` in SGLang and llama.cpp."""
     grammar: Source | None = None
     """llama.cpp's spelling of `structured_outputs.grammar`."""
@@ -275,7 +297,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_hidden_states: OnlyFalse = None
 
     def __post_init__(self) -> None:
-        check_nesting(guided_json=self.guided_json, json_schema=self.json_schema)
+        check_schema_or_text("guided_json", self.guided_json)
+        check_schema_or_text("json_schema", self.json_schema)
 
 
 @functools.cache
@@ -308,7 +331,7 @@ class PooledFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Number of first tokens that are taken of a longer text; of a pair the second text is cut; -1: as many as the
     model takes. Else it is refused."""
-    priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
+    priority: Urgency | None = None
     """Priority, as of completions; the fields below too."""
     service_tier: ServiceTier | None = None
     ttft_ms: Milliseconds | None = None
