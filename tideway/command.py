@@ -36,7 +36,7 @@ from tideway.nats_config import nats_config
 from tideway.nats_replicas import nats_replicas
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl, is_default
-from tideway.plan_file import read_groups, write_plan
+from tideway.plan_file import read_groups, why_not_set, write_plan
 from tideway.preflight import (
     check_engines,
     check_otlp,
@@ -500,8 +500,11 @@ def plan(
         if search:
             plans.search(client, wait_s=timeout, say=say)
         if write is not None:
-            write_plan(client.plan(), write)
+            running = client.plan()
+            write_plan(running, write)
             say(f"The running plan is in {write}.")
+            for reason in why_not_set(running, client.models().models):
+                say(f"tideway: {reason}.")
         action = "apply" if apply else "roll_back" if rollback else "set" if groups else ""
         if action:
             plans.carry_out(client, action, groups, wait_s=timeout, say=say)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shared.messages.admin import ModelState
 from shared.messages.cluster import PlacementPlan
 from shared.placement.plan import Group, group_of, plan_of
 from tideway.data_folder import OperatorError
@@ -56,6 +58,17 @@ def write_plan(plan: PlacementPlan, path: Path) -> None:
         path.write_text(written(plan_of(map(group_of, plan.instances)).groups), encoding="utf-8")
     except OSError as error:
         raise OperatorError(f"{path} cannot be written: {error}.") from None
+
+
+def why_not_set(plan: PlacementPlan, models: Iterable[ModelState]) -> list[str]:
+    """Why `--set` would refuse the plan that runs, for each model of which there are more or fewer groups than asked for."""
+    counts = Counter(spec.name for place in plan.instances for spec in place.models)
+    return [
+        f"{one.name} is on {num} instances and is to be on {one.replicas}: --set takes this file after "
+        f"`tideway scale {one.name} {num}`, or once the plan has as many"
+        for one in models
+        if (num := counts[one.name]) and one.replicas not in (None, num)
+    ]
 
 
 def written(groups: Iterable[Group]) -> str:

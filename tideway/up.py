@@ -36,6 +36,7 @@ from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
+from tideway.first_request import first_request
 from tideway.liveness import probe_for_ever, restart_when_there_is_space
 from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
@@ -186,7 +187,7 @@ class Up:
             finally:
                 if view is not None:
                     await view.close()
-        self._say_ready(served)
+        await asyncio.to_thread(self._say_ready, served)  # it looks into checkpoints
 
     async def _start_nats(self) -> tuple[dict[str, str], dict[str, str]]:
         """The bus's settings as environment (with our own server: the operator's), and the passwords of our own server."""
@@ -342,12 +343,11 @@ class Up:
         say(f"Ready in {self._reporter.elapsed_s:.0f} s on {', '.join(options.addresses.values())}")
         if not models:
             return
-        body = msgspec.json.encode(
-            {"model": models[0], "stream": True, "messages": [{"role": "user", "content": "What is a compiler?"}]}
-        )
+        path, body = first_request([spec for spec in options.models if spec.name in models])
+        streamed = "-N " if "stream" in body else ""
         key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if self._has_api_keys else ""
-        say(f"\n  curl -N {options.address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
-        say(f"    -d '{body.decode()}'\n")
+        say(f"\n  curl {streamed}{options.address}{path} -H 'Content-Type: application/json'{key} \\")
+        say(f"    -d '{msgspec.json.encode(body).decode()}'\n")
 
     # -------------------------------------------------------------------------------------------------- keeping up
 

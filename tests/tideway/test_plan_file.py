@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.messages.admin import ModelState
 from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan, PlanChange
 from shared.placement.plan import Group
 from tideway.data_folder import OperatorError
-from tideway.plan_file import GroupSpec, read_groups, write_plan, written
+from tideway.plan_file import GroupSpec, read_groups, why_not_set, write_plan, written
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -55,3 +56,24 @@ def test_what_is_between_two_plans_is_not_written(tmp_path: Path) -> None:
         write_plan(PlacementPlan(1, [place]), tmp_path / "none" / "plan.toml")
     write_plan(PlacementPlan(1, [place]), file)
     assert read_groups(file) == [GroupSpec(node="n", devices=[0], models=["a"])]
+
+
+def test_a_plan_that_lacks_or_has_groups_beyond_what_is_asked_for_is_told_of() -> None:
+    places = [InstancePlan(f"n-{i}", "n", [ModelSpec("a", "/a"), ModelSpec("b", "/b")], 1, 1) for i in range(2)]
+    models = [
+        model_state("a", replicas=3),
+        model_state("b", replicas=2),
+        model_state("c", replicas=1),
+        model_state("a2"),
+    ]
+    (told,) = why_not_set(PlacementPlan(1, places), models)
+    assert told.startswith("a is on 2 instances and is to be on 3: ") and "`tideway scale a 2`" in told
+    (told,) = why_not_set(PlacementPlan(1, places), [model_state("a", replicas=1)])
+    assert "is to be on 1" in told
+
+
+def model_state(name: str, replicas: int | None = None) -> ModelState:
+    return ModelState(
+        name=name, source="/m", dtype="auto", max_model_len=None, replicas=replicas, ttft_ms=0, tpot_ms=0, instances={},
+        unplaced=None, failure=None, num_running=0, num_waiting=0, num_queued=0,
+    )  # fmt: skip

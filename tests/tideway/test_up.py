@@ -32,6 +32,7 @@ from tideway import readiness, status, tree
 from tideway import up as up_module
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.first_request import first_request
 from tideway.preflight import REPOSITORY, free_ports
 from tideway.supervisor import KILL_WAIT_S, Backoff, ProcessSpec
 from tideway.tree import Service, UpOptions
@@ -145,6 +146,27 @@ async def test_the_line_to_paste_is_one_that_a_shell_takes(tmp_path: Path) -> No
     words = shlex.split(match[1].replace("\\\n", ""))
     assert words[:2] == ["-N", run.options.address + "/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "tide"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path", "fields"),
+    [
+        ("BertForSequenceClassification", "/v1/rerank", {"model", "query", "documents"}),
+        ("BertModel", "/v1/embeddings", {"model", "input"}),
+        ("LlamaForCausalLM", "/v1/chat/completions", {"model", "messages", "stream"}),
+    ],
+)
+def test_the_request_to_paste_is_one_that_the_model_answers(
+    tmp_path: Path, architecture: str, path: str, fields: set[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "model_type": "bert", "num_labels": 1, "hidden_size": 8})
+    )
+    own = ModelSpec(name="own", source=str(tmp_path))
+    found, body = first_request([own])
+    assert (found, body.keys(), body["model"]) == (path, fields, "own")
+    found, body = first_request([own, ModelSpec(name="tide", source="org/tide")])
+    assert found == "/v1/chat/completions" and body["model"] == ("own" if path == found else "tide")
 
 
 async def test_nats_wants_the_credentials_and_comes_back_with_them(tmp_path: Path) -> None:

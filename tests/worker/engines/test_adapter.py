@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -151,6 +153,13 @@ async def test_a_lora_adapter_is_loaded_before_a_request_needs_it_and_again_when
     assert refused.error.message.endswith("'broken' cannot be loaded: rank 64 is greater than max_lora_rank 16.")
     assert sent == ["r0", "r1", "r2", "r4", "r5", "r6"]
     assert loaded == ["a", "b", "c", "b"], "a was used since b was, so c took the place of b"
+
+
+@pytest.mark.parametrize("names", [[], ["Qwen3ForCausalLM", "Qwen3Model"]])
+def test_a_model_of_no_or_several_architectures_scores_no_pairs(names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": names}))
+    with pytest.raises(adapter.NotHostable, match=f"names {', '.join(names) or 'none'} as architectures"):
+        adapter._classifier_of_tokens(str(tmp_path), (1,))
 
 
 def test_rows_without_a_lora_adapter_get_nothing_of_the_others() -> None:

@@ -141,10 +141,15 @@ def _classifier_of_tokens(source: str, token_ids: Sequence[int]) -> dict[str, An
     """What has vLLM make a classifier with one score of a language model that scores pairs by these tokens' logits."""
     from transformers import AutoConfig, AutoTokenizer
 
+    architectures = AutoConfig.from_pretrained(source).architectures or []
+    if len(architectures) != 1:
+        told = ", ".join(architectures) or "none"
+        raise NotHostable(
+            f"{source}: config.json names {told} as architectures; a model that scores pairs has exactly one"
+        )
     names = AutoTokenizer.from_pretrained(source).convert_ids_to_tokens(list(reversed(token_ids)))
-    (generating,) = AutoConfig.from_pretrained(source).architectures
     return {
-        "architectures": [f"{generating.removesuffix('ForCausalLM')}{CLASSIFIER}"],
+        "architectures": [f"{architectures[0].removesuffix('ForCausalLM')}{CLASSIFIER}"],
         "classifier_from_token": names,
         "method": "from_2_way_softmax" if len(names) == 2 else "no_post_processing",
         "num_labels": 1,
