@@ -1,8 +1,6 @@
-"""Streams go on, token by token the same, while their instance is emptied.
+"""Streams go on, token by token the same, while their instance is emptied."""
 
-drain_under_load.py [MODEL [TOKENS]]
-"""
-
+import argparse
 import asyncio
 import os
 import sys
@@ -18,6 +16,10 @@ ADMIN_KEY = os.environ.get("TIDEWAY_ADMIN_API_KEY", KEY)
 NUM_STREAMS, NUM_TOKENS, PROMPT_TOKENS = 6, 1500, 64
 """Streams last seconds, so that they can move; shorter ones where the model's context, less that of a prompt, is."""
 ALL_RUN_WITHIN_S, BACK_WITHIN_S = 5.0, 120.0
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
 
 
 async def stream(client: AsyncOpenAI, model: str, number: int, num_tokens: int) -> tuple[str, str]:
@@ -73,22 +75,24 @@ def ready_models(instance: dict[str, Any]) -> set[str]:
     return {model["name"] for model in instance["models"] if model["state"] == "ready"}
 
 
-async def main() -> None:
+async def main(arguments: argparse.Namespace) -> None:
     client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
     cards = {card.id: card for card in (await client.models.list()).data}
-    model = sys.argv[1] if len(sys.argv) > 1 else next(iter(cards), "")
+    model = arguments.model or next(iter(cards), "")
     if model not in cards:
         sys.exit(f"there is no model {model!r}; models: {', '.join(cards) or 'none'}")
-    wanted = int(sys.argv[2]) if len(sys.argv) > 2 else NUM_TOKENS
-    num_tokens = min(wanted, (cards[model].max_model_len or wanted) - PROMPT_TOKENS)
+    num_tokens = min(arguments.tokens, (cards[model].max_model_len or arguments.tokens) - PROMPT_TOKENS)
+    say(f"{NUM_STREAMS} streams of {num_tokens} tokens of {model} run undisturbed, to compare with")
+    begun_s = time.monotonic()
     undisturbed = await all_streams(client, model, num_tokens)
+    say(f"that took {time.monotonic() - begun_s:.0f} s; now they run again, and the busiest instance is drained")
     async with httpx.AsyncClient(base_url=URL, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=30) as admin:
         streams = asyncio.create_task(all_streams(client, model, num_tokens))
         num_running, drained = await busiest(admin, streams)
         if streams.done() or not num_running:
             await streams
             sys.exit(f"no stream ran on an instance that could be drained: all ended, or none began, too soon ({URL})")
-        print(f"{num_running} streams run on {drained}, which is drained")
+        say(f"{num_running} streams run on {drained}, which is drained")
         models = ready_models((await instances(admin))[drained])
         (await admin.post(f"/admin/instances/{drained}/drain")).raise_for_status()
         try:
@@ -96,16 +100,21 @@ async def main() -> None:
         finally:
             (await admin.post(f"/admin/instances/{drained}/undrain")).raise_for_status()
         num_moved = sum([await num_moves(admin, answer_id) > 0 for answer_id, _ in answers])
-        print(f"{num_moved} of {NUM_STREAMS} streams moved to another instance")
+        say(f"{num_moved} of {NUM_STREAMS} streams moved to another instance")
         same = sum(text == expected for (_, text), (_, expected) in zip(answers, undisturbed, strict=True))
-        print(f"{same} of {NUM_STREAMS} streams have the text of those that nobody disturbed")
+        say(f"{same} of {NUM_STREAMS} streams have the text of those that nobody disturbed")
+        say(f"waiting until {drained} is back")
         await wait_back(admin, drained, models)
     if not num_moved:
         sys.exit("no stream moved: those on the instance ended before a move was over, or no other instance had room")
 
 
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", nargs="?", help="model of the streams; default: the first that is served")
+parser.add_argument("tokens", nargs="?", type=int, default=NUM_TOKENS, help=f"tokens of each; default {NUM_TOKENS}")
+parsed = parser.parse_args()
 try:
-    asyncio.run(main())
+    asyncio.run(main(parsed))
 except (httpx.TransportError, APIConnectionError) as error:
     sys.exit(f"Tideway at {URL} does not answer ({error}); TIDEWAY_URL says where it is")
 except httpx.HTTPStatusError as error:

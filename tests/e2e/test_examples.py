@@ -40,6 +40,12 @@ def test_where_nothing_answers(name: str) -> None:
     assert url in sentence and "TIDEWAY_URL" in sentence
 
 
+def test_help_is_no_model() -> None:
+    command = [sys.executable, str(EXAMPLES / "drain_under_load.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and "usage: drain_under_load.py" in done.stdout and "[tokens]" in done.stdout
+
+
 def test_the_examples(stack: Stack, checkpoints: dict[str, str], tmp_path: Path) -> None:
     whole, stream = run(stack, "chat", "llama")
     assert whole.partition(": ")[2].rpartition(" (")[0] == stream.partition(": ")[2]

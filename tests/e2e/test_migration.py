@@ -207,7 +207,8 @@ async def test_a_drain_is_undone_by_the_command(machine, undisturbed):
 
 
 def test_the_example_drains_an_instance_under_streams(machine):
-    ran, moved, same = run(machine, "drain_under_load", "llama", "250")
+    begun, again, ran, moved, same, _ = run(machine, "drain_under_load", "llama", "250")
+    assert begun.startswith("6 streams of 250 tokens of llama") and again.startswith("that took ")
     assert ran.endswith("which is drained") and moved.endswith("of 6 streams moved to another instance")
     with whatever_the_machine_does():
         assert same.startswith("6 of 6 "), same
