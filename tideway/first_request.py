@@ -40,7 +40,7 @@ def _pooling(spec: ModelSpec) -> Pooling | None:
 
 
 def _folder(source: str) -> Path:
-    """Where the checkpoint is, without fetching it. Raises `OSError`, `ValueError`."""
+    """Folder of the checkpoint, without fetching it. Raises `OSError`, `ValueError`."""
     path = Path(os.path.expanduser(source))
     if path.is_dir() or source.startswith(("/", ".", "~")) or source.count("/") != 1:
         return path
