@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +20,11 @@ from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.candidates import CandidatesFor, Seen
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.dispatching import OVERDUE_S
+from shared.scheduling.prefixes import prompt_keys
 from shared.scheduling.queue import GlobalQueue, Lane, Outflow
 from shared.scheduling.requests import TrackedRequest
 from shared.scheduling.timers import Timers
-from tests.shared.scheduling.samples import make_info, make_report, make_request
+from tests.shared.scheduling.samples import BLOCK_SIZE, make_info, make_report, make_request
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 20)), max_size=80), st.integers(0, 20))
@@ -159,39 +163,64 @@ def test_each_dispatch_goes_to_the_freest_with_memory_after_all_before_it(
         sent[index] += 1
 
 
-events = st.one_of(
-    st.tuples(st.just("request"), st.booleans(), st.just(0.0)),
-    st.tuples(st.sampled_from([0, 1, 2]), st.booleans(), st.floats(-40, 40)),
+requests = st.tuples(
+    st.just("request"),
+    st.sampled_from(["normal", "high", "offline", "rescued", "rescued offline"]),
+    st.sampled_from("xxxy"),
 )
+reports = st.tuples(
+    st.sampled_from([0, 1, 2]),
+    st.booleans(),
+    st.sampled_from([-5.0, 0.0, 10.0, 20.0, math.inf]) | st.floats(-40, 40),
+    st.integers(0, 3),
+    st.sampled_from([0, 0, 30, 1000]),
+    st.booleans(),
+)
+"""Instance, whether it tells what it admitted, freeness, running requests, offline room, and whether it has copies of what
+rescued requests had elsewhere."""
 
 
-@given(st.lists(events, max_size=40))
-def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tuple[str | int, bool, float]]) -> None:
-    """Reports, with or without word of what was sent there, and dispatches; against ranking everybody each time."""
+@given(st.lists(requests | reports, min_size=10, max_size=40))
+def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tuple[Any, ...]]) -> None:
+    """Reports, with or without word of what was sent there, and dispatches; against ranking everybody each time. Instances
+    are often as free as before with fewer requests. Nobody waits in the queue whom an instance would take."""
     core = make_core([10.0, 20.0, -5.0], [2, 3, 1], max_waiting=3)
-    core.apply(Submit(make_request("first")), 0.0)
+    for online in (True, False):
+        core.apply(Submit(make_request(f"first-{online}", online=online)), 0.0)
     core.actions(0.0)
-    lane, names, sequence = Lane("m", True), ["i0", "i1", "i2"], 1
-    ranking = core.dispatcher.ranking
+    names, sequence = ["i0", "i1", "i2"], 1
+    ranking, queue = core.dispatcher.ranking, core.dispatcher.queue
     in_flight: dict[str, list[str]] = {name: [] for name in names}
-    for number, (kind, flag, freeness) in enumerate(events):
+    copies = b"".join(prompt_keys(make_request("lost", num_prompt=64, num_prior=64), BLOCK_SIZE))
+    for number, (kind, *event) in enumerate(events):
         sequence += 1
         if kind == "request":
-            core.apply(Submit(make_request(f"r{number}", num_prompt=16, high=flag)), 0.0)
+            what, tenant = event
+            lost = {"num_prompt": 64, "num_prior": 64, "max_tokens": 80, "epoch": 64} if "rescued" in what else {}
+            fields = {"num_prompt": 16, "online": "offline" not in what, "high": what == "high"} | lost
+            request = make_request(f"r{number}", **fields)
+            core.apply(Submit(msgspec.structs.replace(request, tenant=tenant)), 0.0)
         else:
-            name = names[int(kind)]
-            admitted, in_flight[name] = in_flight[name][:flag], in_flight[name][flag:]
-            free = {"freeness": freeness, "freeness_high": freeness - 5}
-            core.apply(OnReport(make_report(name, sequence, num_running=3, admitted=admitted, **free)), 0.0)
+            name, (tells, freeness, num_running, room, has_copies) = names[kind], event
+            admitted, in_flight[name] = in_flight[name][:tells], in_flight[name][tells:]
+            report = make_report(
+                name, sequence, num_running=num_running, admitted=admitted, freeness=freeness, freeness_high=freeness - 5,
+                room=room, cache_held=copies if has_copies else b"",
+            )  # fmt: skip
+            core.apply(OnReport(report), 0.0)
         for action in core.actions(0.0):
             if isinstance(action, Dispatch):
                 in_flight[action.instance_id].append(action.request.request_id)
         ranking.woken()
-        for is_high in (False, True):
-            index = ranking.index(lane, is_high)
-            ranks = {name: ranking.rank(lane, is_high, name) for name in names}
-            able = [(rank, name) for name, rank in ranks.items() if rank is not None]
-            assert index.best(lambda _: True) == min(able, default=(None, None))[1]
+        for lane in (Lane("m", True), Lane("m", False)):
+            for is_high, is_behind in ((False, False), (True, False), (False, True)):
+                index = ranking.index(lane, is_high, is_behind)
+                ranks = {name: ranking.rank(lane, is_high, name, is_behind=is_behind) for name in names}
+                able = [(rank, name) for name, rank in ranks.items() if rank is not None]
+                assert index.best(lambda _: True) == min(able, default=(None, None))[1]
+            for first in queue.first(lane, 0.0):
+                is_behind = queue.tenants.is_behind(first)
+                assert not any(ranking.rank(lane, first.is_high, name, is_behind=is_behind) for name in names)
 
 
 def test_what_a_request_has_seen_is_freed_without_the_garbage_collector() -> None:
