@@ -27,7 +27,7 @@ SETTLED_WITHIN_S = 240.0
 """Answers under a key are kept for a minute, and two sweeps remove what is deleted."""
 TREND_S = 900.0
 """A run that is shorter shows no trend: what processes remember of late (timelines, windows) has not filled up."""
-WARM_S = 120.0
+WARM_S = 240.0
 """What a process loads and remembers in its first minutes is no trend."""
 
 
