@@ -137,6 +137,8 @@ class Charging:
         sequence.service_s += service_s
         tenants = self._memory.tenants(sequence)
         tenants.charge(sequence.tenant, service_s)
+        if sequence.is_online:
+            self._memory.models.charge(sequence.model, service_s)
         is_prefill = start < sequence.num_prompt
         self._memory.counters.serve(sequence.tenant, service_s, count, is_prefill=is_prefill)
         if sequence.promised_s:

@@ -10,6 +10,10 @@ still for so long (silence.py). A favoured head that lacks memory or a row gets 
 where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
 their next request will find. For the sake of strangers they are kept from getting very long where named tenants ask more
 than can be done: where a prompt is late, and one of them would be dominant beside a stranger.
+
+Models are favoured likewise, whoever asks them, all with equal shares: a favoured one goes before others of its rank with
+its prompts, and with streams that are behind pace. While no prompt is late it is one that is asked far less, and steps are
+not kept short for the sake of models. A model that nobody asks is a stranger.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.silence import PLANNED_SHARE, allowed_silence_s
-from shared.policies.tenant_shares import TenantShares
+from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
 
 COMES_BACK_S = 30.0
 """After its last request a tenant is expected for so long."""
@@ -38,6 +42,8 @@ FEW = 4
 """Requests: with fewer nobody is dominant."""
 DOMINANT_SHARE = 1.5
 """Times its share that a dominant tenant has."""
+LITTLE_SHARE = 0.125
+"""Part of its share of the requests that a favoured model has at most where no prompt is late."""
 
 
 class _Known:
@@ -56,6 +62,8 @@ class Favours:
         self._steps_in_flight = steps_in_flight
         self._known: dict[str, _Known] = {}
         """Tenants that had a request here lately, the last seen last."""
+        self._known_models: dict[str, _Known] = {}
+        """Models that had a request here lately, the last seen last."""
 
     @property
     def _tenants(self) -> TenantShares:
@@ -63,23 +71,28 @@ class Favours:
 
     def note(self, sequence: Sequence, prompt_s: float, now: float) -> None:
         """Its prompt, which takes so long, is begun."""
-        known = self._known.pop(sequence.tenant, None) or _Known()
-        known.prompt_s, known.seen_s = max(prompt_s, FADING * known.prompt_s), now
-        known.weight = sequence.request.tenant_weight
-        self._known[sequence.tenant] = known
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        weight = sequence.request.tenant_weight
+        for all_known, name, its_weight in (
+            (self._known, sequence.tenant, weight),
+            (self._known_models, sequence.model, 1.0),
+        ):
+            known = all_known.pop(name, None) or _Known()
+            known.prompt_s, known.seen_s = max(prompt_s, FADING * known.prompt_s), now
+            known.weight = its_weight
+            all_known[name] = known
+            if len(all_known) > MAX_KNOWN:
+                del all_known[next(iter(all_known))]
 
     def favoured(self) -> set[str]:
         """Tenants."""
-        tenants = self._tenants
-        if not tenants.are_several:
+        return self._tenants.favoured()
+
+    def models(self, now: float) -> set[str]:
+        """Models that are asked little."""
+        models = self._memory.models
+        if not models.are_several:
             return set()
-        behind = {tenant for tenant in tenants if tenants.is_behind(tenant)}
-        if not behind:
-            return behind
-        least_s = min((tenants.served_s(tenant) for tenant in tenants if tenant not in behind), default=0.0)
-        return {tenant for tenant in behind if tenants.served_s(tenant) <= least_s}
+        return models.favoured(BEHIND_SHARE if self._has_late_prompt(now) else LITTLE_SHARE)
 
     def prompts(self, queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:
         """Online sequences of the model and rank whose prompts are favoured."""
@@ -121,7 +134,7 @@ class Favours:
 
     def step_limit_s(self, queue: ModelQueue, now: float) -> float:
         """How long a step of the model with prompts may take."""
-        cost, shortest_s = queue.cost_model, self._shortest_s(now)
+        cost, shortest_s = queue.cost_model, self._shortest_s(now, queue.name)
         if cost is None:
             return float("inf")
         decodes_s = cost.predict(queue.online_shape(0))
@@ -131,10 +144,14 @@ class Favours:
         return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
 
     def _is_flooded(self, now: float) -> bool:
-        """Whether named tenants ask more than can be done in time, and a stranger would be one that asks little."""
-        tenants = self._tenants
-        if "" in tenants or not tenants.has_dominant(FEW, DOMINANT_SHARE, tenants.mean_weight):
-            return False
+        """Whether more is asked than can be done in time, and a stranger would be a tenant, or a model, that asks little."""
+        tenants, models = self._tenants, self._memory.models
+        may_come = "" not in tenants and tenants.has_dominant(FEW, DOMINANT_SHARE, tenants.mean_weight)
+        if not may_come and any(name not in models for name in self._memory.queues):
+            may_come = models.has_dominant(FEW, DOMINANT_SHARE, 1.0)
+        return may_come and self._has_late_prompt(now)
+
+    def _has_late_prompt(self, now: float) -> bool:
         return any(
             sequence.first_token_s is None and sequence.ttft_due_s < now
             for queue in self._memory.queues.values()
@@ -142,18 +159,24 @@ class Favours:
             for sequence in queue.runnable(priority_class)
         )
 
-    def _shortest_s(self, now: float) -> float:
-        """Seconds of the shortest among the longest recent prompts of the tenants that are expected beside a dominant one;
-        inf: there are none."""
-        tenants = self._tenants
-        if not self._known:
-            return float("inf")
-        expected = {
-            tenant: known
-            for tenant, known in self._known.items()
-            if now - known.seen_s <= COMES_BACK_S and (tenant not in tenants or tenants.is_behind(tenant))
-        }
-        away = sum(known.weight for tenant, known in expected.items() if tenant not in tenants)
-        if not expected or not tenants.has_dominant(FEW, DOMINANT_SHARE, away):
-            return float("inf")
-        return min(known.prompt_s for known in expected.values())
+    def _shortest_s(self, now: float, model: str = "") -> float:
+        """Seconds of the shortest among the longest recent prompts of the tenants that are expected beside a dominant one,
+        and of models but this one where a prompt is late; inf: there are none."""
+        shortest_s = _shortest_s(self._tenants, self._known, now)
+        of_models_s = _shortest_s(self._memory.models, self._known_models, now, model)
+        if of_models_s < shortest_s and self._has_late_prompt(now):
+            return of_models_s
+        return shortest_s
+
+
+def _shortest_s(shares: TenantShares, known: dict[str, _Known], now: float, but: str = "") -> float:
+    """See `Favours._shortest_s`. inf where `but` is expected itself."""
+    expected = {
+        name: one
+        for name, one in known.items()
+        if now - one.seen_s <= COMES_BACK_S and (name not in shares or shares.is_behind(name))
+    }
+    away = sum(one.weight for name, one in expected.items() if name not in shares)
+    if not expected or but in expected or not shares.has_dominant(FEW, DOMINANT_SHARE, away):
+        return float("inf")
+    return min(one.prompt_s for one in expected.values())

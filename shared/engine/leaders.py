@@ -283,20 +283,32 @@ class Leaders:
 
     def _online_groups(self, begins_s: float) -> Iterator[list[Candidate]]:
         """Models that could lead alike. Those come first in which favoured tenants (favours.py)
-        have a prompt, or streams behind the pace of their objectives; streams that have stood still for as long as they
-        may do so too."""
+        have a prompt, or streams behind the pace of their objectives, then favoured models with one; streams that have
+        stood still for as long as they may do so too."""
         for group in self._groups_of_ranks(begins_s):
-            favoured = self._favours.favoured() if len(group) > 1 else set()
-            first = [one for one in group if self._serves(one, group, favoured, begins_s)] if favoured else []
-            if 0 < len(first) < len(group):
-                yield [one for one in group if one in first or self.is_urgent(one.queue, begins_s)]
+            for first in self._favoured_of(group, begins_s) if len(group) > 1 else ():
+                if 0 < len(first) < len(group):
+                    yield [one for one in group if one in first or self.is_urgent(one.queue, begins_s)]
             yield group
 
-    def _serves(self, one: Candidate, group: list[Candidate], favoured: set[str], begins_s: float) -> bool:
-        """Whether a step of the model is what a favoured tenant waits for, before one of the others in the group."""
-        if self._favours.prompts(one.queue, one.priority_class):
-            return True
-        slack_s = one.queue.objectives(begins_s, favoured).slack_s
+    def _favoured_of(self, group: list[Candidate], begins_s: float) -> Iterator[list[Candidate]]:
+        """Models in which favoured tenants wait for a step, and favoured models with sequences that do so."""
+        if tenants := self._favours.favoured():
+            yield [
+                one
+                for one in group
+                if self._favours.prompts(one.queue, one.priority_class) or self._lags(one, group, begins_s, tenants)
+            ]
+        if models := self._favours.models(begins_s):
+            yield [
+                one
+                for one in group
+                if one.name in models and (one.queue.has_prompt(one.priority_class) or self._lags(one, group, begins_s))
+            ]
+
+    def _lags(self, one: Candidate, group: list[Candidate], begins_s: float, tenants: set[str] | None = None) -> bool:
+        """Whether streams of the model (and these tenants) would be behind pace after a step of another of the group."""
+        slack_s = one.queue.objectives(begins_s, tenants).slack_s
         return slack_s < max(self._step_s(other, begins_s) for other in group if other is not one)
 
     def _groups_of_ranks(self, begins_s: float) -> Iterator[list[Candidate]]:

@@ -103,6 +103,10 @@ class ModelQueue:
         """Whether a sequence of the rank waits, or runs and has something to compute now."""
         return next(iter(self.runnable(priority_class)), None) is not None
 
+    def has_prompt(self, priority_class: PriorityClass) -> bool:
+        """Whether a runnable sequence of the rank lacks more than one token."""
+        return any(sequence.total - sequence.num_computed > 1 for sequence in self.runnable(priority_class))
+
     def has_online_work(self) -> bool:
         return any(self.has_work(priority_class) for priority_class in ONLINE_CLASSES)
 

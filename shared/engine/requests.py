@@ -199,6 +199,8 @@ class RequestTable:
         if not sequence.is_online and not queue.num_offline:
             queue.offline_turn_s = now
         self._memory.tenants(sequence).enter(sequence.tenant, sequence.request.tenant_weight)
+        if sequence.is_online:
+            self._memory.models.enter(sequence.model, 1.0)
         self._memory.ordering.on_arrival(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
         if len(self._deadlines) > 2 * len(self._sequences) + 64:
@@ -359,6 +361,8 @@ class RequestTable:
         tenants.promise(sequence.tenant, -sequence.promised_s)
         sequence.promised_s = 0.0
         tenants.leave(sequence.tenant)
+        if sequence.is_online:
+            self._memory.models.leave(sequence.model)
 
     def tell_chunks(self, sequences: Iterable[Sequence], handing_over: Container[int]) -> None:
         """A step has computed these. `handing_over`: numbers of the sequences that are to be handed over."""

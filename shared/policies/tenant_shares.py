@@ -149,9 +149,17 @@ class TenantShares:
         """Its share, by weight among the present tenants."""
         return self._here[tenant].weight / self._weight
 
-    def is_behind(self, tenant: str) -> bool:
-        """Whether it has far fewer requests here than its share."""
-        return self._here[tenant].num_here <= BEHIND_SHARE * self.share(tenant) * self._num_here
+    def is_behind(self, tenant: str, at_most: float = BEHIND_SHARE) -> bool:
+        """Whether it has far fewer requests here than its share: at most this part of it."""
+        return self._here[tenant].num_here <= at_most * self.share(tenant) * self._num_here
+
+    def favoured(self, at_most: float = BEHIND_SHARE) -> set[str]:
+        """Those that are behind, and had no more service than any that is not."""
+        if not self.are_several:
+            return set()
+        behind = {tenant for tenant in self._here if self.is_behind(tenant, at_most)}
+        least_s = min((one.served_s for tenant, one in self._here.items() if tenant not in behind), default=0.0)
+        return {tenant for tenant in behind if self._here[tenant].served_s <= least_s}
 
     def has_dominant(self, at_least: int, factor: float, weight_away: float) -> bool:
         """Whether a tenant has at least `at_least` requests here, and at least `factor` times its share even if others with

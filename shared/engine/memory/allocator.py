@@ -89,6 +89,8 @@ class Allocator:
         self.ordering = ordering
         self._tenants = (TenantShares(), TenantShares())
         """Shares of tenants among offline and among online requests."""
+        self.models = TenantShares()
+        """The same of models, all alike, among online requests."""
         self.suspended: PlannedStep | None = None
         self._discards: list[int] = []
         """Suspended steps given up since the last plan."""

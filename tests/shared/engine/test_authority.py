@@ -283,6 +283,51 @@ def test_beyond_what_the_device_can_do_normal_requests_have_their_share_of_the_t
     assert sum(gaps) / len(gaps) <= 0.03
 
 
+# --------------------------------------------------------------------------------------------- floods between models
+
+FLOODS = {"chats": (500, 300, 0.05), "prompts": (3000, 30, 0.18)}
+"""Tokens of a prompt and of an answer, and seconds between two arrivals: more than the device can do."""
+
+
+def _ask_one_at_a_time(world: World, model: str, num: int, lengths: Callable[[int], tuple[int, int]]) -> list[str]:
+    """Each request follows the answer to the one before by half a second."""
+    names = [f"asked{index}" for index in range(num)]
+
+    def ask() -> None:
+        index = next((index for index, name in enumerate(names) if name not in world.ended), num)
+        if index < num and names[index] not in world.sent:
+            world.submit(names[index], model, *lengths(index), world.events.now + 0.5)
+        world.events.after(0.1, ask)
+
+    world.events.at(8.0, ask)
+    return names
+
+
+@pytest.mark.parametrize(
+    "flood", [pytest.param("chats", marks=pytest.mark.long), "prompts", pytest.param(None, marks=pytest.mark.long)]
+)
+def test_a_flood_of_one_model_hardly_delays_first_tokens_of_another(flood):
+    """All requests are of one tenant. None: the flood is of prompts that fill several steps each."""
+    ttfts = {}
+    for is_flooded in (False, True):
+        world = World("AB", max_tokens=2048)
+        num_prompt, num_output, each_s = FLOODS.get(flood, (8000, 2, 0.5))
+        for index in range(int(30.0 / each_s) if is_flooded else 0):
+            world.submit(f"flood{index}", "A", num_prompt, num_output, each_s * index)
+        names = _ask_one_at_a_time(world, "B", 9, lambda index: (300 + 397 * (index * 5 % 9), 20))
+        world.run(30.0)
+        assert len(names) == len([name for name in names if name in world.ended]), "each answer is complete by then"
+        if is_flooded:
+            late = sum(world.ttft_s(name) > TTFT_S for name in world.sent if name.startswith("flood"))
+            assert late > 20, "it is a flood"
+            for name in names:
+                gaps = world.gaps(name)
+                assert sum(gaps) <= len(gaps) * TPOT_S + allowed_silence_s(TPOT_S)
+        # the first one is a stranger's
+        ttfts[is_flooded] = [world.ttft_s(name) for name in names[1:]]
+    assert max(ttfts[True]) <= 1.3 * max(ttfts[False])
+
+
 # ------------------------------------------------------------------------------------------------------- pipelines
 
 
