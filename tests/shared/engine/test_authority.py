@@ -3,8 +3,9 @@ docs/design/scheduling.md). The real engine in virtual time."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,10 @@ import msgspec
 import pytest
 
 from shared.costs.model import StepShape
+from shared.engine.batch import PlannedStep
 from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
 from shared.engine.engine import Effect, Engine
+from shared.engine.model_queue import ONLINE_CLASSES
 from shared.engine.plan import CopyKind, KvCopy, ModelShape
 from shared.engine.requests import Ended, Output
 from shared.engine.sequence import PriorityClass
@@ -22,6 +25,7 @@ from shared.messages.requests import GenerationRequest, Priority, RequestClass, 
 from shared.policies.catalogue import ordering_policy
 from shared.policies.silence import allowed_silence_s
 from shared.policies.slo_budget import SloTokenBudget
+from shared.policies.token_budget import StepBudget
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance, VirtualStep
 from tests.seeds import seeds
@@ -598,6 +602,109 @@ def _idle_s(world: World) -> float:
             spans.append((since_s, at_s))
     total_s = sum(end_s - start_s for start_s, end_s in spans)
     return total_s - sum(end_s - start_s for start_s, end_s in busy)
+
+
+def _tight(seed: int, load: float) -> World:
+    """Several stages, tight objectives that differ between models, tenants, pools of which one request takes a fifth, and
+    few rows."""
+    rng = random.Random(seed)
+    tenant_of_next = _tenants(random.Random(-seed - 1))
+    num_stages = rng.choice([1, 1, 1, 2, 4])
+    models = "ABCD"[: rng.randint(1, 4)]
+    world = World(
+        models,
+        depth=max(num_stages, rng.randint(1, 2)),
+        num_stages=num_stages,
+        num_merged=rng.choice([250, 600, 3000, 20_000]),
+        num_host_merged=rng.choice([0, 2000]),
+        num_rows=rng.choice([8, 32, 256]),
+        max_tokens=rng.choice([512, 2048, 8192]),
+        is_known=rng.random() < 0.7,
+    )
+    for model in models:
+        tpot_s = rng.uniform(*rng.choice([(0.02, 0.05), (0.05, 0.11), (0.11, 0.2)]))
+        world.engine.apply(SetObjectives(model, rng.choice([0.5, 1.5, 3.0]), tpot_s), 0.0)
+    at_s, number = 0.0, 0
+    while at_s < 10.0:
+        num_prompt, num_output = rng.randint(20, 1500), rng.randint(2, 200)
+        priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
+        model = rng.choice(models)
+        world.submit(f"online{number}", model, num_prompt, num_output, at_s, priority=priority, **tenant_of_next())
+        at_s += rng.expovariate(load / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / 4))
+        number += 1
+    for model in models:
+        if rng.random() < 0.8:
+            lengths = (rng.randint(1, 40), rng.randint(16, 3000), rng.randint(1, 100))
+            world.lines(model, *lengths, rng.uniform(0.0, 5.0), fields=tenant_of_next)
+    return world
+
+
+LEAST_LEFT = 8
+"""Tokens of a prompt: a step with room for fewer is full."""
+
+
+def _watch_left_out(world: World) -> list[str]:
+    """Who could have joined a step of its model and did not: appended to while the world runs. Left aside are the steps of
+    favoured tenants' prompts, which others do not join, and decodes on pipelines, which share them out."""
+    planner, memory, left_out = world.engine.planner, world.engine.memory, list[str]()
+    plan = planner.plan
+
+    def planned(*arguments: Any, **options: Any) -> PlannedStep | None:
+        step = plan(*arguments, **options)
+        if step is not None and (cost := memory.queues[step.plan.model].cost_model) is not None:
+            limits = planner.leaders.last_limits
+            budget = StepBudget(
+                limits._replace(
+                    max_tokens=limits.max_tokens - step.plan.num_tokens,
+                    limit_s=min(limits.limit_s, planner.last_limit_s),
+                    offline_limit_s=math.inf,
+                ),
+                cost,
+            )
+            budget.shape, budget.used_s = step.plan.shape, cost.predict(step.plan.shape)
+            left_out.extend(f"{name} at {world.events.now:.3f}" for name in _left_out(step, budget))
+        return step
+
+    def _left_out(step: PlannedStep, budget: StepBudget) -> Iterator[str]:
+        queue, favoured = memory.queues[step.plan.model], planner._favours.favoured()
+        sampled = {one.number: samples for one, samples in zip(step.sequences, step.plan.samples, strict=True)}
+        if budget.tokens_left < 1 or any(one.tenant in favoured for one in step.sequences):
+            return
+        for priority_class in ONLINE_CLASSES if step.sequences[-1].is_online else PriorityClass:
+            if any(planner._favours.prompts(queue, priority_class)):
+                continue
+            for one in queue.running[priority_class].values():
+                missing = one.total - one.num_computed
+                if sampled.get(one.number, False) or one.total >= one.max_total or missing < 1:
+                    continue
+                is_shared_out = planner._num_stages > 1
+                if one.number in sampled or (missing > 1 and not (is_shared_out and one.in_flight)):
+                    if budget.fits_prefill(missing, one.num_computed) >= min(missing, LEAST_LEFT):
+                        yield f"prompt of {one.request.request_id}"
+                elif missing == 1 and one.num_computed < one.capacity and not is_shared_out:
+                    fits = one.is_online or budget.fits_decodes([one.num_computed]) > 0
+                    yield from [f"token of {one.request.request_id}"] * fits
+            waiting = queue.waiting[priority_class]
+            if not waiting or budget.fits_prefill(LEAST_LEFT, 0) < LEAST_LEFT:
+                continue
+            needed, is_stuck = memory.num_wanted_blocks(waiting[0]), memory.stuck is not None
+            has_room = memory.num_free_rows > 0 and memory.pool.num_available(queue.name) >= needed
+            may_join = waiting[0].is_online or not planner._holds_offline
+            if has_room and may_join and not is_stuck and memory.may_hold(queue.name, needed, priority_class):
+                yield f"prompt of {waiting[0].request.request_id}, which waits"
+
+    planner.plan = planned  # type: ignore[method-assign]
+    return left_out
+
+
+@pytest.mark.parametrize("seed", seeds(60, normally=3))
+def test_no_step_is_idle_or_partly_filled_while_work_fits(seed):
+    world = _tight(seed, load=0.35)
+    left_out = _watch_left_out(world)
+    world.run(1500.0)
+    assert set(world.ended) == set(world.sent)
+    assert _idle_s(world) <= 0.2
+    assert not left_out
 
 
 # 111: a prompt of high priority between a stream of high priority and normal streams, each of another model
