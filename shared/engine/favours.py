@@ -72,10 +72,10 @@ class Favours:
     def note(self, sequence: Sequence, prompt_s: float, now: float) -> None:
         """Its prompt, which takes so long, is begun."""
         weight = sequence.request.tenant_weight
-        for all_known, name, its_weight in (
-            (self._known, sequence.tenant, weight),
-            (self._known_models, sequence.model, 1.0),
-        ):
+        noted = [(self._known, sequence.tenant, weight)]
+        if self._memory.ordering.favours_models:
+            noted.append((self._known_models, sequence.model, 1.0))
+        for all_known, name, its_weight in noted:
             known = all_known.pop(name, None) or _Known()
             known.prompt_s, known.seen_s = max(prompt_s, FADING * known.prompt_s), now
             known.weight = its_weight
@@ -88,11 +88,12 @@ class Favours:
         return self._tenants.favoured()
 
     def models(self, now: float) -> set[str]:
-        """Models that are asked little."""
+        """Models that are asked little; none where the order of requests does not favour any."""
         models = self._memory.models
-        if not models.are_several:
-            return set()
-        return models.favoured(BEHIND_SHARE if self._has_late_prompt(now) else LITTLE_SHARE)
+        favoured = models.favoured(BEHIND_SHARE) if self._memory.ordering.favours_models else set()
+        if not favoured or self._has_late_prompt(now):
+            return favoured
+        return models.favoured(LITTLE_SHARE)
 
     def prompts(self, queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:
         """Online sequences of the model and rank whose prompts are favoured."""
@@ -147,7 +148,8 @@ class Favours:
         """Whether more is asked than can be done in time, and a stranger would be a tenant, or a model, that asks little."""
         tenants, models = self._tenants, self._memory.models
         may_come = "" not in tenants and tenants.has_dominant(FEW, DOMINANT_SHARE, tenants.mean_weight)
-        if not may_come and any(name not in models for name in self._memory.queues):
+        has_strangers = self._memory.ordering.favours_models and any(name not in models for name in self._memory.queues)
+        if not may_come and has_strangers:
             may_come = models.has_dominant(FEW, DOMINANT_SHARE, 1.0)
         return may_come and self._has_late_prompt(now)
 

@@ -96,7 +96,7 @@ class DoublingBudget(OrderingPolicy):
         min_starvation_s: float = 1.0,
     ) -> None:
         self.mixes_phases = mixes_phases
-        self.bounds_silence = shares_turns
+        self.bounds_silence = self.favours_models = shares_turns
         self._turns: Turns = Turns()
         self._weights: dict[str, float] = {}
         """Weights of the candidates of the last pick."""

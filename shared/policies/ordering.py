@@ -75,6 +75,8 @@ class OrderingPolicy(ABC):
     mixes_phases: bool = True
     """Whether a step may hold decodes and prefill chunks of one model together (SeaLLM batches one phase; with chunked
     prefill both may be mixed)."""
+    favours_models: bool = False
+    """Whether models that are asked little go before others of their rank (engine/favours.py)."""
     bounds_silence: bool = False
     """Whether `pick_model` serves streams before they have stood still for too long (silence.py); the planner then bounds
     steps so that it can."""
