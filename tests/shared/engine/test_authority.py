@@ -508,9 +508,35 @@ def _tenants(rng: random.Random) -> Callable[[], dict[str, Any]]:
     return draw
 
 
+def _ask(
+    world: World,
+    rng: random.Random,
+    models: str,
+    load: float,
+    tenant_of_next: Callable[[], dict[str, Any]],
+    *,
+    seconds: float,
+    most_lines: int,
+) -> None:
+    """Online requests for so long, and lines that come in the first half of it. `load`: of the device's time, that online
+    requests take if each is served alone, about."""
+    at_s, number = 0.0, 0
+    while at_s < seconds:
+        num_prompt, num_output = rng.randint(20, 1500), rng.randint(2, 200)
+        priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
+        model = rng.choice(models)
+        world.submit(f"online{number}", model, num_prompt, num_output, at_s, priority=priority, **tenant_of_next())
+        # a step of one sequence is shared by some others, and tokens of a prompt by none
+        at_s += rng.expovariate(load / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / 4))
+        number += 1
+    for model in models:
+        if rng.random() < 0.8:
+            lengths = (rng.randint(1, most_lines), rng.randint(16, 3000), rng.randint(1, 100))
+            world.lines(model, *lengths, rng.uniform(0.0, seconds / 2), fields=tenant_of_next)
+
+
 def _mixed(seed: int, load: float) -> World:
-    """Random models, classes, priorities, lengths, objectives, tenants, stages and pools. `load`: of the device's time, that
-    online requests take if each is served alone, about."""
+    """Random models, classes, priorities, lengths, objectives, tenants, stages and pools. `load`: see `_ask`."""
     rng = random.Random(seed)
     tenant_of_next = _tenants(random.Random(-seed - 1))
     num_stages = rng.choice([1, 1, 2, 4])
@@ -525,19 +551,7 @@ def _mixed(seed: int, load: float) -> World:
         is_known=rng.random() < 0.7,
         tpot_s=rng.uniform(0.11, 0.2),
     )
-    at_s, number = 0.0, 0
-    while at_s < 20.0:
-        num_prompt, num_output = rng.randint(20, 1500), rng.randint(2, 200)
-        priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
-        model = rng.choice(models)
-        world.submit(f"online{number}", model, num_prompt, num_output, at_s, priority=priority, **tenant_of_next())
-        # a step of one sequence is shared by some others, and tokens of a prompt by none
-        at_s += rng.expovariate(load / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / 4))
-        number += 1
-    for model in models:
-        if rng.random() < 0.8:
-            lengths = (rng.randint(1, 80), rng.randint(16, 3000), rng.randint(1, 100))
-            world.lines(model, *lengths, rng.uniform(0.0, 10.0), fields=tenant_of_next)
+    _ask(world, rng, models, load, tenant_of_next, seconds=20.0, most_lines=80)
     return world
 
 
@@ -624,18 +638,7 @@ def _tight(seed: int, load: float) -> World:
     for model in models:
         tpot_s = rng.uniform(*rng.choice([(0.02, 0.05), (0.05, 0.11), (0.11, 0.2)]))
         world.engine.apply(SetObjectives(model, rng.choice([0.5, 1.5, 3.0]), tpot_s), 0.0)
-    at_s, number = 0.0, 0
-    while at_s < 10.0:
-        num_prompt, num_output = rng.randint(20, 1500), rng.randint(2, 200)
-        priority = HIGH if rng.random() < 0.3 else Priority.NORMAL
-        model = rng.choice(models)
-        world.submit(f"online{number}", model, num_prompt, num_output, at_s, priority=priority, **tenant_of_next())
-        at_s += rng.expovariate(load / (num_prompt * COST.prefill_token_s + num_output * COST.fixed_s / 4))
-        number += 1
-    for model in models:
-        if rng.random() < 0.8:
-            lengths = (rng.randint(1, 40), rng.randint(16, 3000), rng.randint(1, 100))
-            world.lines(model, *lengths, rng.uniform(0.0, 5.0), fields=tenant_of_next)
+    _ask(world, rng, models, load, tenant_of_next, seconds=10.0, most_lines=40)
     return world
 
 
