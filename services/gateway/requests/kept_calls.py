@@ -51,7 +51,7 @@ STREAM_HEADER = "x-stream-id"
 """Header of an answer that may be resumed."""
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 4096
 STOP_S = 5.0
-CLAIM_TRIES = 5
+WRITE_TRIES = 5
 MAX_ENDED_BYTES = 32 * 1024 * 1024
 """The most bytes of plans and outputs of calls that have ended and are remembered for their keys; the oldest make room."""
 SILENCE_S = 1.0
@@ -544,8 +544,8 @@ class KeptCalls:
 
     async def _hold(self, record: KeptCall, earlier: str | None) -> None:
         """Stores the record, in place of the one that is `earlier`'s. It stays as it is where an earlier try has stored it,
-        where it was taken over since, and where the call has ended."""
-        while True:
+        where it was taken over since, and where the call has ended. Raises `BusError`."""
+        for _ in range(WRITE_TRIES):
             with suppress(RevisionConflict):
                 await self._records.create(record.call_id, record)
                 return
@@ -557,6 +557,9 @@ class KeptCalls:
             with suppress(RevisionConflict):
                 await self._records.update(record.call_id, record, stored.revision)
                 return
+        raise BusError(
+            ErrorInfo(ErrorCode.UNAVAILABLE, f"Others write the record of {record.call_id} at the same time.")
+        )
 
     async def _end_record(self, record: KeptCall, *, is_claimed: bool) -> Exception | None:
         """Stores the record with its output, as `_begin_record`."""
@@ -582,7 +585,7 @@ class KeptCalls:
         if not record.claim:
             return
         claim = IdempotencyClaim(record.call_id, record.digest)
-        for _ in range(CLAIM_TRIES):
+        for _ in range(WRITE_TRIES):
             # Of several that find a claim which is over, one replaces it, and the others find that one's.
             with suppress(RevisionConflict):
                 await self._claims.create(record.claim, claim)
