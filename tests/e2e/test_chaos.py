@@ -192,7 +192,7 @@ class Reader:
             choice = chunk.choices[0]
             self.text += choice.text
             self.event_id = chunk.event_id  # type: ignore[attr-defined]
-            self.num_tokens = int(self.event_id.rstrip("e"))
+            self.num_tokens = int(self.event_id.split("-")[0].rstrip("e"))
             if choice.finish_reason:
                 self.finish_reasons.append(choice.finish_reason)
 
@@ -220,7 +220,7 @@ def test_a_killed_gateways_streams_are_read_to_their_ends_elsewhere(system: Stac
     for reader, stream in zip(readers, expected, strict=True):
         with whatever_the_machine_does():
             assert reader.text == stream.text
-        assert reader.event_id == f"{MAX_TOKENS}e"
+        assert reader.event_id.split("-")[0] == f"{MAX_TOKENS}e"
 
 
 def is_ready(url: str) -> bool:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from services.gateway.requests import writes
-from services.gateway.requests.kept_calls import KEY_HEADER, AlreadyKept, Kept, KeptCalls
+from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, AlreadyKept, Kept, KeptCalls
 from shared.bus.interface import BusError, KvEntry, ServiceError
 from shared.bus.nats_streams import silent
 from shared.messages.catalogue import IDEMPOTENCY_KEYS, KEPT_CALLS
@@ -80,6 +80,35 @@ async def test_a_key_stands_for_one_answer(kept: Stack) -> None:
         rest = [chunk async for chunk in again]
     assert "".join(c.choices[0].delta.content or "" for c in first[:4] + rest) == TEXT
     assert len(kept.peer.submitted) == 2
+
+
+async def test_an_event_of_another_call_is_refused(kept: Stack) -> None:
+    """What comes after it would not fit to what the client has, though it asks with the key of its call."""
+    turns = [{"role": "user", "content": "Hi"}]
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": turns}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {"messages": turns, "max_tokens": 100}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        body = {"model": MODEL, "stream": True, **fields}
+        first, second = [
+            await kept.client.post(path, json=body, headers={KEY_HEADER: f"{name}{path}"}) for name in ("a", "b")
+        ]
+        last, stream_id = events_of(first.text)[0].id, first.headers[STREAM_HEADER]
+        assert last.endswith(f"-{stream_id[-6:]}")
+        for asked, is_own in ((first, True), (second, False)):
+            key = asked.request.headers[KEY_HEADER]
+            rest = await kept.client.post(path, json=body, headers={KEY_HEADER: key, "last-event-id": last})
+            after = await kept.client.get(f"/v1/streams/{asked.headers[STREAM_HEADER]}?starting_after={last}")
+            if is_own:
+                assert rest.status_code == after.status_code == 200, rest.text + after.text
+                continue
+            for answer, param in ((rest, "last-event-id"), (after, "starting_after")):
+                error = answer.json()["error"]
+                assert answer.status_code == 409 and "another call" in error["message"], answer.text
+                if path != "/v1/messages":
+                    assert (error["code"], error["param"]) == ("conflict", param)
 
 
 async def test_requests_that_share_an_answer_use_its_tokens_once(nats_settings: BusSettings, checkpoint: Path) -> None:

@@ -87,7 +87,7 @@ async def resume_message(context: GatewayContext, request: Request, call_id: str
 
 
 async def _answer_again(exchange: Exchange, record: KeptCall, keep_alive: KeepAlive | None) -> Response:
-    num_seen = num_events_seen(exchange.request)
+    num_seen = num_events_seen(exchange.request, record)
     generation, _, headers = await attach(exchange, record, nothing_seen)
     return await _answer(exchange, generation, headers, keep_alive, num_seen)
 

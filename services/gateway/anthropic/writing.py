@@ -11,7 +11,7 @@ from services.gateway.anthropic.messages import MessageObject, MessageUsage, Out
 from services.gateway.http.errors import ApiError
 from services.gateway.openai.conversations import arguments_object
 from services.gateway.openai.replies import ToolCallChunk, Usage
-from services.gateway.requests.answers import on_one_line
+from services.gateway.requests.answers import event_tag, on_one_line
 from services.gateway.streams.generation import Delta, Generation
 
 Event = tuple[str, dict[str, Any]]
@@ -113,6 +113,7 @@ class MessageWriter:
         self._usage = usage
         self._num_seen = num_seen
         self._num_events = 0
+        self._tag = event_tag(builder.message.id).encode()
 
     def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
         return self._begin() + self._encoded([event for delta in deltas for event in self._builder.take(delta)])
@@ -143,7 +144,7 @@ class MessageWriter:
             if self._num_seen is None:
                 parts.append(_encoded(*event))
             elif self._num_events >= self._num_seen:
-                parts.append(b"id: %d\n" % self._num_events + _encoded(*event))
+                parts.append(b"id: %d%b\n" % (self._num_events, self._tag) + _encoded(*event))
             self._num_events += 1
         return b"".join(parts)
 

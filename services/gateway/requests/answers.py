@@ -158,21 +158,26 @@ def on_one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-_EVENT_ID = re.compile(r"[0-9]{1,7}e?(\.[0-9]{1,7}e?)*")
+_POSITION = re.compile(r"[0-9]{1,7}e?(\.[0-9]{1,7}e?)*")
 
 
-def event_id_of(seen: Sequence[Seen]) -> str:
+def event_tag(call_id: str) -> str:
+    """What the ids of a call's events end with: events of two calls under one idempotency key are told apart by it."""
+    return "-" + call_id[-6:]
+
+
+def position_text(seen: Sequence[Seen]) -> str:
     """How many tokens of each choice came with the event and before it, and an e where that is the whole choice: `12`,
     `7.12e`."""
     return ".".join(f"{each.num_tokens}e" if each.is_over else str(each.num_tokens) for each in seen)
 
 
-def seen_of(event_id: str, num_choices: int, param: str) -> list[Seen]:
-    """The inverse of `event_id_of`; empty: nothing was seen. Raises `ApiError` 400."""
-    if not event_id:
+def seen_of(position: str, num_choices: int, param: str) -> list[Seen]:
+    """The inverse of `position_text`; empty: nothing was seen. Raises `ApiError` 400."""
+    if not position:
         return [Seen()] * num_choices
-    parts = event_id.split(".")
-    if not _EVENT_ID.fullmatch(event_id) or len(parts) != num_choices:
+    parts = position.split(".")
+    if not _POSITION.fullmatch(position) or len(parts) != num_choices:
         raise invalid(param, f"'{param}' must be the id of an event of this stream, which has {num_choices} choices.")
     return [Seen(int(part.rstrip("e")), part.endswith("e")) for part in parts]
 
@@ -190,6 +195,7 @@ class ChunkWriter:
     ) -> None:
         """`seen`: how far the client has each choice; events have ids then, from which they may be resumed. None: not."""
         self._seen = None if seen is None else list(seen)
+        self._tag = event_tag(call_id)
         head = {"id": call_id, "object": _OBJECTS[operation], "created": created, "model": model}
         if options.service_tier is not None:
             head["service_tier"] = options.service_tier
@@ -230,7 +236,7 @@ class ChunkWriter:
     def _with_id(self, chunk: tuple[bytes, ...], end: bytes) -> tuple[bytes, ...]:
         if self._seen is None:
             return *chunk, end
-        event_id = event_id_of(self._seen).encode()
+        event_id = (position_text(self._seen) + self._tag).encode()
         return b"id: " + event_id + b"\n", *chunk, b'],"event_id":"' + event_id + b'"', end[1:]
 
     def _before(self, index: int) -> bytes:

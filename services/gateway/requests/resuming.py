@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 
+from services.gateway.http.errors import ApiError
 from services.gateway.openai.parsing import whole_number_of
-from services.gateway.requests.answers import seen_of
+from services.gateway.requests.answers import event_tag, seen_of
 from services.gateway.requests.exchange import Exchange
 from services.gateway.requests.kept_calls import EVENT_HEADER, Plan, plan_of
 from services.gateway.streams.generation import Generation, Seen
@@ -17,34 +19,47 @@ AFTER = "starting_after"
 MAX_AFTER = 999_999
 
 
-def position_of(request: Request) -> tuple[str, str]:
-    """What the client saw last, and where it says so; empty: nothing. Browsers send the header by themselves."""
-    if (text := request.query_params.get(AFTER)) is not None:
-        return text, AFTER
-    return request.headers.get(EVENT_HEADER, ""), EVENT_HEADER
+_TAGGED = re.compile(r"(.+)(-[0-9A-Za-z]{6})")
 
 
-def seen_by(request: Request, plan: Plan) -> list[Seen]:
-    """How far the client has a chat's or completion's answer. Raises `ApiError` 400."""
-    text, param = position_of(request)
+def position_of(request: Request, call_id: str) -> tuple[str, str]:
+    """What the client saw last of the call, and where it says so; empty: nothing. Browsers send the header by themselves.
+    Raises `ApiError` 409 where it saw another call."""
+    text, param = request.headers.get(EVENT_HEADER, ""), EVENT_HEADER
+    if (after := request.query_params.get(AFTER)) is not None:
+        text, param = after, AFTER
+    if (found := _TAGGED.fullmatch(text)) is None:
+        return text, param
+    if found[2] != event_tag(call_id):
+        message = (
+            f"The event '{text[:100]}' is of another call than '{call_id}', so the rest of this answer does not fit to it: "
+            f"ask again without '{param}' for the whole."
+        )
+        raise ApiError(409, message, param=param, code="conflict")
+    return found[1], param
+
+
+def seen_by(request: Request, record: KeptCall, plan: Plan) -> list[Seen]:
+    """How far the client has a chat's or completion's answer. Raises `ApiError` 400, 409."""
+    text, param = position_of(request, record.call_id)
     return seen_of(text, len(plan.prompts) * plan.options.num_choices, param)
 
 
-def nothing_seen(request: Request, plan: Plan) -> tuple[()]:
+def nothing_seen(request: Request, record: KeptCall, plan: Plan) -> tuple[()]:
     """What `attach` takes for answers whose events are counted as they are written."""
     return ()
 
 
-def num_events_seen(request: Request) -> int:
-    """How many events, which are numbered from 0, the client has of a response or message. Raises `ApiError` 400."""
-    text, param = position_of(request)
+def num_events_seen(request: Request, record: KeptCall) -> int:
+    """How many events, which are numbered from 0, the client has of a response or message. Raises `ApiError` 400, 409."""
+    text, param = position_of(request, record.call_id)
     return whole_number_of({param: text}, param, 0, 0, MAX_AFTER) + 1 if text else 0
 
 
 async def attach(
     exchange: Exchange,
     record: KeptCall,
-    seen: Callable[[Request, Plan], Sequence[Seen]],
+    seen: Callable[[Request, KeptCall, Plan], Sequence[Seen]],
     *,
     is_counted: bool = False,
 ) -> tuple[Generation, Plan, dict[str, str]]:
@@ -52,7 +67,7 @@ async def attach(
     `is_counted`: the call counts under its key's limits already; else `exchange.key` has to be set. Raises `ApiError`,
     `BusError`."""
     context, plan = exchange.context, plan_of(record)
-    client_has = seen(exchange.request, plan)
+    client_has = seen(exchange.request, record, plan)
     spec = context.catalog.spec(record.model)
     exchange.resume(record)
     if exchange.ticket is None:

@@ -25,7 +25,7 @@ from services.gateway.requests.answering import (
 )
 from services.gateway.requests.event_stream import EventStream, KeepAlive, first_deltas, keep_alive_of
 from services.gateway.requests.exchange import Exchange
-from services.gateway.requests.kept_calls import Plan, Wish, plan_of
+from services.gateway.requests.kept_calls import STREAM_HEADER, Plan, Wish, plan_of
 from services.gateway.requests.other_routes import json_response
 from services.gateway.requests.prompts import num_prompt_tokens
 from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
@@ -170,7 +170,7 @@ async def _read(exchange: Exchange, record: KeptCall) -> Response:
 
 async def _answer_again(exchange: Exchange, record: KeptCall, keep_alive: KeepAlive | None) -> Response:
     """The rest of a response that another connection began, or the whole where it is no stream."""
-    num_seen = num_events_seen(exchange.request)
+    num_seen = num_events_seen(exchange.request, record)
     begun = await attach(exchange, record, nothing_seen)
     is_stream = exchange.request.method == "GET" or begun[1].options.is_stream
     return await _answer(exchange, *begun, keep_alive, num_seen, is_stream=is_stream)
@@ -198,7 +198,7 @@ async def _answer(
         await exchange.context.responses.keep(response, tenant, items)
 
     if generation.options.is_stream if is_stream is None else is_stream:
-        writer = ResponseWriter(builder, keep, num_seen)
+        writer = ResponseWriter(builder, keep, num_seen, is_kept=STREAM_HEADER in headers)
         first = await first_deltas(exchange, generation, keep_alive)
         return EventStream(exchange, generation, writer, first, headers, keep_alive)
     while not generation.is_done:

@@ -16,7 +16,7 @@ import msgspec
 from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
 from services.gateway.openai.conversations import custom_input
 from services.gateway.openai.replies import ToolCallChunk, Usage
-from services.gateway.requests.answers import on_one_line
+from services.gateway.requests.answers import event_tag, on_one_line
 from services.gateway.responses.conversion import SEALED_REASONING, sealed
 from services.gateway.responses.messages import (
     IncompleteDetails,
@@ -219,10 +219,17 @@ class ResponseWriter:
     """The events of a stream; as `answers.ChunkWriter`."""
 
     def __init__(
-        self, builder: ResponseBuilder, keep: Callable[[ResponseObject], Awaitable[None]], num_seen: int = 0
+        self,
+        builder: ResponseBuilder,
+        keep: Callable[[ResponseObject], Awaitable[None]],
+        num_seen: int = 0,
+        *,
+        is_kept: bool = False,
     ) -> None:
-        """`keep` stores a whole response. `num_seen`: events that the client has, which are left out."""
+        """`keep` stores a whole response. `num_seen`: events that the client has, which are left out. `is_kept`: they have
+        ids, since the stream may be resumed."""
         self._num_seen = num_seen
+        self._tag = event_tag(builder.response.id).encode() if is_kept else b""
         self._builder = builder
         self._keep = keep
         self._num_events = 0
@@ -265,6 +272,8 @@ class ResponseWriter:
         for kind, fields in events:
             if self._num_events >= self._num_seen:
                 data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
+                if self._tag:
+                    parts.append(b"id: %d%b\n" % (self._num_events, self._tag))
                 parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
             self._num_events += 1
         return b"".join(parts)
