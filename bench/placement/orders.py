@@ -36,7 +36,7 @@ class Served(NamedTuple):
 def serve(order: str, problem: Problem, plan: Plan, seed: int) -> Served:
     fleets: list[Fleet] = []
     serving = msgspec.structs.replace(LIVE, order_policy=order)
-    _, metrics, _ = simulate(problem, plan, serving, seed=seed, on_deployed=fleets.append)
+    _, metrics, *_ = simulate(problem, plan, serving, seed=seed, on_deployed=fleets.append)
     gaps = sorted(record.longest_gap_s for record in fleets[0].gateway.records)
     total, silence_s = metrics.total, gaps[int(0.99 * (len(gaps) - 1))]
     row: dict[str, object] = {

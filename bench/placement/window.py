@@ -102,7 +102,7 @@ def serve(name: str, asked: Asked, asked_window: Window) -> Served:
             )  # fmt: skip
 
     began_s = time.process_time()
-    requests, metrics, _ = simulate(problem, first.plan, seed=asked.seed, on_deployed=replace)
+    requests, metrics, *_ = simulate(problem, first.plan, seed=asked.seed, on_deployed=replace)
     used_s = time.process_time() - began_s
     ends = [one for replacement in changing for one in replacement.changes]
     changes = [asked_window.since_h + one.stage_s / 3600 for one in ends if one.stage == "carried_out"]
