@@ -269,6 +269,10 @@ def seconds(value: float) -> str:
     return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
+def _counted(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}" if round(number) == 1 else f"{number:.0f} {noun}s"
+
+
 def event_text(event: RequestEvent, prompt_tokens: int) -> str:
     """One line for whoever reads a timeline."""
     numbers, cause, place = event.numbers, event.cause, event.place
@@ -276,24 +280,24 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
     second = numbers[1] if len(numbers) > 1 else 0.0
     match event.kind:
         case EventKind.SUBMITTED:
-            return f"{prompt_tokens} prompt tokens, sent to the scheduler"
+            return f"{_counted(prompt_tokens, 'prompt token')}, sent to the scheduler"
         case EventKind.QUEUED:
             return f"{number:.0f} ahead in the queue: {cause}"
         case EventKind.DISPATCHED:
             free = "idle" if number == float("inf") else f"freeness {number:.1f}"
-            return f"to {place}: {cause} ({free}; {second:.0f} serve the model)"
+            return f"to {place}: {cause} ({free}; {_counted(second, 'instance')} for the model)"
         case EventKind.REFUSED:
             return f"by {place}: {cause}"
         case EventKind.ARRIVED:
             return f"{numbers[2]:.0f} of its model wait before it" if len(numbers) > 2 else ""
         case EventKind.ADMITTED:
-            return f"{second:.0f} tokens to compute, {number:.0f} cached"
+            return f"{_counted(second, 'token')} to compute, {number:.0f} cached"
         case EventKind.PREEMPTED:
             what = {"memory": "others need its memory", "rows": "others need its row", "failure": "its step failed"}
             kept = f", {second:.0f} of them with a checkpoint" if second else ""
-            return f"{what.get(cause, cause)}; {number:.0f} tokens had been computed{kept}"
+            return f"{what.get(cause, cause)}; computed {_counted(number, 'token')} so far{kept}"
         case EventKind.RESTORING:
-            return f"{number:.0f} KV blocks from host memory"
+            return f"{_counted(number, 'KV block')} from host memory"
         case EventKind.SUSPENDED:
             return "its step stopped between two layers, for an online request"
         case EventKind.RESUMED:
@@ -305,15 +309,19 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
         case EventKind.DETACHED:
             return "pauses until the other instance has it"
         case EventKind.MOVED:
-            return f"from {place}, with the KV of {number:.0f} tokens" if number else f"from {place}, without KV"
+            return (
+                f"from {place}, with the KV of {_counted(number, 'token')}" if number else f"from {place}, without KV"
+            )
         case EventKind.MIGRATION_ABORTED:
             return f"did not move to {place}: {cause}"
         case EventKind.BACKED_UP:
             return f"{place} keeps copies of its KV"
         case EventKind.LOST:
-            return f"{place or 'its instance'} no longer has it ({cause}), after {number:.0f} tokens; placed again"
+            return (
+                f"{place or 'its instance'} no longer has it ({cause}), after {_counted(number, 'token')}; placed again"
+            )
         case EventKind.ENDED:
-            return f"{cause}; {second:.0f} tokens" if numbers else cause
+            return f"{cause}; {_counted(second, 'token')}" if numbers else cause
         case _:
             return cause
 

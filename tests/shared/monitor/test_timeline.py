@@ -143,11 +143,11 @@ def test_the_order_in_which_it_is_told_does_not_matter(told: list[tuple[str, Req
 def test_each_event_has_its_words() -> None:
     texts = {one.kind: event_text(one, 50) for _, one in LATE}
     assert texts[EventKind.QUEUED] == "7 ahead in the queue: no instance serves the model"
-    assert texts[EventKind.DISPATCHED] == f"to {FIRST}: the freest (freeness 3.0; 1 serve the model)"
-    assert texts[EventKind.PREEMPTED].startswith("others need its memory; 32 tokens")
+    assert texts[EventKind.DISPATCHED] == f"to {FIRST}: the freest (freeness 3.0; 1 instance for the model)"
+    assert texts[EventKind.PREEMPTED].startswith("others need its memory; computed 32 tokens so far")
     assert texts[EventKind.LOST] == f"{SECOND} no longer has it (exited), after 20 tokens; placed again"
     idle = event_text(event(EventKind.DISPATCHED, 0.0, "the freest", FIRST, float("inf"), 2.0), 1)
-    assert "(idle; 2 serve the model)" in idle
+    assert "(idle; 2 instances for the model)" in idle
 
 
 def judged(missed: bool, queue_s: float = 2.0) -> list[Objective]:
