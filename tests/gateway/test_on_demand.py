@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.gateway.requests import event_stream
+from services.gateway.requests.kept_calls import STREAM_HEADER
 from shared.messages.catalogue import PLANS
 from shared.messages.cluster import LoadedModel, ModelSpec
 from shared.messages.requests import FinishReason
@@ -56,8 +57,9 @@ async def test_a_cold_start_is_told(
         answer = await asking
         before, _, after = answer.text.partition("one two three")
         assert answer.status_code == 200 and after
-        put_away = f": cold start: {MODEL} is in host memory: the memory that it needs is in use\n\n"
-        assert before.startswith(put_away) and f": cold start: {MODEL} is being loaded\n\n" in before
+        end = "\n" if STREAM_HEADER in answer.headers else "\n\n"
+        put_away = f": cold start: {MODEL} is in host memory: the memory that it needs is in use{end}"
+        assert before.startswith(put_away) and f": cold start: {MODEL} is being loaded{end}" in before
         metrics = (await stack.client.get("/metrics")).text
         assert f'tideway_gateway_cold_starts_total{{model="{MODEL}",state="host"}} 1.0' in metrics
         await until(

@@ -391,6 +391,33 @@ async def test_another_gateway_takes_a_stream_over_from_one_that_lives(
         assert stack.peer.cancelled == [] and stack.peer.instance_cancelled == []
 
 
+async def test_silence_is_no_event_to_openais_client(nats_settings: BusSettings, checkpoint: Path) -> None:
+    """Which takes for an event whatever an empty line ends after an id."""
+    async with logging_stack(nats_settings, checkpoint, stream_keep_alive_s=0.1) as stack, stack.openai() as client:
+        stack.peer.automatic = False
+        tokens, headers, texts = stack.ids(TEXT), {KEY_HEADER: "k"}, ["", ""]
+
+        async def read_response() -> None:
+            events = await client.responses.create(model=MODEL, input="Hi", stream=True)
+            async for event in events:
+                texts[0] += event.delta if event.type == "response.output_text.delta" else ""
+
+        async def read_completion() -> None:
+            chunks = await client.completions.create(model=MODEL, prompt="Hi", stream=True, extra_headers=headers)
+            async for chunk in chunks:
+                texts[1] += chunk.choices[0].text
+
+        for number, read in enumerate((read_response, read_completion)):
+            reading = asyncio.create_task(read())
+            request = await stack.next_request(len(stack.peer.submitted))
+            stack.peer.emit(request, 0, tokens[:9])
+            await until(lambda number=number: texts[number], "the beginning")
+            await asyncio.sleep(0.5)
+            stack.peer.emit(request, 9, tokens[9:], FinishReason.LENGTH)
+            await reading
+        assert texts == [TEXT, TEXT]
+
+
 async def test_a_stream_that_had_no_turn_is_placed_again_and_has_lost_no_owner(
     nats_settings: BusSettings, checkpoint: Path
 ) -> None:

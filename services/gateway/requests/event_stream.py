@@ -16,6 +16,7 @@ from services.gateway.http.limits import AnswerBody
 from services.gateway.openai.parsing import seconds_of
 from services.gateway.requests.answers import StreamWriter
 from services.gateway.requests.exchange import Call, ClientGone, Exchange
+from services.gateway.requests.kept_calls import STREAM_HEADER
 from services.gateway.streams.generation import Delta, Generation
 
 logger = logging.getLogger(__name__)
@@ -189,4 +190,7 @@ class EventStream(Response):
     def _silence(self) -> Message:
         sign = (self._keep_alive.sign if self._keep_alive is not None else b"") or self._writer.keep_alive()
         body = self._exchange.cold_start() or sign
+        if body.startswith(b":") and STREAM_HEADER in self.headers:
+            # An empty line after it would end an event, which has the last id, for OpenAI's clients.
+            body = body.removesuffix(b"\n")
         return {"type": "http.response.body", "body": body, "more_body": True}
