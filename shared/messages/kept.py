@@ -62,6 +62,9 @@ class TakenOver(msgspec.Struct, frozen=True, array_like=True):
 
     call_id: str
     gateway_id: str
+    left: str = ""
+    """Set: nobody does any more, and this is the call's mark here. Whoever reads it elsewhere takes it over; else it is
+    given up."""
 
 
 class CallCopy(msgspec.Struct, frozen=True, array_like=True):

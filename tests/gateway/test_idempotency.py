@@ -111,6 +111,24 @@ async def test_an_event_of_another_call_is_refused(kept: Stack) -> None:
                     assert (error["code"], error["param"]) == ("conflict", param)
 
 
+async def test_an_answer_without_events_is_whole_whatever_event_is_named(kept: Stack) -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": turns}),
+        ("/v1/completions", {"prompt": "x", "n": 2}),
+        ("/v1/messages", {"messages": turns, "max_tokens": 100}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        body, key, position = {"model": MODEL, **fields}, {KEY_HEADER: path}, {"last-event-id": "3-9f3ab2"}
+        first = await kept.client.post(path, json=body, headers=key)
+        assert first.status_code == 200, first.text
+        again = await kept.client.post(path, json=body, headers=key | position)
+        rest = await kept.client.get(f"/v1/streams/{first.headers[STREAM_HEADER]}", headers={"last-event-id": "3"})
+        assert again.text == first.text
+        # Responses are read as streams there.
+        assert rest.text == first.text or path == "/v1/responses"
+
+
 async def test_requests_that_share_an_answer_use_its_tokens_once(nats_settings: BusSettings, checkpoint: Path) -> None:
     async with logging_stack(nats_settings, checkpoint, api_keys="one::1000") as stack:
         stack.peer.interval_s = 0.01
@@ -356,8 +374,9 @@ async def test_who_takes_a_call_up_leaves_its_end_alone(kept: Stack) -> None:
     calls = kept.gateway.context.kept
     (ended,) = [entry.value for entry in (await calls._records.entries()).values()]
     assert ended.outputs
-    late = Kept(calls, msgspec.structs.replace(ended, outputs=[], holder="late"), earlier=ended.holder)
-    await calls._hold(late.record, ended.holder)
+    late = Kept(calls, msgspec.structs.replace(ended, outputs=[], holder="late"))
+    late.earlier = {ended.holder}
+    await calls._hold(late.record, late.earlier)
     await calls._purge(late)
     assert [entry.value for entry in (await calls._records.entries()).values()] == [ended]
     assert len(await calls._claims.entries()) == 1

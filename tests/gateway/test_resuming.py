@@ -15,7 +15,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER
+from services.gateway.requests.kept_calls import KEY_HEADER, STREAM_HEADER, WINDOW_HEADER, Kept
 from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
 from shared.bus.interface import BusError
@@ -416,6 +416,45 @@ async def test_silence_is_no_event_to_openais_client(nats_settings: BusSettings,
             stack.peer.emit(request, 9, tokens[9:], FinishReason.LENGTH)
             await reading
         assert texts == [TEXT, TEXT]
+
+
+@pytest.mark.parametrize("window", ["0.5", ""], ids=["window", "stored response"])
+async def test_who_leaves_a_call_that_is_read_elsewhere_leaves_it_there(
+    nats_settings: BusSettings, checkpoint: Path, window: str
+) -> None:
+    """A reader at another gateway comes and goes; the call goes on, and may be resumed, until nobody reads it."""
+    body = chat(max_tokens=200) if window else RESPONSE
+    path = "/v1/chat/completions" if window else "/v1/responses"
+    async with (
+        logging_stack(nats_settings, checkpoint) as stack,
+        running_gateway(nats_settings, gateway_id="other") as other,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
+    ):
+        stack.peer.automatic = False
+        tokens, headers = stack.ids(TEXT), {WINDOW_HEADER: window} if window else {}
+        async with stack.client.stream("POST", path, json=body, headers=headers) as staying:
+            request = await stack.next_request()
+            pieces = staying.aiter_text()
+            for number in (2, 4):
+                stack.peer.emit(request, number - 2, tokens[number - 2 : number])
+                await anext(pieces)
+                async with client.stream("GET", f"/v1/streams/{staying.headers[STREAM_HEADER]}") as leaving:
+                    assert leaving.status_code == 200, await leaving.aread()
+                    await anext(leaving.aiter_text())
+                await until(lambda: not other.context.kept._here, "the one that was left to let it go")
+            await until(lambda: all(held.writing is None or held.writing.done() for held in here(stack)))
+            assert len(here(stack)) == 1 and stack.peer.cancelled == stack.peer.instance_cancelled == []
+            assert len(await stack.gateway.context.kept._records.entries()) == 1
+        await until(lambda: stack.peer.instance_cancelled, "the call to be cancelled after its last reader")
+        await until(lambda: not here(stack) and not stack.gateway.context.table.streams)
+        async with asyncio.timeout(10):
+            while await stack.gateway.context.kept._records.entries():
+                await asyncio.sleep(0.02)
+        assert {request.epoch for request in stack.peer.submitted} == {0}, "it was never lost"
+
+
+def here(stack: Stack) -> list[Kept]:
+    return list(stack.gateway.context.kept._here.values())
 
 
 async def test_a_stream_that_had_no_turn_is_placed_again_and_has_lost_no_owner(

@@ -56,6 +56,8 @@ MAX_ENDED_BYTES = 32 * 1024 * 1024
 """The most bytes of plans and outputs of calls that have ended and are remembered for their keys; the oldest make room."""
 SILENCE_S = 1.0
 """Time that a call waits for JetStream: a leader that is there answers sooner, and an election takes seconds."""
+TAKE_OVER_S = 1.0
+"""Time for other gateways to say that a call is read there, before it is given up here."""
 
 SUPERSEDED = (
     f"Another call was first under this {KEY_HEADER}, so this one has ended: without Last-Event-ID the request gets the "
@@ -116,11 +118,14 @@ class AlreadyKept(Exception):
 class Kept:
     """A call of which this gateway has the streams. It listens to them as its readers do, and so keeps them open."""
 
-    def __init__(self, calls: KeptCalls, record: KeptCall, earlier: str | None = None) -> None:
-        """It has one reader. `earlier`: mark of whom it is taken over from; None: it is new."""
+    def __init__(self, calls: KeptCalls, record: KeptCall) -> None:
+        """It has one reader."""
         self.record = record
-        self.earlier = earlier
+        self.earlier: set[str] = set()
+        """Marks of those that it was taken over from."""
         self.num_readers = 1
+        self.is_shared = False
+        """Another gateway has had it too, where it may still be read."""
         self.is_elsewhere = False
         """Another gateway has it too: it is left to that one in the end."""
         self.is_copied = False
@@ -157,13 +162,13 @@ class Kept:
         self._on_news()  # it may have found a stop string
         if self.num_readers or self._is_over:
             return
-        if self.record.window_s:
+        if self.record.window_s or self.is_shared:
             self._timer = self._calls.tasks.start(self._give_up_later(), "resume window")
         else:
             self._give_up()
 
     def taken_over(self) -> None:
-        self.is_elsewhere = True
+        self.is_shared = self.is_elsewhere = True
         if not self.num_readers and not self._is_over:
             self._give_up()
 
@@ -203,6 +208,9 @@ class Kept:
 
     async def _give_up_later(self) -> None:
         await asyncio.sleep(self.record.window_s)
+        if self.is_shared and not self.is_elsewhere:
+            self._calls.offer(self.record)
+            await asyncio.sleep(TAKE_OVER_S)
         if not self.num_readers and not self._is_over:
             self._timer = None
             self._give_up()
@@ -542,8 +550,8 @@ class KeptCalls:
             self.tasks.start(self._purge(kept))
         return failure
 
-    async def _hold(self, record: KeptCall, earlier: str | None) -> None:
-        """Stores the record, in place of the one that is `earlier`'s. It stays as it is where an earlier try has stored it,
+    async def _hold(self, record: KeptCall, earlier: Collection[str]) -> None:
+        """Stores the record, in place of one whose mark is `earlier`. It stays as it is where an earlier try has stored it,
         where it was taken over since, and where the call has ended. Raises `BusError`."""
         for _ in range(WRITE_TRIES):
             with suppress(RevisionConflict):
@@ -552,7 +560,7 @@ class KeptCalls:
             stored = await self._records.get(record.call_id)
             if stored is None:
                 continue
-            if stored.value.holder != earlier or stored.value.outputs:
+            if stored.value.holder not in earlier or stored.value.outputs:
                 return
             with suppress(RevisionConflict):
                 await self._records.update(record.call_id, record, stored.revision)
@@ -609,7 +617,7 @@ class KeptCalls:
 
         Whoever takes it up stores first the record, with another mark, and then the claim, though both are there. So where
         the record has no other mark, nobody has stored the claim that was seen before it; one that is stored later stays."""
-        call_id, key, marks = kept.record.call_id, kept.record.claim, (kept.record.holder, kept.earlier)
+        call_id, key, marks = kept.record.call_id, kept.record.claim, {kept.record.holder, *kept.earlier}
 
         async def purge() -> None:
             if call_id not in self._leaving:
@@ -644,10 +652,8 @@ class KeptCalls:
                 raise
             return kept
         self._leaving.discard(record.call_id)
-        kept = Kept(self, msgspec.structs.replace(record, holder=_new_mark()), earlier=record.holder)
-        self._here[record.call_id] = kept
-        kept.writing = self.tasks.start(self._begin_record(kept))
-        self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id))
+        kept = self._here[record.call_id] = Kept(self, record)
+        self._take_over(kept)
         try:
             await generation.attach(())
         except BaseException:
@@ -657,11 +663,31 @@ class KeptCalls:
         kept.hold(generation)
         return kept
 
+    def _take_over(self, kept: Kept, *earlier: str) -> None:
+        """The call is this gateway's from now on. `earlier`: marks of those whose it was, beside the record's."""
+        kept.earlier |= {kept.record.holder, *earlier}
+        kept.is_shared = True
+        kept.record = msgspec.structs.replace(kept.record, holder=_new_mark())
+        if kept.writing is not None:
+            kept.writing.cancel()
+        kept.writing = self.tasks.start(self._begin_record(kept))
+        self._bus.publish(TAKEN_OVER, TakenOver(kept.record.call_id, self._gateway_id))
+
+    def offer(self, record: KeptCall) -> None:
+        """Lets other gateways take the call over, as nobody reads it here any more."""
+        self._bus.publish(TAKEN_OVER, TakenOver(record.call_id, self._gateway_id, record.holder))
+
     def _on_taken_over(self, message: TakenOver) -> None:
-        if message.gateway_id == self._gateway_id:
+        kept, is_own = self._here.get(message.call_id), message.gateway_id == self._gateway_id
+        if message.left:
+            if kept is not None and kept.num_readers and not is_own:
+                self._take_over(kept, message.left)
             return
-        self._leaving.discard(message.call_id)
-        if (kept := self._here.get(message.call_id)) is not None:
+        if not is_own:
+            self._leaving.discard(message.call_id)
+        if kept is not None and is_own:
+            kept.is_elsewhere = False  # of several at once the last has it
+        elif kept is not None:
             kept.taken_over()
 
     def cancel(self, call_id: str) -> None:

@@ -40,7 +40,9 @@ def position_of(request: Request, call_id: str) -> tuple[str, str]:
 
 
 def seen_by(request: Request, record: KeptCall, plan: Plan) -> list[Seen]:
-    """How far the client has a chat's or completion's answer. Raises `ApiError` 400, 409."""
+    """How far the client has a chat's or completion's answer, none of one without events. Raises `ApiError` 400, 409."""
+    if not plan.options.is_stream:
+        return []
     text, param = position_of(request, record.call_id)
     return seen_of(text, len(plan.prompts) * plan.options.num_choices, param)
 
@@ -52,6 +54,8 @@ def nothing_seen(request: Request, record: KeptCall, plan: Plan) -> tuple[()]:
 
 def num_events_seen(request: Request, record: KeptCall) -> int:
     """How many events, which are numbered from 0, the client has of a response or message. Raises `ApiError` 400, 409."""
+    if request.method == "POST" and not plan_of(record).options.is_stream:
+        return 0  # it is asked for in one piece
     text, param = position_of(request, record.call_id)
     return whole_number_of({param: text}, param, 0, 0, MAX_AFTER) + 1 if text else 0
 
