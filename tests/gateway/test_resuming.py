@@ -20,8 +20,9 @@ from services.gateway.service import GatewayService
 from services.worker.instance.output_log import OutputLog
 from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
-from shared.messages.catalogue import KEPT_CALLS
+from shared.messages.catalogue import KEPT_CALLS, TAKEN_OVER
 from shared.messages.cluster import ModelSpec
+from shared.messages.kept import TakenOver
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -451,6 +452,35 @@ async def test_who_leaves_a_call_that_is_read_elsewhere_leaves_it_there(
             while await stack.gateway.context.kept._records.entries():
                 await asyncio.sleep(0.02)
         assert {request.epoch for request in stack.peer.submitted} == {0}, "it was never lost"
+
+
+async def test_of_gateways_that_take_a_call_over_at_once_one_has_it(
+    nats_settings: BusSettings, checkpoint: Path
+) -> None:
+    """So it is cancelled when nobody reads it any more."""
+    async with (
+        logging_stack(nats_settings, checkpoint) as stack,
+        running_gateway(nats_settings, gateway_id="other") as other,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
+    ):
+        stack.peer.automatic = False
+        sent = {"json": chat(max_tokens=200), "headers": {WINDOW_HEADER: "0.2"}}
+        async with stack.client.stream("POST", "/v1/chat/completions", **sent) as one:
+            stack.peer.emit(await stack.next_request(), 0, stack.ids(TEXT)[:3])
+            ones = one.aiter_text()
+            await anext(ones)
+            call_id = one.headers[STREAM_HEADER]
+            async with client.stream("GET", f"/v1/streams/{call_id}") as two:
+                twos = two.aiter_text()
+                await anext(twos)
+                both = [gateway.context for gateway in (stack.gateway, other)]
+                held = [context.kept._here[call_id] for context in both]
+                await until(lambda: held[0].is_elsewhere)
+                for context in both:
+                    context.bus.publish(TAKEN_OVER, TakenOver(call_id, context.gateway_id))
+                await until(lambda: held[0].is_elsewhere and not held[1].is_elsewhere)
+                await asyncio.sleep(0.1)
+        await until(lambda: stack.peer.instance_cancelled, "the call to be cancelled")
 
 
 def here(stack: Stack) -> list[Kept]:
