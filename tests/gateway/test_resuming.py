@@ -298,7 +298,7 @@ async def test_what_cannot_be_asked_for(kept: Stack) -> None:
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]
 
-    for text in ("x", "0", "-1", "61", "nan"):
+    for text in ("x", "0", "-1", "61", "nan", "1_0"):
         assert (await refused({WINDOW_HEADER: text}))["param"] == WINDOW_HEADER
     assert "60" in (await refused({WINDOW_HEADER: "61"}))["message"]
     assert (await refused({WINDOW_HEADER: "5"}, stream=False))["param"] == WINDOW_HEADER

@@ -27,7 +27,7 @@ import msgspec
 
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai.parsing import Options
+from services.gateway.openai.parsing import Options, seconds_of
 from services.gateway.requests.copies import RecordCopies, refusal
 from services.gateway.requests.writes import patiently
 from services.gateway.responses.messages import InputItem, ResponseObject
@@ -334,11 +334,7 @@ class KeptCalls:
         window, key = headers.get(WINDOW_HEADER), headers.get(KEY_HEADER)
         window_s = limit_s
         if window is not None:
-            try:
-                window_s = float(window)
-            except ValueError:
-                window_s = 0.0
-            if not 0.0 < window_s <= limit_s:
+            if not 0.0 < (window_s := seconds_of(window)) <= limit_s:
                 allowed = (
                     f"a number of seconds up to {limit_s:g}" if limit_s else "absent, since resuming is turned off"
                 )

@@ -26,7 +26,7 @@ def position_of(request: Request, call_id: str) -> tuple[str, str]:
     """What the client saw last of the call, and where it says so; empty: nothing. Browsers send the header by themselves.
     Raises `ApiError` 409 where it saw another call."""
     text, param = request.headers.get(EVENT_HEADER, ""), EVENT_HEADER
-    if (after := request.query_params.get(AFTER)) is not None:
+    if request.method == "GET" and (after := request.query_params.get(AFTER)) is not None:
         text, param = after, AFTER
     if (found := _TAGGED.fullmatch(text)) is None:
         return text, param
