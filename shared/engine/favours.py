@@ -19,7 +19,7 @@ not kept short for the sake of models. A model that nobody asks is a stranger.
 from __future__ import annotations
 
 from shared.engine.memory.allocator import Allocator
-from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
+from shared.engine.model_queue import ModelQueue
 from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.silence import PLANNED_SHARE, allowed_silence_s
 from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
@@ -91,7 +91,7 @@ class Favours:
         """Models that are asked little; none where the order of requests does not favour any."""
         models = self._memory.models
         favoured = models.favoured(BEHIND_SHARE) if self._memory.ordering.favours_models else set()
-        if not favoured or self._has_late_prompt(now):
+        if not favoured or self._memory.first_tokens.is_one_late(now):
             return favoured
         return models.favoured(LITTLE_SHARE)
 
@@ -151,22 +151,14 @@ class Favours:
         has_strangers = self._memory.ordering.favours_models and any(name not in models for name in self._memory.queues)
         if not may_come and has_strangers:
             may_come = models.has_dominant(FEW, DOMINANT_SHARE, 1.0)
-        return may_come and self._has_late_prompt(now)
-
-    def _has_late_prompt(self, now: float) -> bool:
-        return any(
-            sequence.first_token_s is None and sequence.ttft_due_s < now
-            for queue in self._memory.queues.values()
-            for priority_class in ONLINE_CLASSES
-            for sequence in queue.runnable(priority_class)
-        )
+        return may_come and self._memory.first_tokens.is_one_late(now)
 
     def _shortest_s(self, now: float, model: str = "") -> float:
         """Seconds of the shortest among the longest recent prompts of the tenants that are expected beside a dominant one,
         and of models but this one where a prompt is late; inf: there are none."""
         shortest_s = _shortest_s(self._tenants, self._known, now)
         of_models_s = _shortest_s(self._memory.models, self._known_models, now, model)
-        if of_models_s < shortest_s and self._has_late_prompt(now):
+        if of_models_s < shortest_s and self._memory.first_tokens.is_one_late(now):
             return of_models_s
         return shortest_s
 

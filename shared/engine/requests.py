@@ -201,6 +201,7 @@ class RequestTable:
         self._memory.tenants(sequence).enter(sequence.tenant, sequence.request.tenant_weight)
         if sequence.is_online:
             self._memory.models.enter(sequence.model, 1.0)
+            self._memory.first_tokens.expect(sequence)
         self._memory.ordering.on_arrival(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
         if len(self._deadlines) > 2 * len(self._sequences) + 64:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from shared.engine.batch import PlannedStep
 from shared.engine.counters import EngineCounters
 from shared.engine.events import EventLog
+from shared.engine.first_tokens import FirstTokens
 from shared.engine.memory.blocks import BlockPool
 from shared.engine.memory.cache_news import CacheNews
 from shared.engine.memory.compaction import Compaction
@@ -91,6 +92,7 @@ class Allocator:
         """Shares of tenants among offline and among online requests."""
         self.models = TenantShares()
         """The same of models, all alike, among online requests."""
+        self.first_tokens = FirstTokens()
         self.suspended: PlannedStep | None = None
         self._discards: list[int] = []
         """Suspended steps given up since the last plan."""

@@ -756,3 +756,24 @@ def test_who_asks_little_keeps_its_objectives_beside_a_tenant_that_floods(seed):
             # one gap may be as long as any; else the pace is that of the objective
             assert max(world.gaps(name), default=0.0) <= allowed_silence_s(tpot_s)
             assert sum(world.gaps(name)) <= len(world.gaps(name)) * tpot_s + allowed_silence_s(tpot_s)
+
+
+@pytest.mark.parametrize("num_objectives", [1, 3])
+def test_whether_a_first_token_is_late_is_known_as_if_all_sequences_were_asked(num_objectives):
+    world, rng = World("AB", num_merged=4000), random.Random(5)
+    for index in range(150):
+        world.submit(f"one{index}", rng.choice("AB"), rng.randrange(10, 3000), rng.randrange(1, 20), 0.02 * index)
+    seen = set()
+
+    def look() -> None:
+        memory, now = world.engine.memory, world.events.now
+        lacking = [one for one in world.engine.all_held() if one.first_token_s is None]
+        for ahead_s in (-1.0, 0.0, 1.0, 5.0)[:num_objectives]:
+            is_late = any(one.ttft_due_s < now + ahead_s for one in lacking)
+            assert memory.first_tokens.is_one_late(now + ahead_s) is is_late
+            seen.add(is_late)
+        world.events.after(0.07, look)
+
+    world.events.at(0.01, look)
+    world.run(40.0)
+    assert seen == {False, True} and not world.engine.all_held()
