@@ -255,7 +255,7 @@ class Day:
                 # What was estimated since the last look, or the last search.
                 self.core.watch(now_s, self._measured(self._stretches[-1]))
             if now_s < self._seconds and self.core.due(now_s):
-                self._search(now_s, _joined(self._stretches[first:]))
+                now_s = self._search(now_s, _joined(self._stretches[first:]))
                 first = len(self._stretches)
         return self._whole()
 
@@ -271,7 +271,9 @@ class Day:
         )
         return was, free
 
-    def _search(self, now_s: float, seen: _Stretch) -> None:
+    def _search(self, now_s: float, seen: _Stretch) -> float:
+        """The time at which the next interval begins: as in the service, when the search and the change that comes of it are
+        over."""
         measured = self._measured(seen)
         self.core.begin(now_s, measured)
         window = between(self._problem.traffic, *self._known(*self.core.window(now_s)))
@@ -284,18 +286,20 @@ class Day:
         verdict = self.core.judge(proposal, problem, None)
         self.num_searches += 1
         self.causes[verdict.cause] = self.causes.get(verdict.cause, 0) + 1
+        now_s += SEARCH_S
         if not verdict.is_worth:
-            # The interval begins when the search is over.
             self.core.kept(now_s, proposal.incumbent, measured)
-            return
+            return now_s
         rehearsal = rehearse(problem, self._plan, proposal.plan)
-        self._ways.append(Way(now_s + SEARCH_S, rehearsal.seconds, rehearsal.episodes, proposal.plan))
+        self._ways.append(Way(now_s, rehearsal.seconds, rehearsal.episodes, proposal.plan))
+        now_s += rehearsal.seconds
         self.num_changes += 1
         self.changing_s += rehearsal.seconds
         self.lost_device_s += rehearsal.lost_device_s
         self._plan, self._places = proposal.plan, places(problem, proposal.plan, self._places)
-        self.plans.append((now_s + SEARCH_S + rehearsal.seconds, proposal.plan))
+        self.plans.append((now_s, proposal.plan))
         self.core.settled(now_s, proposal.prediction)
+        return now_s
 
     def _known(self, since_s: float, until_s: float) -> tuple[float, float]:
         return max(0.0, since_s), until_s

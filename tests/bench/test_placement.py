@@ -8,12 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.placement import day
 from bench.placement.day import (
     INTERVALS_S,
     MODELS,
+    SEARCH_S,
     TURNS,
     WHOLE,
     Asked,
+    Day,
     Played,
     Way,
     play,
@@ -30,9 +33,11 @@ from bench.placement.problems import draw, draw_models
 from bench.placement.window import Window, serve, window
 from shared.placement.estimator import Estimator
 from shared.placement.plan import ModelPrediction, Prediction, plan_of
-from shared.placement.problem import Group
-from shared.placement.rehearsal import Episode
+from shared.placement.problem import Group, Proposal
+from shared.placement.rehearsal import Episode, rehearse
+from shared.placement.replacement import ReplacementSettings
 from shared.placement.search import search
+from tests.shared.placement import small
 
 
 def test_all_plans_of_a_small_node_can_be_estimated():
@@ -103,6 +108,33 @@ def test_who_serves_when_on_a_day():
         Episode(one, 0.0, 100.0), Episode(two, 0.0, 100.0), Episode(stays, 0.0), Episode(pair, 100.0),
     }  # fmt: skip
     assert set(timeline(first, [])) == {Episode(group) for group in first.groups}
+
+
+def test_the_next_interval_of_a_day_begins_when_a_change_is_over(monkeypatch):
+    given = small.problem(
+        [small.model("a"), small.model("b")], [small.node()], (1, 1), interval_s=400.0, execution_s={"a": 1.0, "b": 1.0}
+    )  # fmt: skip
+    before, after = (
+        plan_of([Group("n0", (number,), models) for number, models in enumerate(own)])
+        for own in ((("a",), ("a",), ("b",)), (("a",), ("b",), ("b",)))
+    )
+    told = Prediction(attainment=1.0, normalised_latency=1.0, models={})
+    # What breaks a limit is changed without a trial.
+    monkeypatch.setattr(day, "search", lambda asked: Proposal(plan=after, prediction=told, incumbent=None, rejected=()))
+    played = Day(given, before, told, ReplacementSettings(initial_s=60.0, least_s=60.0, most_s=60.0))
+    began_s, begin = [], played.core.begin
+
+    def noted(now_s, measured):
+        began_s.append(now_s)
+        begin(now_s, measured)
+
+    monkeypatch.setattr(played.core, "begin", noted)
+    played.play()
+    change_s = rehearse(given, before, after).seconds
+    assert change_s > 20.0 and played.num_changes == 1
+    # A fixed interval, from the end of one search to the next; the first is followed by the change.
+    assert began_s[:3] == pytest.approx([60.0, 120.0 + SEARCH_S + change_s, 180.0 + 2 * SEARCH_S + change_s])
+    assert [since_s for since_s, _ in played.plans] == pytest.approx([0.0, 60.0 + SEARCH_S + change_s])
 
 
 def test_a_row_that_was_kept_is_not_made_again(tmp_path):
