@@ -52,6 +52,8 @@ class Admission:
         self._memory.sort(waiting, now)
         while waiting and self._has_budget(priority_class, batch):
             sequence = waiting[0]
+            if not batch.handover_left and sequence.number in queue.handing_over:
+                return
             tenants = self._memory.tenants(sequence)
             if first and batch.has_chunk and sequence.tenant not in first:
                 return
@@ -126,12 +128,15 @@ class Admission:
 
     def add_prefill(self, sequence: Sequence, batch: Batch, at_least: int) -> None:
         wanted = sequence.total - sequence.num_computed
-        if sequence.number in self._queues[sequence.model].handing_over:
-            wanted = min(wanted, most_chunk(wanted))
+        is_handed_over = sequence.number in self._queues[sequence.model].handing_over
+        if is_handed_over:
+            wanted = min(wanted, max(at_least, min(most_chunk(wanted), batch.handover_left)))
         fitting = batch.budget.fits_prefill(wanted, sequence.num_computed)
         count = min(wanted, batch.budget.tokens_left, max(fitting, at_least))
         if count > 0:
             batch.add_chunk(sequence, count)
+            if is_handed_over:
+                batch.handover_left = max(0, batch.handover_left - count) if batch.samples[-1] else 0
 
     @staticmethod
     def least_chunk(priority_class: PriorityClass, batch: Batch) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.engine.plan import ModelDraft, NewSequence, StepPlan
 from shared.engine.sequence import Sequence
+from shared.policies.roles import MOST_CHUNK
 from shared.policies.token_budget import StepBudget
 
 
@@ -22,6 +23,9 @@ class Batch:
         self.num_offline_decodes = 0
         self.has_chunk = False
         """Whether it holds part of a prompt."""
+        self.handover_left = MOST_CHUNK
+        """Tokens that it may still hold of prompts that are handed over, which are computed one after the other: side by
+        side, all of them would end late."""
         self.drafts: list[tuple[int, list[int]]] = []
         self.model_drafts: list[ModelDraft] = []
         self.draft_s = 0.0

@@ -21,10 +21,12 @@ from shared.messages.requests import (
 )
 from shared.policies.baselines import RoundRobin
 from shared.policies.catalogue import ordering_policy
+from shared.policies.roles import MOST_CHUNK
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPES = [ModelShape("a", 4, 2, 200), ModelShape("b", 4, 1, 200)]
+LONG = ModelShape("a", 4, 2, 9000)
 OFFLINE = RequestClass.OFFLINE
 
 
@@ -66,6 +68,21 @@ def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
     assert plan.counts == [1, 9] and plan.samples == [True, False] and plan.num_tokens == 10
     engine.apply(OnStep(executor.execute(plan)), 1.0)
     assert engine.plan(2.0).counts == [1, 9]
+
+
+def test_prompts_that_are_handed_over_are_computed_one_after_the_other():
+    engine, executor = Engine(4000, 8, ordering_policy("fcfs"), FixedTokenBudget(8192)), FakeExecutor([LONG])
+    engine.apply(AddModel(LONG), 0.0)
+    for number, name in enumerate(("first", "second")):
+        engine.apply(Submit(request(name, [number] * 3000, 5, decoder="other")), 0.0)
+    planned = []
+    for step in range(3):
+        plan = engine.plan(float(step))
+        planned.append(dict(zip(ids(engine, plan), plan.counts, strict=True)))
+        engine.apply(OnStep(executor.execute(plan)), float(step))
+        engine.check()
+    assert planned[:2] == [{"first": 2000}, {"first": 666}]
+    assert planned[2] == {"first": 334, "second": MOST_CHUNK - 334}, "the last chunk leaves room in its step"
 
 
 def test_classes_run_in_strict_order():
