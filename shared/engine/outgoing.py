@@ -15,6 +15,7 @@ from math import inf
 
 import msgspec
 
+from shared.costs.model import prompt_s
 from shared.engine.handover import HASH_BYTES, BackupCandidate, Detached, MigrationCandidate, PinnedBlocks
 from shared.engine.late_prompts import first_token_s, late_prompts
 from shared.engine.memory.allocator import Allocator
@@ -102,6 +103,14 @@ class Outgoing:
         if sequence is None:
             return 0
         return sequence.in_flight if sequence.is_in_decode else None
+
+    def rest_of_prompt_s(self, request_id: str) -> float:
+        """Predicted time of what is in no step yet of a request's prompt; 0: not known."""
+        sequence = self._requests.held(request_id)
+        if sequence is None or (cost_model := self._memory.queues[sequence.model].cost_model) is None:
+            return 0.0
+        start = sequence.num_computed
+        return prompt_s(cost_model.prompt_cost, sequence.total - start, start)
 
     def _may_migrate(self, sequence: Sequence, now: float, *, is_drain: bool) -> bool:
         """A request of unknown length goes on for about as long as it has: with a cooldown that doubles it moves no more

@@ -42,7 +42,7 @@ from shared.migration.estimates import (
     next_stage,
 )
 from shared.migration.limits import pool_of
-from shared.migration.questions import Around, BandwidthBytesS, BlockBytes, BusyS, HeldEpoch, LastChunks
+from shared.migration.questions import Around, BandwidthBytesS, BlockBytes, BusyS, HeldEpoch, LastChunks, RestOfPromptS
 from shared.migration.source import (
     ASK_PAUSE_S,
     ASK_S,
@@ -346,7 +346,9 @@ class OutgoingMigration:
         num_filled = len(pinned.blocks)
         match next_of_handoff(num_filled, self._site.around.ask(LastChunks(self.request_id))):
             case Next.STAGE:
-                self._announce(num_filled, pinned.hashes)
+                # The decoder computes prompts as without it until then.
+                rest_s = self._site.around.ask(RestOfPromptS(self.request_id))
+                self._announce(num_filled, pinned.hashes, arrives_s=self._source_busy_s(now) + rest_s)
                 self.feed(Event.STAGE, now)
             case Next.WAIT:
                 self._timer = now + HANDOFF_LOOK_S, partial(self.feed, Event.DUE)

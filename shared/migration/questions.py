@@ -131,6 +131,15 @@ class LastChunks(Question[int | None], frozen=True):
         return around.engine.ask(lambda engine: engine.outgoing.last_chunks(self.request_id))
 
 
+class RestOfPromptS(Question[float], frozen=True):
+    """See `Outgoing.rest_of_prompt_s`."""
+
+    request_id: str
+
+    def of(self, around: Surroundings) -> float:
+        return around.engine.ask(lambda engine: engine.outgoing.rest_of_prompt_s(self.request_id))
+
+
 class Held(Question[HeldRequestHere | None], frozen=True):
     request_id: str
 

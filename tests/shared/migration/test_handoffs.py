@@ -63,6 +63,21 @@ def test_each_chunk_is_sent_while_the_next_is_computed_and_the_first_decode_step
     assert tokens_s[2] - tokens_s[1] <= 1.5 * STEP_S, "it decodes there"
 
 
+def test_a_decoder_computes_prompts_as_ever_until_the_last_chunk_is_about_to_come() -> None:
+    firsts_s = []
+    for decoder in ("b", ""):
+        world = make_world()
+        world.send("b", request("beside", [1], 80))
+        # Its prompt takes 0.44 s, and is announced with each of its chunks.
+        world.send("a", long_request(num_prompt=384, decoder=decoder))
+        world.events.at(0.1, world.send, "b", request("other", [2] * 200, 5))
+        check(world)
+        assert world.streams["r0"].owner == (decoder or "a")
+        firsts_s.append(world.firsts_s["other"])
+    apart_s, alone_s = firsts_s
+    assert apart_s == pytest.approx(alone_s, abs=STEP_S)
+
+
 @pytest.mark.parametrize("told_late_s", [0.0, 0.3])
 def test_the_wait_that_is_measured_begins_with_the_end_of_the_prompt(told_late_s: float) -> None:
     """However late its last blocks come, and however late a step's end is told of where it is adopted."""
