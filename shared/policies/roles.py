@@ -44,8 +44,8 @@ MOST_FILL, SPARE_FILL = 0.7, 0.6
 MOST_STEP, SPARE_STEP = 0.9, 0.75
 """Share of the TPOT objective that their steps may take, likewise."""
 BEGIN_S = 1.0
-"""Time for which there is to be a reason for one more prefill instance, and a part of it where there are some: what has
-come in the last seconds has not filled the decoders yet."""
+"""Time for which there is to be a reason for the first prefill instance: what has come in the last seconds has not filled
+the decoders yet. Others follow at once: while there are too few, most prompts are still computed by fewer decoders."""
 
 
 def is_short(prompt_s: float, step_s: float) -> bool:
@@ -112,7 +112,7 @@ def has_room(decoders: Collection[RoleView], fill: float, step: float, left: Rol
 
 def patience_s(num_prefill: int) -> float:
     """Time for which one more prefill instance is to be wanted before it is made."""
-    return BEGIN_S / (1 + num_prefill)
+    return 0.0 if num_prefill else BEGIN_S
 
 
 def next_role(views: Sequence[RoleView], work: float) -> tuple[str, Role] | None:

@@ -12,9 +12,8 @@ from shared.scheduling.actions import TellRole
 from shared.scheduling.cluster import ClusterView, InstanceState
 
 LOOK_S = 0.5
-"""Between two looks at roles that follow the load; each changes one of them at most."""
-SETTLE_S = 1.0
-"""After a change, until its effect shows in the reports."""
+"""Between two looks at roles that follow the load; each changes one of them at most, and its effect shows in the reports at
+the next."""
 
 
 class Roles:
@@ -93,7 +92,7 @@ class Roles:
             self._wanted_since_s is not None and now < self._wanted_since_s + patience_s(len(self.prefills))
         ):
             return []
-        self._look_s, self._wanted_since_s = now + SETTLE_S, None
+        self._wanted_since_s = None
         instance_id, role = change
         state = self._cluster.get(instance_id)
         assert state is not None

@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 
 from shared.messages.cluster import Role
 from shared.policies.dispatch import DispatchView
-from shared.policies.roles import LEAST_OUTPUT, MOST_WORK, RoleView, has_room, is_apart, is_handed_over, next_role
+from shared.policies.roles import (
+    BEGIN_S,
+    LEAST_OUTPUT,
+    MOST_WORK,
+    RoleView,
+    has_room,
+    is_apart,
+    is_handed_over,
+    next_role,
+    patience_s,
+)
 from tests.shared.policies.test_dispatch import Plain
 
 IDLE = DispatchView(100.0, 0, 0)
@@ -40,6 +50,10 @@ def test_memory_goes_before_time() -> None:
     assert is_apart(here, there, STEP_S, TTFT_S) and not is_handed_over(here, 100)
     full = instance("prefill", missing_merged=3.0)
     assert not is_apart(instance("decoder", prompt_s=0.5), full, STEP_S, TTFT_S)
+
+
+def test_only_the_first_prefill_instance_is_waited_for() -> None:
+    assert [patience_s(num) for num in range(3)] == [BEGIN_S, 0.0, 0.0]
 
 
 def test_a_short_output_is_not_worth_a_handoff() -> None:
