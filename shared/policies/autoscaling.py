@@ -47,6 +47,8 @@ RETRY_S = 30.0
 MOST_WORK, SPARE_WORK = 0.7, 0.5
 """Share of the instances' time that prompts may take: above the first there are too few instances; with one less, at
 most the second. Decodes need the rest."""
+UNSEEN_WORK = 1.3
+"""Times the measured work of prompts that comes where they wait for too long: no more is sent than instances can take."""
 SPARE_LATE = 0.5
 SPARE_PRESSURE = 0.8
 """Share of their remaining time that batches may need with one instance less."""
@@ -375,8 +377,9 @@ class Autoscaling:
             members = serving[model]
             num_queued = fleet.queued.get(model, 0) if isinstance(fleet.queued, Mapping) else int(model in fleet.queued)
             share = work_of(model, serving, fleet.work)
+            is_behind = num_queued > 0 or _mean([member.late for member in members]) > 1.0
             wanted = max(
-                math.ceil(len(members) * min(share / MOST_WORK, MAX_GROWTH)),
+                math.ceil(len(members) * min(share * (UNSEEN_WORK if is_behind else 1.0) / MOST_WORK, MAX_GROWTH)),
                 num_in_time(self._pressure(model, serving, fleet, now), len(members) * share, len(members)),
                 num_wanted(members, num_queued, self.bounds.low),
             )
