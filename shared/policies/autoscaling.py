@@ -47,8 +47,9 @@ RETRY_S = 30.0
 MOST_WORK, SPARE_WORK = 0.7, 0.5
 """Share of the instances' time that prompts may take: above the first there are too few instances; with one less, at
 most the second. Decodes need the rest."""
-UNSEEN_WORK = 1.3
-"""Times the measured work of prompts that comes where they wait for too long: no more is sent than instances can take."""
+WORK, WORK_BEHIND = 1.03, 1.3
+"""Times the measured work of prompts that comes, as what is measured still has a little of before; and where they wait for
+too long, since no more is sent than instances can take."""
 SPARE_LATE = 0.5
 SPARE_PRESSURE = 0.8
 """Share of their remaining time that batches may need with one instance less."""
@@ -364,7 +365,7 @@ class Autoscaling:
             mean_freeness(members, self._cap) < self.bounds.low
             or model in fleet.queued
             or _mean([member.late for member in members]) > 1.0
-            or work_of(model, serving, fleet.work) > MOST_WORK
+            or WORK * work_of(model, serving, fleet.work) > MOST_WORK
             or self._pressure(model, serving, fleet, now) > 1.0
         )
 
@@ -379,7 +380,7 @@ class Autoscaling:
             share = work_of(model, serving, fleet.work)
             is_behind = num_queued > 0 or _mean([member.late for member in members]) > 1.0
             wanted = max(
-                math.ceil(len(members) * min(share * (UNSEEN_WORK if is_behind else 1.0) / MOST_WORK, MAX_GROWTH)),
+                math.ceil(len(members) * min(share * (WORK_BEHIND if is_behind else WORK) / MOST_WORK, MAX_GROWTH)),
                 num_in_time(self._pressure(model, serving, fleet, now), len(members) * share, len(members)),
                 num_wanted(members, num_queued, self.bounds.low),
             )

@@ -23,7 +23,7 @@ from shared.messages.requests import ErrorCode, FinishReason
 from shared.runtime.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway
 from tests.gateway.peer import until
-from tests.gateway.test_resuming import TEXT, chat, events_of, logging_stack, read_some, text_of
+from tests.gateway.test_resuming import TEXT, beside_another, chat, events_of, logging_stack, read_some, text_of
 from tests.nats_cluster import NatsCluster
 
 KEY = {KEY_HEADER: "k"}
@@ -260,11 +260,7 @@ async def test_a_key_stands_for_the_answer_that_has_ended_while_jetstream_is_sil
     async def no_leader(*_: object) -> None:
         raise silent("no leader")
 
-    async with (
-        logging_stack(nats_settings, checkpoint) as stack,
-        running_gateway(nats_settings, gateway_id="other") as other,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
-    ):
+    async with beside_another(nats_settings, checkpoint) as (stack, other, client):
         first = await stack.client.post("/v1/completions", json=body, headers=headers)
         await stack.until_metrics('tideway_gateway_kept_call_ends_total{outcome="stored"} 1.0')
         for gateway in (stack.gateway, other):
@@ -330,11 +326,7 @@ async def test_a_call_that_is_taken_up_while_it_is_removed_keeps_its_key(
     """One gateway has looked at what it is to remove when another one takes the call up."""
     path, headers = "/v1/completions", {KEY_HEADER: "k"}
     body = {"model": MODEL, "prompt": "x", "max_tokens": 100}
-    async with (
-        logging_stack(nats_settings, checkpoint) as stack,
-        running_gateway(nats_settings, gateway_id="other") as other,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
-    ):
+    async with beside_another(nats_settings, checkpoint) as (stack, other, client):
         bucket = getattr(stack.gateway.context.kept, seen_last)
         get, has_seen, may_go_on = bucket.get, asyncio.Event(), asyncio.Event()
 

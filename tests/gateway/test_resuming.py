@@ -117,6 +117,19 @@ async def logging_stack(bus_settings: BusSettings, checkpoint: Path, **overrides
         yield stack
 
 
+@asynccontextmanager
+async def beside_another(
+    bus_settings: BusSettings, checkpoint: Path
+) -> AsyncIterator[tuple[Stack, GatewayService, httpx.AsyncClient]]:
+    """A stack, another gateway and a client of that."""
+    async with (
+        logging_stack(bus_settings, checkpoint) as stack,
+        running_gateway(bus_settings, gateway_id="other") as other,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
+    ):
+        yield stack, other, client
+
+
 @pytest.fixture
 async def kept(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
     async with logging_stack(nats_settings, checkpoint) as stack:
@@ -426,11 +439,7 @@ async def test_who_leaves_a_call_that_is_read_elsewhere_leaves_it_there(
     """A reader at another gateway comes and goes; the call goes on, and may be resumed, until nobody reads it."""
     body = chat(max_tokens=200) if window else RESPONSE
     path = "/v1/chat/completions" if window else "/v1/responses"
-    async with (
-        logging_stack(nats_settings, checkpoint) as stack,
-        running_gateway(nats_settings, gateway_id="other") as other,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
-    ):
+    async with beside_another(nats_settings, checkpoint) as (stack, other, client):
         stack.peer.automatic = False
         tokens, headers = stack.ids(TEXT), {WINDOW_HEADER: window} if window else {}
         async with stack.client.stream("POST", path, json=body, headers=headers) as staying:
@@ -458,11 +467,7 @@ async def test_of_gateways_that_take_a_call_over_at_once_one_has_it(
     nats_settings: BusSettings, checkpoint: Path
 ) -> None:
     """So it is cancelled when nobody reads it any more."""
-    async with (
-        logging_stack(nats_settings, checkpoint) as stack,
-        running_gateway(nats_settings, gateway_id="other") as other,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
-    ):
+    async with beside_another(nats_settings, checkpoint) as (stack, other, client):
         stack.peer.automatic = False
         sent = {"json": chat(max_tokens=200), "headers": {WINDOW_HEADER: "0.2"}}
         async with stack.client.stream("POST", "/v1/chat/completions", **sent) as one:
@@ -491,11 +496,7 @@ async def test_a_stream_that_had_no_turn_is_placed_again_and_has_lost_no_owner(
     nats_settings: BusSettings, checkpoint: Path
 ) -> None:
     """Its gateway was gone when the instance gave it up."""
-    async with (
-        logging_stack(nats_settings, checkpoint) as stack,
-        running_gateway(nats_settings, gateway_id="other") as other,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=30) as client,
-    ):
+    async with beside_another(nats_settings, checkpoint) as (stack, other, client):
         peer = stack.peer
         assert isinstance(peer, LoggingPeer)
         peer.automatic = False

@@ -311,7 +311,9 @@ def test_prompts_that_wait_for_longer_than_the_objective_ask_for_one_more_whatev
 
 def test_as_many_come_as_the_prompts_of_a_second_need_time() -> None:
     unbounded = ScalingBounds(100.0, 500.0, 10.0)
-    assert decisions(Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 3.4}), 0, 12) == [(10, Grow(5))]
+    assert decisions(Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 3.4}), 0, 12) == [(10, Grow(6))], (
+        "a little more comes than is measured"
+    )
     assert decisions(Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 99.0}), 0, 12) == [(10, Grow(8))]
     assert decisions(Autoscaling(BOUNDS), Fleet(busy("ab"), work={"m": 99.0}), 0, 12) == [(10, Grow(4))], "the bound"
     assert decisions(Autoscaling(unbounded), Fleet(busy("abc"), work={"m": 1.1}), 0, 100) == [], "0.55 with one less"
@@ -334,7 +336,7 @@ def test_requests_that_wait_ask_for_as_many_as_hold_them() -> None:
 def test_after_a_refusal_one_more_is_asked_for() -> None:
     unbounded = ScalingBounds(100.0, 500.0, 10.0)
     policy, fleet = Autoscaling(unbounded), Fleet(busy("ab"), work={"m": 3.4})
-    assert decisions(policy, fleet, 0, 12) == [(10, Grow(5))]
+    assert decisions(policy, fleet, 0, 12) == [(10, Grow(6))]
     policy.refused(12.0)
     assert decisions(policy, fleet, 12, 60)[0][1] == Grow(3)
 
