@@ -1,11 +1,11 @@
 """One tenant floods the cluster, another asks one request at a time: what the flood does to the other's first tokens.
 
-python -m bench.tenants [--device a10|a100|cpu] [--instances N] [--seed N] [--num-seeds N] [--duration S]
+python -m bench.tenants [--device a10|a100|cpu] [--models] [--instances N] [--seed N] [--num-seeds N] [--duration S]
 
 In virtual time, with the real scheduler's core and engine. The other tenant asks the same requests at the same distances
 with and without the flood; its first request, which no instance could expect, is told apart. Floods: `chats` of medium
 length, long `prompts` with short answers, short prompts with long answers that fill the `memory`; each comes twice as fast
-as all instances can serve.
+as all instances can serve. With `--models` both are one tenant, and the other asks another model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from bench.rebalance.cluster import DEVICES, Cluster, Device, System
+from bench.rebalance.cluster import DEVICES, Cluster, Device, System, model_names
 from bench.reporting import met
 from shared.costs.model import StepShape, prompt_s
-from shared.simulation.gateway import Job, Record
+from shared.simulation.gateway import MODEL, Job, Record
 from tideway.bench.arrivals import renewal_times
 
 MOST_RATIO = 1.3
@@ -39,8 +39,8 @@ WARM_S = 20.0
 class Asker:
     """The other tenant: each request follows the answer to the last, after a pause that does not depend on it."""
 
-    def __init__(self, cluster: Cluster, device: Device, until_s: float, seed: int) -> None:
-        self._fleet, self._until_s = cluster.fleet, until_s
+    def __init__(self, cluster: Cluster, device: Device, until_s: float, seed: int, *, of_models: bool) -> None:
+        self._fleet, self._until_s, self._of_models = cluster.fleet, until_s, of_models
         self._draw = np.random.default_rng([seed, 1])
         self._device = device
         self.numbers: list[int] = []
@@ -49,7 +49,8 @@ class Asker:
     def _ask(self) -> None:
         now = self._fleet.events.now
         job = Job(
-            now, *_lengths(self._draw, OTHER_PROMPTS, OTHER_OUTPUTS, self._device), tenant=OTHER,
+            now, *_lengths(self._draw, OTHER_PROMPTS, OTHER_OUTPUTS, self._device),
+            tenant=FLOOD if self._of_models else OTHER, model=model_names(2)[-1] if self._of_models else MODEL,
             max_tokens=self._device.max_length + 1,
         )  # fmt: skip
         number = self._fleet.gateway.expect(job, self._answered)
@@ -96,11 +97,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens of the flood."""
 
 
-def run(kind: str | None, device: Device, num_instances: int, duration_s: float, seed: int) -> Result:
-    """Runs the other tenant beside a flood of the `kind`; None: without one."""
+def run(
+    kind: str | None, device: Device, num_instances: int, duration_s: float, seed: int, *, of_models: bool = False
+) -> Result:
+    """Runs the other tenant, or model, beside a flood of the `kind`; None: without one."""
     jobs = [] if kind is None else flood(kind, device, num_instances, duration_s, seed)
-    cluster = Cluster(device, System(name="tideway"), jobs, num_instances=num_instances, seed=seed)
-    asker = Asker(cluster, device, duration_s, seed)
+    num_models = 2 if of_models else 1
+    cluster = Cluster(
+        device, System(name="tideway"), jobs, num_instances=num_instances, num_models=num_models, num_asked=1, seed=seed
+    )
+    asker = Asker(cluster, device, duration_s, seed, of_models=of_models)
     fleet = cluster.fleet
     for job in cluster.jobs:
         fleet.submit_at(job)
@@ -119,6 +125,7 @@ def run(kind: str | None, device: Device, num_instances: int, duration_s: float,
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tenants", description=__doc__)
     parser.add_argument("--device", choices=DEVICES, default="a100")
+    parser.add_argument("--models", action="store_true", help="a flood of one model, and one request at a time of another")
     parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--seed", type=int, default=101, help="the first one")
     parser.add_argument("--num-seeds", type=int, default=3)
@@ -127,13 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device, missed = DEVICES[options.device], 0
     for seed in range(options.seed, options.seed + options.num_seeds):
-        alone = run(None, device, options.instances, options.duration, seed)
+        alone = run(None, device, options.instances, options.duration, seed, of_models=options.models)
         print(
             f"seed {seed}  no flood  P50 {alone.p50_s:.3f} s, P99 {alone.p99_s:.3f} s ({alone.num_requests})",
             flush=True,
         )
         for kind in options.floods.split(","):
-            beside = run(kind, device, options.instances, options.duration, seed)
+            beside = run(kind, device, options.instances, options.duration, seed, of_models=options.models)
             ratio = beside.p99_s / alone.p99_s
             missed += ratio > MOST_RATIO
             print(

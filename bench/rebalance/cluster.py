@@ -255,11 +255,12 @@ class Cluster:
         seed: int = 0,
         start_s: float | None = None,
         num_models: int = 1,
+        num_asked: int | None = None,
         has_batch: bool = False,
     ) -> None:
         """`start_s`: the cluster grows and shrinks by its freeness, and an instance starts in so long. `num_models`: on each
-        instance, over which the requests are divided alike. `has_batch`: one of all models, that does not end, is in the
-        background."""
+        instance; the requests are divided alike over the first `num_asked` of them, by default over all. `has_batch`: one
+        of all models, that does not end, is in the background."""
         settings = msgspec.structs.replace(system.settings(), autoscale=start_s is not None)
         self.fleet = fleet.Fleet(
             settings,
@@ -277,7 +278,8 @@ class Cluster:
                 self.fleet, lambda name: self.fleet.add_instance(name, simulated, models, start_s=start_s)
             )
         names = model_names(num_models)
-        chosen = np.random.default_rng([seed, num_models]).integers(num_models, size=len(jobs)).tolist()
+        num_asked = num_asked or num_models
+        chosen = np.random.default_rng([seed, num_asked]).integers(num_asked, size=len(jobs)).tolist()
         # The length of an answer is nobody's knowledge.
         self.jobs = [
             msgspec.structs.replace(job, model=names[number], max_tokens=device.max_length + 1)

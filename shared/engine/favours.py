@@ -11,9 +11,11 @@ where one tenant is dominant, steps with prompts are kept short for the sake of 
 their next request will find. For the sake of strangers they are kept from getting very long where named tenants ask more
 than can be done: where a prompt is late, and one of them would be dominant beside a stranger.
 
-Models are favoured likewise, whoever asks them, all with equal shares: a favoured one goes before others of its rank with
-its prompts, and with streams that are behind pace. While no prompt is late it is one that is asked far less, and steps are
-not kept short for the sake of models. A model that nobody asks is a stranger.
+Models are favoured likewise, whoever asks them, all with equal shares: one that is asked far less than its share goes before
+others of its rank with its prompts, and with streams that are behind pace. While a prompt is late, any that is behind goes
+first with its prompts, and steps with prompts are kept short for the sake of models too. A model that nobody asks is a
+stranger. All favoured models together lead a small share of the time by that: near an instance's capacity most models are
+asked little beside the one whose requests take longest, and that one has to be served as well.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ FEW = 4
 DOMINANT_SHARE = 1.5
 """Times its share that a dominant tenant has."""
 LITTLE_SHARE = 0.125
-"""Part of its share of the requests that a favoured model has at most where no prompt is late."""
+"""Part of its share of the requests that a model has at most which is asked far less."""
+MODELS_SHARE = 0.2
+"""Share of the time in which favoured models lead steps before their turn."""
+MODELS_CREDIT_S = 1.0
+"""Seconds of such steps beyond that share."""
 
 
 class _Known:
@@ -64,6 +70,8 @@ class Favours:
         """Tenants that had a request here lately, the last seen last."""
         self._known_models: dict[str, _Known] = {}
         """Models that had a request here lately, the last seen last."""
+        self._repaid_s = 0.0
+        """Time at which the steps that favoured models led are again within their share."""
 
     @property
     def _tenants(self) -> TenantShares:
@@ -87,13 +95,19 @@ class Favours:
         """Tenants."""
         return self._tenants.favoured()
 
-    def models(self, now: float) -> set[str]:
-        """Models that are asked little; none where the order of requests does not favour any."""
-        models = self._memory.models
-        favoured = models.favoured(BEHIND_SHARE) if self._memory.ordering.favours_models else set()
-        if not favoured or self._memory.first_tokens.is_one_late(now):
-            return favoured
-        return models.favoured(LITTLE_SHARE)
+    def models(self, now: float) -> tuple[set[str], set[str]]:
+        """Models whose prompts go first, and those of them whose streams do so where they are behind pace; none where the
+        order of requests does not favour any, or while they have led for more than their share."""
+        if not self._memory.ordering.favours_models or self._repaid_s - now > MODELS_CREDIT_S / MODELS_SHARE:
+            return set(), set()
+        little = self._memory.models.favoured(LITTLE_SHARE)
+        if not self._memory.first_tokens.is_one_late(now):
+            return little, little
+        return self._memory.models.favoured(BEHIND_SHARE), little
+
+    def spend(self, seconds: float, now: float) -> None:
+        """A favoured model leads a step that takes so long."""
+        self._repaid_s = max(self._repaid_s, now) + seconds / MODELS_SHARE
 
     def prompts(self, queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:
         """Online sequences of the model and rank whose prompts are favoured."""

@@ -332,6 +332,27 @@ def test_a_flood_of_one_model_hardly_delays_first_tokens_of_another(flood):
     assert max(ttfts[True]) <= 1.3 * max(ttfts[False])
 
 
+def test_models_that_are_asked_little_leave_time_for_the_one_that_most_ask():
+    """Its requests take the longest, so that most that run are its own; those of the others have long prompts."""
+    world = World("ABC", max_tokens=2048)
+    names = [f"most{index}" for index in range(100)]
+    for index, name in enumerate(names):
+        world.submit(name, "A", 500, 300, 0.1 * index)
+
+    def ask(asker: str, number: int) -> None:
+        if not number or f"{asker}-{number - 1}" in world.ended:
+            world.submit(f"{asker}-{number}", asker[0], 3500, 25, world.events.now)
+            number += 1
+        world.events.after(0.05, lambda: ask(asker, number))
+
+    for asker in ("B0", "B1", "B2", "C0", "C1", "C2"):
+        world.events.at(1.0, lambda asker=asker: ask(asker, 0))
+    world.run(60.0)
+    assert all(name in world.ended for name in names)
+    assert sum(name not in names for name in world.ended) > 70
+    assert sorted(map(world.ttft_s, names))[50] < TTFT_S
+
+
 # ------------------------------------------------------------------------------------------------------- pipelines
 
 
