@@ -115,7 +115,7 @@ def run(
     own: list[Record] = [records[number] for number in asker.numbers if records[number].first_s >= 0]
     late = [fleet.events.now - records[n].arrival_s for n in asker.numbers if records[n].first_s < 0]
     first_s, *ttfts = [record.ttft_s for record in own] + late
-    p50_s, p99_s = np.percentile(ttfts, (50, 99))
+    p50_s, p99_s = np.percentile(ttfts, (50, 99)) if len(ttfts) else (0.0, 0.0)
     tokens = sum(record.num_tokens for number, record in enumerate(records) if number not in set(asker.numbers))
     return Result(
         first_s=first_s, p50_s=p50_s, p99_s=p99_s, num_requests=len(ttfts), flood_tokens_per_s=tokens / duration_s
@@ -125,7 +125,9 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tenants", description=__doc__)
     parser.add_argument("--device", choices=DEVICES, default="a100")
-    parser.add_argument("--models", action="store_true", help="a flood of one model, and one request at a time of another")
+    parser.add_argument(
+        "--models", action="store_true", help="a flood of one model, and one request at a time of another"
+    )
     parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--seed", type=int, default=101, help="the first one")
     parser.add_argument("--num-seeds", type=int, default=3)

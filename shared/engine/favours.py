@@ -96,14 +96,15 @@ class Favours:
         return self._tenants.favoured()
 
     def models(self, now: float) -> tuple[set[str], set[str]]:
-        """Models whose prompts go first, and those of them whose streams do so where they are behind pace; none where the
-        order of requests does not favour any, or while they have led for more than their share."""
-        if not self._memory.ordering.favours_models or self._repaid_s - now > MODELS_CREDIT_S / MODELS_SHARE:
+        """Models whose prompts go first, and those whose streams do so where they are behind pace; none where the order of
+        requests does not favour any. Streams leave half of the credit to prompts."""
+        credit_s = MODELS_CREDIT_S - MODELS_SHARE * (self._repaid_s - now)
+        if credit_s < 0.0 or not self._memory.ordering.favours_models:
             return set(), set()
         little = self._memory.models.favoured(LITTLE_SHARE)
-        if not self._memory.first_tokens.is_one_late(now):
-            return little, little
-        return self._memory.models.favoured(BEHIND_SHARE), little
+        is_one_late = self._memory.first_tokens.is_one_late(now)
+        with_prompts = self._memory.models.favoured(BEHIND_SHARE) if is_one_late else little
+        return with_prompts, little if credit_s >= MODELS_CREDIT_S / 2 else set()
 
     def spend(self, seconds: float, now: float) -> None:
         """A favoured model leads a step that takes so long."""

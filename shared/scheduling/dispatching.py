@@ -9,9 +9,10 @@ the instance give requests away (`rebalancing`), so that free memory comes toget
 there. Other requests that fit nowhere wait in the queue, and those that fit pass them, but not for long: one that has
 waited `OVERDUE_S` goes to an instance in any case. One of high priority sees an instance as if no headroom were kept
 there; and an instance with as many waiting requests as it may have takes as many again of high priority, which it lets
-in first. So it does for a request whose tenant has much less on the instances than its share (`tenants`), which goes to one
-whatever memory is free: what others of its class hold beyond their shares gives way to it there. And so it does for a
-request that was lost with its instance, if another has copies of most of its KV.
+in first. So it does for a request whose tenant has much less on the instances than its share, or whose model has no other
+request there (`tenants`): it goes to one whatever memory is free, and what others of its class hold beyond their shares
+gives way to it there. And so it does for a request that was lost with its instance, if another has copies of most of its
+KV.
 
 Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
 last one may overdraw it, so that a long request is not passed by for ever.
@@ -375,9 +376,9 @@ class Dispatcher:
     def _has_candidates(self, lane: Lane, now: float) -> bool:
         if not self.ranking.index(lane, False).is_empty():
             return True
-        are_several = self.queue.tenants.of_class(lane.is_online).are_several
-        first = self.queue.first(lane, now) if are_several or self.queue.has_rescued(lane) else []
-        is_behind = any((are_several and self.queue.tenants.is_behind(one)) or self._is_kept(one, now) for one in first)
+        may_be_behind = self.queue.tenants.may_be_behind(lane.model, is_online=lane.is_online)
+        first = self.queue.first(lane, now) if may_be_behind or self.queue.has_rescued(lane) else []
+        is_behind = any(self.queue.tenants.is_behind(one) or self._is_kept(one, now) for one in first)
         if is_behind and not self.ranking.index(lane, False, True).is_empty():
             return True
         return self.queue.has_high(lane) and not self.ranking.index(lane, True).is_empty()

@@ -37,6 +37,8 @@ class QueueTenants:
         self._mean_s: dict[str, float] = {}
         """Service of each model's requests."""
         self._num_placed = (Counter[str](), Counter[str]())
+        self._num_of_models = Counter[str]()
+        """Online requests on instances, or on their way to one, of each model."""
         self._lately: deque[tuple[float, dict[str, float]]] = deque()
         """Service of requests that ended, by the second and tenant."""
 
@@ -59,6 +61,7 @@ class QueueTenants:
         tracked.promised_s = seconds = max(prompt_s, self._mean_s.get(tracked.model, UNKNOWN_S))
         self.of(tracked).promise(tracked.tenant, seconds)
         self._num_placed[tracked.is_online][tracked.tenant] += 1
+        self._num_of_models[tracked.model] += tracked.is_online
 
     def unplace(self, tracked: TrackedRequest) -> None:
         """It is on none any more. Nothing for one that was not."""
@@ -66,6 +69,7 @@ class QueueTenants:
             return
         self.of(tracked).promise(tracked.tenant, -tracked.promised_s)
         tracked.promised_s = None
+        self._num_of_models[tracked.model] -= tracked.is_online
         placed = self._num_placed[tracked.is_online]
         placed[tracked.tenant] -= 1
         if not placed[tracked.tenant]:
@@ -119,14 +123,27 @@ class QueueTenants:
     def of_class(self, is_online: bool) -> TenantShares:
         return self._shares[is_online]
 
+    def may_be_behind(self, model: str, *, is_online: bool) -> bool:
+        """Whether a request of the model and class can be behind."""
+        return (is_online and self._is_missing(model)) or self._shares[is_online].are_several
+
     def is_behind(self, tracked: TrackedRequest) -> bool:
-        """Whether its tenant would have much less on the instances than is its share with this online request too, so that
-        it need not wait for what others hold there. Where many tenants have a request each, none is."""
+        """Whether this online request need not wait for what others hold on the instances: its model has none there, or
+        its tenant would have much less than its share there with this one too. Where many tenants have a request each, none
+        is behind."""
+        if not tracked.is_online:
+            return False
+        if self._is_missing(tracked.model):
+            return True
         shares = self.of(tracked)
-        if not tracked.is_online or not shares.are_several:
+        if not shares.are_several:
             return False
         placed = self._num_placed[True]
         return placed[tracked.tenant] + 1 <= BEHIND_SHARE * shares.share(tracked.tenant) * (placed.total() + 1)
+
+    def _is_missing(self, model: str) -> bool:
+        """Whether other models alone have online requests on the instances."""
+        return not self._num_of_models[model] and bool(self._num_placed[True])
 
 
 def merged(some: Iterable[TenantStatistics]) -> TenantStatistics:

@@ -23,6 +23,12 @@ def test_first_tokens_beside_each_flood(seed: int) -> None:
         assert beside.p99_s <= MOST_RATIO * alone.p99_s, kind
 
 
+def test_a_request_of_a_model_that_has_no_other_does_not_wait_for_memory_that_a_flood_holds() -> None:
+    alone, beside = (run(kind, A10, 1, 50.0, 8, of_models=True) for kind in (None, "memory"))
+    assert beside.num_requests > 1 and beside.flood_tokens_per_s > 20
+    assert max(beside.first_s, beside.p99_s) <= 2 * alone.p99_s
+
+
 @pytest.mark.slow
 def test_weights_hold_over_instances_through_moves_and_another_scheduler() -> None:
     draw = np.random.default_rng(5)

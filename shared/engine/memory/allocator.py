@@ -437,13 +437,13 @@ class Allocator:
         return wanted + others <= self.pool.num_merged
 
     def beyond_share(self, sequence: Sequence, num_blocks: int, now: float) -> Iterator[Sequence]:
-        """Yields victims where a waiting sequence asks for no more than the least share of its model: online ones of models
-        that hold more than theirs, all but the first of each; perhaps in flight."""
+        """Yields victims where a waiting sequence asks for no more than the least share of its model, or its model holds
+        nothing: online ones of models that hold more than theirs, all but the first of each; perhaps in flight."""
         least = self.least_merged()
         if not least:
             return
         held = self._held_blocks()
-        if self._num_merged(sequence.model, held[sequence.model] + num_blocks) > least:
+        if held[sequence.model] and self._num_merged(sequence.model, held[sequence.model] + num_blocks) > least:
             return
         for name, queue in self.queues.items():
             if name == sequence.model or self._num_merged(name, held[name]) <= least:

@@ -358,16 +358,17 @@ def test_offline_requests_may_have_it_and_give_way():
     assert running(node, "a") == 1 and node.engine.counters.num_preemptions > 0
 
 
+@pytest.mark.parametrize("num_tokens", [100, 250])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_has_grown_into_a_share_gives_way_to_its_model(depth: int):
-    """Also where all that run are always in flight."""
+def test_who_has_grown_into_a_share_gives_way_to_its_model(depth: int, num_tokens: int):
+    """Also where all that run are always in flight, and to the first request of the model where that needs more."""
     node = make(num_merged=32, least_share=0.25, depth=depth)
     fill(node, 8, "b", 12)
     while node.engine.pool.num_free_merged():
         while len(node.in_flight) < depth and node.plan(0.0):
             pass
         node.step_returns(0.0)
-    fill(node, 100, "a", 1)
+    fill(node, num_tokens, "a", 2)
     for _ in range(4):
         while len(node.in_flight) < depth and node.plan(0.0):
             node.engine.check()

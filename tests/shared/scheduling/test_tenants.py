@@ -147,6 +147,17 @@ def test_the_request_of_a_tenant_beside_a_flood_goes_to_an_instance_whatever_wai
     assert driver.dispatches() == {"s0": "a"}, "with the second one it would have half of what it may have"
 
 
+def test_the_first_request_of_a_model_goes_to_an_instance_whatever_another_model_holds_there() -> None:
+    driver = Driver()
+    driver.up("a", "m", "rare")
+    running(driver, "a", "r0", "r1", "r2")
+    driver.report("a", freeness=-5.0, num_running=3, waiting={"m": 100}, free_merged=0.0)
+    for number in range(2):
+        driver.submit(make_request(f"m{number}"))
+        driver.submit(make_request(f"rare{number}", model="rare"))
+    assert driver.dispatches() == {"rare0": "a"}
+
+
 def named(request: GenerationRequest, tenant: str, weight: float = 1.0) -> GenerationRequest:
     return msgspec.structs.replace(request, tenant=tenant, tenant_weight=weight)
 
