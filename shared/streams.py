@@ -46,8 +46,10 @@ class Outcome(Enum):
     """Its owner does not continue the request: it must be placed again."""
 
 
-MAX_FRUITLESS_LOSSES = 5
-"""A request that loses its owner so often without one new token in between may be what kills them: it fails."""
+MAX_SUSPICIONS = 5
+"""Instances in a row that may crash over a request, without a token of it in between. If one more does, it fails."""
+PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
+"""Before a request is placed again without a new token since it was the last time: for each time in a row, and at most."""
 
 
 class Loss(Enum):
@@ -58,9 +60,7 @@ class Loss(Enum):
     COMPLETE = auto()
     """All tokens had come: it has ended now."""
     PLACE = auto()
-    """It must be placed again, in the epoch that is the state's now."""
-    FAIL = auto()
-    """It has lost more owners in a row than `MAX_FRUITLESS_LOSSES` without a token."""
+    """It must be placed again, in the epoch that is the state's now, after `pause_s`."""
 
 
 def gives_up(entry: TokenEntry) -> bool:
@@ -77,10 +77,11 @@ class StreamState:
 
     __slots__ = (
         "_has_logprobs",
-        "_is_unserved",
         "_max_tokens",
         "_min_tokens",
+        "_num_suspicions",
         "_num_tokens_at_loss",
+        "_num_tokens_at_suspicion",
         "_stop_token_ids",
         "epoch",
         "error",
@@ -110,8 +111,9 @@ class StreamState:
         self.num_losses = 0
         """Owners lost in a row without a new token in between."""
         self._num_tokens_at_loss = -1
-        self._is_unserved = False
-        """The owner gave it up because it had no turn there."""
+        self._num_suspicions = 0
+        """Instances that crashed over it in a row without a new token in between."""
+        self._num_tokens_at_suspicion = -1
         self._has_logprobs = sampling.logprobs >= 0
         self._max_tokens = sampling.max_tokens
         self._min_tokens = sampling.min_tokens
@@ -168,7 +170,6 @@ class StreamState:
         elif reason is None:
             return Outcome.NOTHING
         if is_given_up:
-            self._is_unserved = entry.error is not None and entry.error.code is ErrorCode.UNAVAILABLE
             return Outcome.GIVEN_UP
         if reason is not None:
             self.finish_reason = reason
@@ -191,12 +192,27 @@ class StreamState:
         if self._end_if_complete():
             return Loss.COMPLETE
         self.begin_placement()
-        if self._is_unserved:  # what was not computed has ended no owner, however often it happens
-            self._is_unserved = False
-            return Loss.PLACE
         self.num_losses = self.num_losses + 1 if len(self.tokens) == self._num_tokens_at_loss else 1
         self._num_tokens_at_loss = len(self.tokens)
-        return Loss.FAIL if self.num_losses > MAX_FRUITLESS_LOSSES else Loss.PLACE
+        return Loss.PLACE
+
+    @property
+    def pause_s(self) -> float:
+        """Time from its last loss until it is placed again. However many owners are lost, that alone ends no request."""
+        return min(MAX_PAUSE_S, PAUSE_S * max(0, self.num_losses - 1))
+
+    def suspect(self) -> ErrorInfo | None:
+        """An instance crashed while it computed the request, of which no token had come from there. Returns the error with
+        which the request fails, if it is taken for the cause."""
+        if self.finish_reason is not None:
+            return None
+        is_in_a_row = len(self.tokens) == self._num_tokens_at_suspicion
+        self._num_suspicions = self._num_suspicions + 1 if is_in_a_row else 1
+        self._num_tokens_at_suspicion = len(self.tokens)
+        if self._num_suspicions <= MAX_SUSPICIONS:
+            return None
+        message = f"{self._num_suspicions} instances in turn crashed while they computed this request: it may be why."
+        return ErrorInfo(ErrorCode.CRASHED, message)
 
     def placed_again(
         self, request: GenerationRequest, arrived_s: float, first_token_s: float | None, now: float

@@ -88,6 +88,7 @@ _HTTP_STATUS = {
     ErrorCode.NOT_PERMITTED: 500,
     ErrorCode.INTERNAL: 500,
     ErrorCode.NOT_FINITE: 500,
+    ErrorCode.CRASHED: 500,
     ErrorCode.STORAGE_FULL: 507,
     ErrorCode.DEADLINE: 504,
 }

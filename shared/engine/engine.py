@@ -246,6 +246,12 @@ class Engine:
         sequence = self.requests.held(request_id)
         return None if sequence is None else sequence.request.epoch
 
+    def unproven(self) -> list[str]:
+        """Requests in steps in flight of which no token has come here yet, or since they were preempted: what they do to
+        whoever computes them is not known."""
+        in_flight = self.steps.in_flight.values()
+        return [one.request.request_id for step in in_flight for one in step.sequences if one.is_silent]
+
     def num_held(self, model: str | None = None) -> int:
         return sum(1 for sequence in self.requests.by_id.values() if model is None or sequence.model == model)
 

@@ -191,6 +191,10 @@ class Book:
         held = self._held.get(request_id)
         return None if held is None else held.request.epoch
 
+    def unproven(self) -> list[str]:
+        """Requests that the engine has and has made no token of since they came here: one of them may be why it failed."""
+        return [held.request_id for held in self._held.values() if held.is_sent and not held.is_decoding]
+
     def by_key(self, key: str) -> Held | None:
         """The request that the engine knows by this key."""
         return self._by_key.get(key)

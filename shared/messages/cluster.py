@@ -451,6 +451,8 @@ class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
     incarnation: str
     node_id: str
     exit_code: int
+    suspects: tuple[str, ...] = ()
+    """Requests that it was computing and had made no token of; none where it was to end."""
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]

@@ -110,6 +110,8 @@ class ErrorCode(StrEnum):
     """What an operator names is not there: a folder, or a repository of the hub."""
     CANCELLED = "cancelled"
     """Whoever asked for it wants it no more."""
+    CRASHED = "crashed"
+    """Instances crash when they compute the request."""
 
 
 PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})

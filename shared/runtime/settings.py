@@ -358,6 +358,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     instance_id: str = ""
     plan: str = ""
     """The InstancePlan as JSON."""
+    black_box: int = -1
+    """Descriptor of the memory in which the agent finds what the instance was computing when it ended; -1: there is none."""
     device: str = "auto"
     num_threads: int = 0
     deterministic: bool = False

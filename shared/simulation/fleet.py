@@ -457,7 +457,7 @@ class Fleet:
         `slowdown`: of a step that an instance begins now, beside noise: what others do to it that share its machine."""
         self.events = Events()
         self.noise, self.seed, self.control_s, self.slowdown = noise, seed, control_s, slowdown
-        self.gateway = Gateway(lambda: self.events.now, self._submit)
+        self.gateway = Gateway(lambda: self.events.now, self.events.after, self._submit)
         self.gateway.has_priorities = has_priorities
         self.instances: dict[str, Instance] = {}
         """Instances that are in the registry."""
@@ -570,7 +570,10 @@ class Fleet:
         instance = self.instances[instance_id]
         instance.stop()
         if is_noticed:
-            self.tell(calls.OnExited(InstanceExited(instance_id, instance.incarnation, instance_id, 1)))
+            suspects = tuple(instance.engine.unproven())
+            exited = InstanceExited(instance_id, instance.incarnation, instance_id, 1, suspects)
+            self.tell(calls.OnExited(exited))
+            self.events.after(self.control_s, self.gateway.on_exited, exited)
         self.events.after(ENTRY_S, self._expire, instance)
 
     def _expire(self, instance: Instance) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from shared.engine.requests import Ended
+from shared.messages.cluster import InstanceExited
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
@@ -119,7 +120,13 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Gateway:
-    def __init__(self, now: Callable[[], float], submit: Callable[[GenerationRequest], None]) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float],
+        after: Callable[..., None],
+        submit: Callable[[GenerationRequest], None],
+    ) -> None:
+        """`after(delay_s, call, *arguments)` calls later."""
         self.jobs: list[Job] = []
         self.records: list[Record] = []
         self.num_left = 0
@@ -135,7 +142,7 @@ class Gateway:
         """By model, class and whether the request is of high priority."""
         self.itl_of_s = (-math.inf, math.inf)
         """Gaps count of requests that arrive within these times."""
-        self._now, self._submit = now, submit
+        self._now, self._after, self._submit = now, after, submit
         self._then: dict[int, Callable[[int], None]] = {}
         self._streams: list[StreamState] = []
         self._itl: list[ItlHistogram] = []
@@ -224,19 +231,33 @@ class Gateway:
             if self._streams[number].owner == instance_id:
                 self._lose(number, self._streams[number].epoch)
 
+    def on_exited(self, exited: InstanceExited) -> None:
+        """An instance has died, as its node says."""
+        for request_id in exited.suspects:
+            number = int(request_id)
+            if (error := self._streams[number].suspect()) is not None:
+                self._streams[number].finish_reason = FinishReason.ERROR
+                self._end(number, FinishReason.ERROR, error.message)
+
     def on_refused(self, request_id: str, error: str) -> None:
         self._end(int(request_id), FinishReason.ERROR, error)
+
+    def _send_paused(self, number: int, epoch: int) -> None:
+        stream = self._streams[number]
+        if stream.finish_reason is None and stream.epoch == epoch:
+            self.send(number)
 
     def _lose(self, number: int, epoch: int) -> None:
         stream = self._streams[number]
         match stream.lose(epoch):
             case Loss.PLACE:
                 self.records[number].num_placements += 1
-                self.send(number)
+                if stream.pause_s:
+                    self._after(stream.pause_s, self._send_paused, number, stream.epoch)
+                else:
+                    self.send(number)
             case Loss.COMPLETE if stream.finish_reason is not None:
                 self._end(number, stream.finish_reason)
-            case Loss.FAIL:
-                self._end(number, FinishReason.ERROR, f"{stream.num_losses} instances in turn gave this request up.")
 
     # ------------------------------------------------------------------------------------------------- tokens
 

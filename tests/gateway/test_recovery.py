@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.streams import placing, recovery, stream
+from shared import streams
 from shared.bus.codec import encode, sealed
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import GATEWAY_EVENTS, GATEWAY_FRAMES, INSTANCE_EXITED, SCHEDULER_ANNOUNCE
@@ -26,7 +27,7 @@ from shared.messages.requests import (
 )
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
 from shared.runtime.settings import BusSettings
-from shared.streams import MAX_FRUITLESS_LOSSES
+from shared.streams import MAX_SUSPICIONS
 from tests.conftest import NatsServer
 from tests.gateway.conftest import MODEL, Reader, Stack, running_stack
 from tests.gateway.peer import prior_tokens, until
@@ -133,14 +134,35 @@ async def test_the_last_entry_was_lost_with_its_instance(manual: Stack) -> None:
     assert len(manual.peer.submitted) == 1
 
 
-async def test_a_request_that_loses_every_instance_fails(manual: Stack) -> None:
+async def test_no_number_of_lost_instances_alone_ends_a_request(monkeypatch: pytest.MonkeyPatch, manual: Stack) -> None:
+    monkeypatch.setattr(streams, "MAX_PAUSE_S", 0.0)
+    reader, request, tokens = await begun(manual)
+    for number in range(4 * MAX_SUSPICIONS):
+        manual.peer.lose(request, number * PLACEMENT_EPOCHS)
+        request = await manual.next_request(number + 1)
+    continue_from_prior(manual, request, tokens)
+    await finished_whole(reader, tokens)
+
+
+@pytest.mark.parametrize("first", ["scheduler", "node"])
+async def test_a_request_over_which_every_instance_crashes_fails(
+    monkeypatch: pytest.MonkeyPatch, manual: Stack, first: str
+) -> None:
+    """Whoever tells first of the crash."""
+    monkeypatch.setattr(streams, "MAX_PAUSE_S", 0.0)
     reader, request, _ = await begun(manual)
-    for number in range(MAX_FRUITLESS_LOSSES + 1):
+    for number in range(MAX_SUSPICIONS + 1):
+        exited = InstanceExited("a", "1", "node", -11, ("another", request.request_id))
+        if first == "node":
+            manual.peer.bus.publish(INSTANCE_EXITED, exited)
         manual.peer.lose(request, number * PLACEMENT_EPOCHS)
         await until(lambda n=number: len(manual.peer.submitted) > n + 1 or reader.error, "placed again")
+        if first == "scheduler":
+            manual.peer.bus.publish(INSTANCE_EXITED, exited)
     await reader.end()
     assert reader.error is not None
-    assert reader.error["code"] == "internal_error"
+    assert reader.error["code"] == "instances_crashed" and "6 instances in turn" in reader.error["message"]
+    await until(lambda: request.request_id in manual.peer.cancelled, "cancelled wherever it is")
 
 
 async def test_duplicates_gaps_and_old_epochs(manual: Stack) -> None:

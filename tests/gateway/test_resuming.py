@@ -492,9 +492,7 @@ def here(stack: Stack) -> list[Kept]:
     return list(stack.gateway.context.kept._here.values())
 
 
-async def test_a_stream_that_had_no_turn_is_placed_again_and_has_lost_no_owner(
-    nats_settings: BusSettings, checkpoint: Path
-) -> None:
+async def test_a_stream_that_had_no_turn_is_placed_again_at_once(nats_settings: BusSettings, checkpoint: Path) -> None:
     """Its gateway was gone when the instance gave it up."""
     async with beside_another(nats_settings, checkpoint) as (stack, other, client):
         peer = stack.peer
@@ -509,7 +507,7 @@ async def test_a_stream_that_had_no_turn_is_placed_again_and_has_lost_no_owner(
         again = await stack.next_request(1)
         assert unpack_tokens(again.prior) == tokens[:3]
         (stream,) = other.context.table.streams.values()
-        assert stream.num_losses == 0
+        assert stream.pause_s == 0.0
         peer.emit(again, 3, tokens[3:], FinishReason.LENGTH)
         assert text_of(events_of((await rest).text)) == TEXT
         await reader.hang_up()

@@ -19,7 +19,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.streams import MAX_FRUITLESS_LOSSES, Loss, Outcome, StreamState
+from shared.streams import MAX_PAUSE_S, MAX_SUSPICIONS, Loss, Outcome, StreamState
 
 EOS = 2
 
@@ -145,25 +145,32 @@ def test_losing_an_owner_counts_once() -> None:
     assert stream.epoch == 3 * PLACEMENT_EPOCHS
 
 
-def test_a_request_that_loses_many_owners_without_a_token_is_given_up() -> None:
-    stream = state()
-    for number in range(MAX_FRUITLESS_LOSSES):
-        assert stream.lose(stream.epoch) is Loss.PLACE, number
-    stream.accept(entry(0, [5], epoch=stream.epoch), A)
-    for number in range(MAX_FRUITLESS_LOSSES):
-        assert stream.lose(stream.epoch) is Loss.PLACE, f"a token came in between: {number}"
-    assert stream.lose(stream.epoch) is Loss.FAIL
-
-
-def test_owners_on_which_it_had_no_turn_are_not_what_it_ended() -> None:
+def test_a_request_outlives_any_number_of_owners_but_waits_longer_for_each_in_a_row() -> None:
     stream, no_turn = state(), ErrorInfo(ErrorCode.UNAVAILABLE, "online requests left it no turn for 5 s")
-    for number in range(3 * MAX_FRUITLESS_LOSSES):
-        given_up = entry(0, [], FinishReason.ERROR, epoch=stream.epoch, error=no_turn)
-        assert stream.accept(given_up, A) is Outcome.GIVEN_UP
+    pauses_s = []
+    for number in range(2000):
+        if number % 2:
+            given_up = entry(0, [], FinishReason.ERROR, epoch=stream.epoch, error=no_turn)
+            assert stream.accept(given_up, A) is Outcome.GIVEN_UP
         assert stream.lose(stream.epoch) is Loss.PLACE, number
-    for number in range(MAX_FRUITLESS_LOSSES):
-        assert stream.lose(stream.epoch) is Loss.PLACE, number
-    assert stream.lose(stream.epoch) is Loss.FAIL
+        pauses_s.append(stream.pause_s)
+    assert pauses_s[:3] == [0.0, 0.1, 0.2] and sorted(pauses_s) == pauses_s and pauses_s[-1] == MAX_PAUSE_S
+    stream.accept(entry(0, [5], epoch=stream.epoch), A)
+    assert stream.lose(stream.epoch) is Loss.PLACE and stream.pause_s == 0.0, "a token came in between"
+
+
+def test_a_request_fails_over_which_many_instances_in_a_row_crash() -> None:
+    stream = state()
+    assert [stream.suspect() for _ in range(MAX_SUSPICIONS)] == [None] * MAX_SUSPICIONS
+    stream.accept(entry(0, [5]), A)
+    for number in range(MAX_SUSPICIONS):
+        assert stream.suspect() is None, f"a token came in between: {number}"
+        stream.lose(stream.epoch)
+    error = stream.suspect()
+    assert error is not None and error.code is ErrorCode.CRASHED
+    assert error.message.startswith(f"{MAX_SUSPICIONS + 1} instances in turn crashed")
+    stream.accept(entry(1, [EOS], FinishReason.STOP, epoch=stream.epoch), A)
+    assert stream.suspect() is None, "it has ended"
 
 
 @pytest.mark.parametrize("code", [ErrorCode.UNAVAILABLE, ErrorCode.DRAINING])
@@ -173,7 +180,7 @@ def test_tokens_count_that_come_with_the_word_that_the_request_is_given_up(code:
     given_up = entry(0, [5, 6], FinishReason.ERROR, error=ErrorInfo(code, "not here"))
     assert stream.accept(given_up, A) is Outcome.GIVEN_UP
     assert list(stream.tokens) == [5, 6] and stream.finish_reason is None
-    assert stream.lose(0) is Loss.PLACE and stream.num_losses == (0 if code is ErrorCode.UNAVAILABLE else 1)
+    assert stream.lose(0) is Loss.PLACE and stream.num_losses == 1
     gap = msgspec.structs.replace(given_up, epoch=stream.epoch, offset=3)
     assert stream.accept(gap, A) is Outcome.GIVEN_UP and list(stream.tokens) == [5, 6]
 
@@ -337,10 +344,7 @@ def test_any_interleaving_of_owners_and_epochs_shows_one_line_of_tokens(data: st
             stream.accept(cluster.replay(len(stream.tokens)), cluster.owner)
         elif event == "told":
             stream.follow(cluster.owner, cluster.epoch)
-        elif event == "lose" and stream.lose(data.draw(st.integers(stream.epoch, cluster.epoch))) in (
-            Loss.PLACE,
-            Loss.FAIL,
-        ):
+        elif event == "lose" and stream.lose(data.draw(st.integers(stream.epoch, cluster.epoch))) is Loss.PLACE:
             # The next owner goes on after what the client has; what the last one made beyond that is gone.
             cluster.output = stream.tokens.tolist()
             cluster.epoch, cluster.owner = stream.epoch, data.draw(INSTANCES)

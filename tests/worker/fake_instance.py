@@ -12,6 +12,7 @@ import uuid
 
 import msgspec
 
+from services.worker.black_box import BlackBox
 from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.admin import (
@@ -51,6 +52,7 @@ class FakeInstance:
 
     async def run(self, stop: asyncio.Event) -> None:
         print(f"plays {self._settings.instance_id}", flush=True)
+        BlackBox(self._settings.black_box).note([f"a request of {self._settings.instance_id}"])
         bus = await NatsBus.connect(self._settings, service="instance", service_id=self._settings.instance_id)
         ids = {"instance_id": self._settings.instance_id}
 

@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.worker import black_box
+from services.worker.black_box import BlackBox
 from services.worker.instance.engine_loop import EngineLoop
 from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, Reattach, Submit, Unreserve
 from shared.engine.driver import StepStats
-from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, NewSequence, StepPlan, StepResult
+from shared.messages.requests import SamplingParams
 from tests.shared.engine.fake_executor import request
 
 INTERRUPTIBLE = StepPlan(
@@ -43,6 +47,7 @@ class ScriptedEngine:
         self.copies: deque[KvCopy] = deque()
         self.copies_after_step: deque[KvCopy] = deque()
         self.interrupts: deque[int] = deque()
+        self.silent: list[str] = []
         self.told: list[Any] = []
 
     def plan(self, _now: float) -> StepPlan | None:
@@ -68,6 +73,9 @@ class ScriptedEngine:
         return []
 
     def next_wakeup(self) -> None: ...
+
+    def unproven(self) -> list[str]:
+        return self.silent
 
 
 class ScriptedExecutor:
@@ -154,6 +162,24 @@ def test_a_request_that_arrives_while_a_step_runs_interrupts_it(scene: SimpleNam
     assert stats == StepStats(
         "m", 5, (0, 0), stats.duration_s, 0.25, is_suspended=True, planned_s=stats.planned_s, ended_s=stats.ended_s
     )
+
+
+def test_what_has_made_no_token_yet_is_noted_before_each_step(scene: SimpleNamespace) -> None:
+    box, found = black_box.make(), []
+    scene.loop._black_box = BlackBox(box)
+    launch = scene.executor.launch
+    scene.executor.launch = lambda plan: (found.append(black_box.read(box)), launch(plan))
+    scene.executor.go.set()
+    new = NewSequence(0, b"", 0, SamplingParams(max_tokens=1), [0])
+    for number, (begins, silent) in enumerate([(True, ["r", "s"]), (False, ["s"]), (False, []), (False, ["t"])]):
+        scene.engine.silent = silent
+        scene.engine.plans.append(
+            msgspec.structs.replace(INTERRUPTIBLE, step_id=number, new_sequences=[new] if begins else [])
+        )
+        nudge(scene)
+        until(lambda: len(scene.stats) > number)  # noqa: B023  # awaited here
+    assert found == [("r", "s"), ("s",), (), ()], "where nothing began there is nothing to note"
+    os.close(box)
 
 
 def test_an_interrupt_decided_with_the_plan_reaches_the_executor(scene: SimpleNamespace) -> None:

@@ -171,7 +171,7 @@ async def test_a_plan_is_carried_out_and_changed_without_touching_what_stays(pee
 
     assert await peers.carried_out(plan(3, "b", "c", num_instances=1)) == {"n-0": pids["n-0"]}
     await until(lambda: peers.exits)
-    assert [(e.instance_id, e.exit_code, e.node_id) for e in peers.exits] == [("n-1", 0, "n")]
+    assert [(e.instance_id, e.exit_code, e.node_id, e.suspects) for e in peers.exits] == [("n-1", 0, "n", ())]
 
 
 async def test_a_changed_pool_restarts_one_instance_after_the_other(peers: Peers, agent: NodeAgent) -> None:
@@ -195,7 +195,8 @@ async def test_a_killed_instance_is_reported_and_restarted_at_once(peers: Peers,
         os.kill(killed.pid, signal.SIGKILL)
         await until(lambda: peers.exits)
         assert watch.seconds < 0.5
-        assert peers.exits == [InstanceExited("n-1", killed.incarnation, "n", -signal.SIGKILL)]
+        suspects = ("a request of n-1",)
+        assert peers.exits == [InstanceExited("n-1", killed.incarnation, "n", -signal.SIGKILL, suspects)]
         await until(lambda: peers.pids().get("n-1", killed.pid) != killed.pid)
     assert watch.seconds < 5.0, "0.5 s of back-off and the start of a process"
     assert peers.pids()["n-0"] == pids["n-0"]

@@ -86,6 +86,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
     ErrorCode.NOT_FINITE: (500, "server_error", "logits_not_finite"),
+    ErrorCode.CRASHED: (500, "server_error", "instances_crashed"),
     ErrorCode.GONE: (503, "service_unavailable", "unavailable"),
     ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),
     ErrorCode.NOT_LEADER: (503, "service_unavailable", "unavailable"),

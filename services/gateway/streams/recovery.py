@@ -109,6 +109,10 @@ class Recovery:
                 self.lose(stream, lost.epoch, "scheduler")
 
     def _on_exited(self, message: InstanceExited) -> None:
+        for request_id in message.suspects:
+            stream = self._table.streams.get(request_id)
+            if stream is not None and (error := stream.suspect()) is not None:
+                self._table.fail(stream, error.code, error.message)
         for stream in self._owned_by(message.instance_id):
             if stream.owner_incarnation in (None, message.incarnation):
                 self._left(stream, "exited", message.exit_code == 0)
@@ -153,10 +157,6 @@ class Recovery:
         if self._catalog.is_gone(stream.model):
             self._table.fail(stream, ErrorCode.UNKNOWN_MODEL, f"The model '{stream.model}' was removed.")
             return
-        if loss is Loss.FAIL:
-            message = f"{stream.num_losses} instances in turn gave this request up."
-            self._table.fail(stream, ErrorCode.INTERNAL, message)
-            return
         self._metrics.replacements.labels(reason).inc()
         self._timelines.lose(stream, owner, reason)
         logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, len(stream.tokens))
@@ -170,7 +170,10 @@ class Recovery:
 
     async def _place_again(self, stream: Stream) -> None:
         try:
-            while stream.must_place and stream.is_open:
+            while stream.must_place:
+                await asyncio.sleep(stream.pause_s)
+                if not stream.is_open:
+                    break
                 await self._placer.place(stream, patient=True, slots=self._slots)
         except ServiceError as error:
             if stream.is_open:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import Counter
 
+from services.worker.black_box import BlackBox
 from services.worker.engines.interface import EngineFailed, ForeignEngine
 from services.worker.engines.moves import EngineMoves, MoveEvents
 from services.worker.instance.load_reporter import LoadReporter
@@ -224,6 +225,8 @@ class EngineInstance:
             log.error("the engine %s failed: %s", self._spec.engine, error)
             self._error, self._is_final = str(error), error.is_final
             self._is_ending = True
+            if self._book is not None and not self._spec.is_endpoint:
+                BlackBox(self._settings.black_box).note(self._book.unproven())
             self._give_up(ErrorInfo(ErrorCode.GONE, f"the engine of instance {self._id} failed"))
             self._reporter.publish()
             self.touch()

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from services.worker.black_box import BlackBox
 from shared.engine.calls import Call
 from shared.engine.counters import EngineCounters
 from shared.engine.driver import Driver, StepStats
@@ -96,6 +97,7 @@ class EngineLoop:
         on_failure: Callable[[], None] = lambda: None,
         niceness: int = 0,
         disk: DiskLane | None = None,
+        black_box: BlackBox | None = None,
     ) -> None:
         """`on_failure` is called in the loop's thread when it dies: the instance is then of no more use.
 
@@ -119,6 +121,7 @@ class EngineLoop:
         self._lost: Exception | None = None
         """Why the loop is to fail: a move of blocks was not carried out, or `give_up`."""
         executor.on_copy_finished(self._wake.set)
+        self._black_box = black_box or BlackBox(-1)
         self._disk = disk
         if disk is not None:
             disk.on_finished = self._wake.set
@@ -270,6 +273,10 @@ class EngineLoop:
             # While calls wait, nothing is begun.
             turn = driver.turn(self._clock(), holds=bool(self._calls))
             self._interrupt(turn.interrupt)
+            # Before each step: should it end the process, nothing can be told any more.
+            plan = turn.plan
+            if plan is not None and (plan.new_sequences or plan.resumes or not self._black_box.is_empty):
+                self._black_box.note(self._engine.unproven())
             wakeup_s = self._engine.next_wakeup()
         if turn.effects:
             self._on_effects(turn.effects, None)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from services.worker.black_box import BlackBox
 from services.worker.instance.adapters import AdapterExecutor, InstanceAdapters
 from services.worker.instance.disk_tier import DiskTier
 from services.worker.instance.draining import Draining
@@ -135,6 +136,7 @@ class InstanceService:
             on_failure=self._on_failure_in_thread,
             niceness=niceness,
             disk=None if disk is None else disk.copies,
+            black_box=BlackBox(settings.black_box),
         )
         if disk is not None:
             disk.loop = self._loop

@@ -269,19 +269,20 @@ class NodeAgent:
             self._publish_exit(info.instance_id, info.incarnation, -signal.SIGKILL)
 
     def _on_exit(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
-        self._publish_exit(instance_id, process.incarnation, exit_code)
         reason = process.exit_reason(exit_code)
-        is_failure = self._state.on_exit(instance_id, reason, self._bus.now())
-        if is_failure and not self._is_stopping:
+        is_failure = self._state.on_exit(instance_id, reason, self._bus.now()) and not self._is_stopping
+        suspects = process.suspects if is_failure else ()
+        self._publish_exit(instance_id, process.incarnation, exit_code, suspects)
+        if is_failure:
             self._metrics.restarts.labels(instance_id).inc()
             logger.error("%s (process %d) %s", instance_id, process.pid, reason)
         else:
             logger.info("%s (process %d) %s, as asked", instance_id, process.pid, reason)
         self._wake.set()
 
-    def _publish_exit(self, instance_id: str, incarnation: str, exit_code: int) -> None:
+    def _publish_exit(self, instance_id: str, incarnation: str, exit_code: int, suspects: tuple[str, ...] = ()) -> None:
         self._reported[instance_id] = incarnation
-        self._bus.publish(INSTANCE_EXITED, InstanceExited(instance_id, incarnation, self.node_id, exit_code))
+        self._bus.publish(INSTANCE_EXITED, InstanceExited(instance_id, incarnation, self.node_id, exit_code, suspects))
 
     # ----------------------------------------------------------------------------------------- reconciliation
 

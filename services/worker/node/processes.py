@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import BinaryIO
 
+from services.worker import black_box
 from shared.runtime.tasks import set_within
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ STOP_MARGIN_S = 7.0
 """What an instance takes to end that has given its requests away, or has none."""
 KILL_TIMEOUT_S = 5.0
 """Time from SIGKILL to giving up (a process in an uninterruptible wait)."""
+BLACK_BOX = "TIDEWAY_BLACK_BOX"
+"""Environment variable of an instance: `InstanceSettings.black_box`."""
 MAX_LINE_BYTES = 16 * 1024
 MAX_QUEUED_LINES = 4096
 """Lines of output that wait for a slow reader of the agent's own output; beyond it they are dropped and counted."""
@@ -93,8 +96,12 @@ class LineWriter:
 class InstanceProcess:
     """A started process; made by `Processes.start`."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], box: int) -> None:
+        """`box`: descriptor of its black box, closed at its exit."""
         self._popen = popen
+        self._box = box
+        self.suspects: tuple[str, ...] = ()
+        """Known at its exit: requests that it was computing and had made no token of."""
         self.pid: int = popen.pid
         self.last_line = ""
         """Last line of its output: for an instance that ends by itself, often the reason."""
@@ -107,6 +114,11 @@ class InstanceProcess:
             return f"was killed by {signal.Signals(-exit_code).name}"
         said = f": {self.last_line[:300]}" if self.last_line and exit_code else ""
         return f"exited with code {exit_code}{said}"
+
+    def ended(self) -> None:
+        """The process was waited for."""
+        self.suspects = black_box.read(self._box)
+        os.close(self._box)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the whole process group; no effect once the process was waited for."""
@@ -145,15 +157,21 @@ class Processes:
         """`OSError` or `SubprocessError` if the process cannot be started. Call it on the event loop's thread, as the
         kernel ties the process to the life of the thread; it takes milliseconds."""
         assert instance_id not in self._running
-        popen = subprocess.Popen(
-            dies_with_parent(self._command),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        process = InstanceProcess(popen)
+        box = black_box.make()
+        try:
+            popen = subprocess.Popen(
+                dies_with_parent(self._command),
+                env={**environment, BLACK_BOX: str(box)},
+                pass_fds=(box,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(box)
+            raise
+        process = InstanceProcess(popen, box)
         self._running[instance_id] = process
         self._all_ended.clear()
         watch = (asyncio.get_running_loop(), instance_id, process, popen)
@@ -181,6 +199,7 @@ class Processes:
         del self._running[instance_id]
         if not self._running:
             self._all_ended.set()
+        process.ended()
         self._on_exit(instance_id, process, exit_code)
 
     # ----------------------------------------------------------------------------- in threads of their own

@@ -41,6 +41,20 @@ def kinds_of(node: Node | Clocked, name: str) -> list[EventKind]:
     return [event.kind for event in taken if event.request_id == name]
 
 
+def test_a_request_is_unproven_in_steps_until_its_first_token_here() -> None:
+    node = make()
+    seen = []
+    for now, name in enumerate(["first", "second"]):
+        node.engine.apply(Submit(request(name, [1] * 9, 20)), float(now))
+        seen.append(node.engine.unproven())
+        node.plan(float(now))
+        seen.append(node.engine.unproven())
+        node.step_returns(now + 0.5)
+    assert seen == [[], ["first"], [], ["second"]], "the first decodes beside it"
+    node.plan(3.0)
+    assert node.engine.unproven() == []
+
+
 def test_a_request_that_nothing_happens_to() -> None:
     node = make()
     node.engine.apply(Submit(request("r", [1] * 9, 20, ttft_objective_s=2.0)), 0.0)

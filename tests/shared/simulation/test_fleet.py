@@ -21,7 +21,7 @@ from shared.simulation.gateway import Job
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.nodes import FleetNodes
 from shared.simulation.scaling import Scaling
-from shared.streams import MAX_FRUITLESS_LOSSES
+from shared.streams import MAX_SUSPICIONS
 from tests.seeds import examples
 
 COST = CostModel(
@@ -147,21 +147,27 @@ def test_requests_of_an_instance_that_dies_go_on_elsewhere(is_noticed: bool) -> 
     check_empty(fleet)
 
 
-def test_a_request_whose_instances_all_die_is_given_up() -> None:
-    fleet = fleet_of(MAX_FRUITLESS_LOSSES + 3)
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_request_over_which_all_instances_crash_is_given_up(is_noticed: bool) -> None:
+    """It is not suspected of anything where nobody can say what they were computing."""
+    fleet = fleet_of(MAX_SUSPICIONS + 3)
     fleet.gateway.is_strict = False
 
     def kill_its_instance() -> None:
         for instance_id, instance in list(fleet.instances.items()):
-            if not instance.is_gone and instance.engine.all_held():
-                fleet.fail(instance_id, is_noticed=True)
+            if not instance.is_gone and instance.engine.unproven() and len(fleet.instances) > 1:
+                fleet.fail(instance_id, is_noticed=is_noticed)
         if fleet.gateway.num_left:
             fleet.events.after(0.001, kill_its_instance)
 
-    fleet.events.at(0.01, kill_its_instance)
+    fleet.events.at(0.0, kill_its_instance)
     (record,) = fleet.run([Job(0.0, 300, 10, model="a")]).records
-    assert record.error.endswith(f"{MAX_FRUITLESS_LOSSES + 1} instances in turn gave this request up.")
-    assert record.num_placements == MAX_FRUITLESS_LOSSES + 1
+    if is_noticed:
+        assert f"{MAX_SUSPICIONS + 1} instances in turn crashed" in record.error
+        assert record.num_placements == MAX_SUSPICIONS + 1
+    else:
+        assert not record.error and record.num_placements == MAX_SUSPICIONS + 3
+    check_empty(fleet)
 
 
 def test_a_new_scheduler_finds_what_runs_and_takes_what_waited() -> None:

@@ -1,6 +1,6 @@
 """An adapter without an engine: a process behind HostedEngine's socket whose tokens are hashes of their prefix, one of
-each sequence a step. `SCRIPT`: `fail` says that it cannot serve; `die` exits after some steps of five sequences; `diverge`
-makes other tokens the second time.
+each sequence a step. `SCRIPT`: `fail` says that it cannot serve; `die` exits after some steps of five sequences, `choke`
+at a prompt that begins with `BAD_TOKEN`; `diverge` makes other tokens the second time.
 
 Its KV is the tokens themselves: a block of the staging memory holds those of its positions, and whoever comes with KV goes
 on from that. `CAME_FILE` gets a line for each of these: key, tokens that came, tokens in all."""
@@ -51,6 +51,7 @@ FACTS = EngineFacts(
     max_step_tokens=512, layout="tokens",
 )  # fmt: skip
 NUM_SLOTS = 300
+BAD_TOKEN = 13
 
 
 class Staging:
@@ -142,7 +143,8 @@ async def main() -> None:
         if not held:
             continue
         num_steps += len(held) >= 5
-        if script == "die" and num_steps > 20:
+        is_bad = script == "choke" and any(tokens[0] == BAD_TOKEN for _, tokens, _ in held.values())
+        if is_bad or (script == "die" and num_steps > 20):
             os.kill(os.getpid(), signal.SIGKILL)
         progress = []
         for key, (message, tokens, num_prompt) in list(held.items()):

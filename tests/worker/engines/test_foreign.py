@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from services.worker import black_box
 from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
 from services.worker.engines.interface import EngineFailed
 from shared.messages.requests import ErrorCode, FinishReason, RequestClass, pack_tokens
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.worker.engines.completions_server import completions_server
 from tests.worker.engines.engine_stage import engine_instance_on, scripted_engine
+from tests.worker.engines.scripted_adapter import BAD_TOKEN
 
 
 def is_running(pid: int) -> bool:
@@ -34,6 +36,16 @@ async def test_an_adapter_that_dies_gives_all_requests_up_at_once(nats_settings)
             tokens = stage.output(one.request_id)
             assert 0 < len(tokens) < 500 and tokens == expected_output(one, 600)[: len(tokens)]
         assert stage.service.failed.is_set()
+
+
+async def test_requests_without_a_token_are_suspected_of_the_end_of_their_engine(nats_settings):
+    box = black_box.make()
+    async with engine_instance_on(nats_settings, scripted_engine("choke"), black_box=os.dup(box)) as stage:
+        await stage.submit(request("good", [1], 500))
+        await stage.until(lambda: stage.output("good"))
+        await stage.submit(request("bad", [BAD_TOKEN], 500))
+        await stage.until(stage.service.failed.is_set)
+        assert black_box.read(box) == ("bad",)
 
 
 async def test_an_engine_that_can_never_serve_says_why_and_is_not_started_again(nats_settings):
