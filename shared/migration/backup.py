@@ -10,9 +10,9 @@ One transfer is under way at a time, and none begins beside a move. It carries w
 one model, full blocks alone, to the instance that holds their blocks before these. Nothing depends on it: whatever is lost
 is copied again, or computed again after the loss of the instance.
 
-A holder keeps copies for as long as it is told that they are wanted (`KEEP_S`); it is told of all of them at once, so that
-nothing is left over when such a message is lost. Who holds what, the scheduler knows from the holders' own reports of the
-blocks that can be found there.
+A holder keeps copies for as long as it is told that they are wanted (`KEEP_S`); it is told of all of them at once, and for a
+while after the last (`FAREWELL_S`), so that nothing is left over when such a message is lost. Who holds what, the scheduler
+knows from the holders' own reports of the blocks that can be found there.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ LOOK_S = 0.25
 """Between two looks at what is missing, and so between two transfers where little is."""
 KEEP_S = 2.0
 """Between two messages that say what is still wanted."""
+FAREWELL_S = 5 * KEEP_S
+"""Time for which it is said again that nothing is wanted any more."""
 HOLDERS_S = 60.0
 """Time for which holders are chosen from what the registry had; `UNKNOWN_S` where it had none."""
 UNKNOWN_S = 1.0
@@ -123,8 +125,8 @@ class BackupSource:
         """By model: until when they are used, and who."""
         self._left_out: dict[str, float] = {}
         """Holders, and until when."""
-        self._told: set[str] = set()
-        """Holders that may still keep something for this instance."""
+        self._told: dict[str, float] = {}
+        """Holders that may still keep something for this instance, and when something was last wanted there."""
         self._transfer: _Transfer | None = None
         self._look_s: float | None = None
         self._keep_s: float | None = None
@@ -175,11 +177,19 @@ class BackupSource:
         kept = defaultdict[str, list[str]](list)
         for request_id, copied in self._copied.items():
             kept[copied.holder_id].append(request_id)
-        for holder_id in sorted(self._told | kept.keys()):
+        # What a transfer brings is kept, even if its requests have ended before it.
+        coming = () if self._transfer is None else (self._transfer.holder_id,)
+        self._told |= dict.fromkeys((*kept, *coming), now)
+        for holder_id in sorted(self._told):
             message = KeepBackups(self._site.instance_id, tuple(kept.get(holder_id, ())))
             self._site.say(commands.Tell("", holder_id, message))
-        self._told = set(kept)
-        self._keep_s = now + KEEP_S if kept else None
+        self._told = {holder_id: at_s for holder_id, at_s in self._told.items() if now - at_s < FAREWELL_S}
+        self._keep_s = now + KEEP_S if self._told else None
+
+    def end(self, now: float) -> None:
+        """The instance ends: what it still has may need its copies, the rest has moved or ended."""
+        if self._told:
+            self._keep(now)
 
     # ------------------------------------------------------------------------------------------ one transfer
 
@@ -266,7 +276,7 @@ class BackupSource:
             deadline_s=RESERVE_S + self._deadline_s(transfer, block_bytes),
             source_address=site.address or "",
         )
-        self._told.add(holder_id)
+        self._told[holder_id] = now
         site.say(commands.AskBackup(transfer.backup_id, holder_id, query, RESERVE_S))
 
     def _deadline_s(self, transfer: _Transfer, block_bytes: int) -> float:

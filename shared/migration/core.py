@@ -566,4 +566,5 @@ class MigrationCore:
         left = [migration for migration in self._outgoing.values() if migration.outcome is None]
         for migration in left:
             self.feed(migration.migration_id, Event.GIVEN_UP, None, now)
+        self.backups.end(now)
         return [migration.request_id for migration in left]

@@ -8,8 +8,12 @@ from random import Random
 
 import pytest
 
+from shared.engine.calls import Cancel
+from shared.messages.migration import KeepBackups
 from shared.messages.requests import GenerationRequest, RequestClass
+from shared.migration import calls
 from shared.migration.backup import FULL_S, KEEP_S, LOOK_S, TABLE, Event, State
+from shared.migration.commands import SendBackup
 from shared.migration.holding import ORPHAN_S
 from shared.policies.kv_backup import BackupSettings, backup_key, choose_holders, holder_of
 from shared.simulation.fleet import CONTROL_S
@@ -135,6 +139,57 @@ def test_copies_of_a_dead_source_are_kept_for_a_while() -> None:
     assert not backups.num_requests
     place_again(world, "r", "b")
     check(world)
+
+
+def test_a_holder_lets_go_though_the_last_words_are_lost() -> None:
+    world = make_world()
+    world.send("a", request("r", [1] * 150, 80))
+    world.run(0.8)
+    lost: list[type] = []
+
+    def fate(what: type) -> tuple[float, ...]:
+        if what is KeepBackups and len(lost) < 2:
+            lost.append(what)
+            return ()
+        return (CONTROL_S,)
+
+    world.network.fate = fate
+    world.run(2.0 + 3 * KEEP_S)
+    assert lost and not kept_for(world.nodes["b"], "a")
+    num_done = world.events.num_done
+    world.run(60.0)
+    assert world.events.num_done < num_done + 40, "it is not told for ever"
+    check(world)
+
+
+def test_a_holder_lets_go_of_what_came_after_the_request_had_ended() -> None:
+    world = make_world()
+    world.network.fate = lambda what: (1.9 if what is SendBackup else CONTROL_S,)
+    world.send("a", request("r0", [0] * 50, 340))
+    world.events.at(1.0, world.send, "a", request("r1", [1] * 50, 340))
+    backups = world.nodes["a"].moves.core.backups
+    world.run(2.6)  # the second transfer, which is the first of r1, has begun
+    due_s = backups._keep_s
+    assert backups.state is State.SENDING and due_s is not None
+    for number in range(2):
+        world.nodes["a"].host.apply(Cancel(f"r{number}"))
+    world.run(due_s + CONTROL_S)
+    assert backups.state is State.SENDING, "while it says that it wants nothing, the last blocks are on their way"
+    world.run(due_s + 2 * KEEP_S)
+    assert not kept_for(world.nodes["b"], "a")
+    check(world)
+
+
+def test_an_instance_that_ends_says_what_it_still_wants() -> None:
+    world = make_world()
+    for number in range(2):
+        world.send("a", request(f"r{number}", [number] * 150, 80 + 160 * number))
+    world.run(1.8)
+    assert kept_for(world.nodes["b"], "a") == {"r0", "r1"} and len(world.nodes["a"].engine.all_held()) == 1
+    world.nodes["a"].moves.tell(calls.Stop(), calls.GiveUp())
+    world.kill("a")
+    world.run(1.9)
+    assert kept_for(world.nodes["b"], "a") == {"r1"}, "it goes on elsewhere"
 
 
 def test_a_holder_without_room_takes_what_fits_and_gives_way_to_checkpoints_of_its_own() -> None:
