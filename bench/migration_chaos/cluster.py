@@ -126,6 +126,8 @@ class Instance(Process):
         self.is_ending = False
         """It was told to."""
         self.died = asyncio.Event()
+        self.died_s = 0.0
+        """Time at which it last did."""
         self._cluster = cluster
         self._on_event = on_event
         self._connection: Connection | None = None
@@ -191,6 +193,7 @@ class Instance(Process):
             connection.close()
             self.is_up = False
             self.died.set()
+            self.died_s = time.monotonic()
             self._on_event(self, ("died",))
             self._cluster.tasks.start(self._end())
 

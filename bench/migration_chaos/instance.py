@@ -120,12 +120,13 @@ class Driver:
         held["migrations in"] = 0 if migrations is None else migrations.core.num_migrating_in + len(migrations._in)
         held["disowned"] = 0 if migrations is None else migrations.core.incoming.num_disowned
         gc.collect()
+        silences_s = {} if migrations is None else migrations.core.holder.silences_s(self.service._bus.now())
         size = {
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
             "tasks": len(asyncio.all_tasks()),
         }
-        return {"held": held, "size": size, "wrong": wrong, "failure": loop.failure}
+        return {"held": held, "silences_s": silences_s, "size": size, "wrong": wrong, "failure": loop.failure}
 
 
 _driver: Driver

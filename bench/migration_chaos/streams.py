@@ -29,6 +29,7 @@ from shared.messages.requests import (
     TokenEntry,
     pack_tokens,
 )
+from shared.messages.timeline import EventKind
 from shared.runtime.tasks import set_within
 
 GATEWAY_ID = "chaos"
@@ -36,6 +37,8 @@ HANG_S = 60.0
 """A stream without a new token for so long hangs. What takes long but goes on only shows how busy the machine is. Offline
 requests wait as long as online ones leave them no turn, so theirs counts from the end of the last online stream."""
 NUM_PREFIXES = 4
+NUM_TIMELINES = 64
+"""Timelines that are kept of streams that have ended, for the report of one that failed."""
 
 
 class _NoTokenizers:
@@ -64,9 +67,10 @@ class Streams:
         self._seed = seed
         self._on_failure = on_failure
         self.metrics = GatewayMetrics(CollectorRegistry())
+        self._timelines = Timelines(bus, GATEWAY_ID, NUM_TIMELINES, HANG_S)
         catalog = Catalog(bus, _NoTokenizers())  # type: ignore[arg-type]
         placer = Placer(bus, catalog, self.metrics, max_submissions=64)
-        self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics, Timelines(bus, GATEWAY_ID, 0, 1.0))
+        self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics, self._timelines)
         self._catalog = catalog
         self._expected: dict[str, list[int]] = {}
         self._numbers = itertools.count()
@@ -216,7 +220,13 @@ class Streams:
             self._on_failure(f"{_describe(stream)} differs")
         elif stream.failure is not None:
             self.counts["failed"] += 1
-            self._on_failure(f"{_describe(stream)} failed: {stream.failure}")
+            told = self._timelines.events_of(stream.request_id)
+            lost = ", ".join(
+                f"{event.place or 'nobody'} {event.cause} at {event.numbers[0]:.0f} tokens"
+                for event in told
+                if event.kind is EventKind.LOST
+            )
+            self._on_failure(f"{_describe(stream)} failed: {stream.failure}; lost by {lost or 'nobody'}")
         elif stream.finish_reason is None:
             self.counts["cancelled"] += 1
         elif len(tokens) != len(expected) or stream.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
