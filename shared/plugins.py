@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import reduce
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Part = TypeVar("Part")
 
@@ -33,6 +35,8 @@ def import_path(path: str, what: str) -> Any:
 
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """Entry points of `group` by name; the first of a name counts."""
+    from importlib.metadata import entry_points  # slow to import, and most processes ask for none
+
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         found.setdefault(point.name, point)

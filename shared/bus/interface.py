@@ -19,15 +19,17 @@ Rules every implementation keeps:
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Set
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
+
+if TYPE_CHECKING:  # some processes want its errors alone, and have no event loop
+    import asyncio
 
 M = TypeVar("M")
 Q = TypeVar("Q")

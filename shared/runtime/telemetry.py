@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -144,6 +144,7 @@ def start_telemetry(service: str, service_id: str, settings: BusSettings) -> Tel
     return telemetry
 
 
+@cache
 def installed_version() -> str:
     """Tideway's, as its package was installed."""
     try:

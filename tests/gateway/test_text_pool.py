@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -34,6 +37,14 @@ def composing(tokenizer: Tokenizer) -> Tokenizer:
 
 
 BOUNDED = [byte_level_tokenizer(), sentencepiece_tokenizer(), composing(byte_level_tokenizer())]
+
+
+def test_a_process_for_texts_imports_no_event_loop() -> None:
+    """The first chat waits for it to start."""
+    code = "import sys, services.gateway.text.work; print({'asyncio', 'importlib.metadata', 'tokenizers'} & {*sys.modules})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
 
 
 @given(st.sampled_from(BOUNDED), st.text() | st.text("a ̀́ᾳͅ</s>ßﬁ"))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
 from services.worker.engines.instance import EngineInstance
 from services.worker.engines.interface import ForeignEngine
 from services.worker.engines.vllm.spec import HostedSpec
@@ -43,6 +42,9 @@ def make_engine(spec: ModelSpec, settings: InstanceSettings) -> ForeignEngine:
     """Raises `SettingsError` for what the operator must change."""
     arguments = shlex.split(spec.engine_args)
     if spec.is_endpoint:
+        # Its HTTP client takes as long to import as all else beside torch, and no other instance needs it.
+        from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
+
         try:
             options = EndpointOptions.parse(arguments)
         except ValueError as error:
