@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -243,12 +244,16 @@ class NatsServer:
 
         async def delete() -> None:
             client = await nats.connect(self.url)
-            streams = client.jetstream()
-            for info in await streams.streams_info():
+
+            async def ask(what: str) -> dict[str, Any]:
+                reply = json.loads((await client.request(f"$JS.API.STREAM.{what}", timeout=5.0)).data)
                 # A service that is still stopping may delete or declare at the same time.
-                with contextlib.suppress(nats.js.errors.NotFoundError):
-                    await streams.delete_stream(str(info.config.name))
-                names.append(str(info.config.name))
+                assert reply.get("error", {}).get("code") in (None, 404), reply
+                return reply
+
+            # Their states, which the client's own list comes with, take longer to read than all else.
+            names.extend((await ask("NAMES"))["streams"] or ())
+            await asyncio.gather(*(ask(f"DELETE.{name}") for name in names))
             await client.close()
 
         # In a thread of its own: the test's event loop must not see this one.

@@ -50,10 +50,16 @@ def needs(item: pytest.Item) -> frozenset[str]:
     modules = {item.path}
     definitions = item._fixtureinfo.name2fixturedefs if hasattr(item, "_fixtureinfo") else {}
     for name in definitions:
-        file = getattr(sys.modules.get(definitions[name][-1].func.__module__), "__file__", None)
-        if file is not None and Path(file).is_relative_to(REPOSITORY / "tests"):
-            modules.add(Path(file))
+        if (file := _own(definitions[name][-1].func.__module__)) is not None:
+            modules.add(file)
     return frozenset().union(*(imported(path) for path in modules))
+
+
+@functools.cache
+def _own(module: str) -> Path | None:
+    """The file of a module of these tests."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if file is not None and Path(file).is_relative_to(REPOSITORY / "tests") else None
 
 
 @functools.cache
@@ -61,15 +67,21 @@ def imported(path: Path) -> frozenset[str]:
     """What of MODELS and OUTSIDE comes with an import of this file."""
     seen, to_read, found = {path}, [path], set[str]()
     while to_read:
-        for name in _imports(to_read.pop()):
-            found.add(name.partition(".")[0])
-            parts = name.split(".")
-            for length in range(1, len(parts) + 1):
-                file = _file(".".join(parts[:length]))
-                if file is not None and file not in seen:
-                    seen.add(file)
-                    to_read.append(file)
-    return frozenset(found & (MODELS | OUTSIDE))
+        names, others = _direct(to_read.pop())
+        found |= names
+        to_read += others - seen
+        seen |= others
+    return frozenset(found)
+
+
+@functools.cache
+def _direct(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
+    """What of MODELS and OUTSIDE a file itself imports, and which files of this repository."""
+    names = _imports(path)
+    parts = (name.split(".") for name in names)
+    modules = {".".join(one[:length]) for one in parts for length in range(1, len(one) + 1)}
+    files = frozenset(file for file in map(_file, modules) if file is not None)
+    return (MODELS | OUTSIDE) & modules, files
 
 
 _known: dict[str, list[Any]] = {}

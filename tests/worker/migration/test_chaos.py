@@ -39,7 +39,13 @@ class RandomFaults:
             await asyncio.sleep(self._random.random() * 0.03)
 
 
-@pytest.mark.parametrize(("seed", "keeps_kv"), [(1, False), (2, False), (3, False), (4, True), (5, True), (6, True)])
+@pytest.mark.parametrize(
+    ("seed", "keeps_kv"),
+    [
+        *((1, False), (2, False), (4, True), (5, True)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, False), (6, True))),
+    ],
+)
 async def test_streams_are_whole_whatever_fails(
     make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, keeps_kv: bool
 ) -> None:
