@@ -211,7 +211,7 @@ ClusterMachine.TestCase.settings = settings(max_examples=examples(30), stateful_
 TestMoves = pytest.mark.slow(ClusterMachine.TestCase)
 
 
-@pytest.mark.parametrize("group", seeds(6, normally=3))
+@pytest.mark.parametrize("group", seeds(6, normally=2))
 def test_long_random_runs(group):
     num_moved = 0
     for seed in range(4 * group, 4 * group + 4):

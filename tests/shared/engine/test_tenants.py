@@ -85,7 +85,7 @@ class World:
         pytest.param(ordering, lengths, id=f"{ordering}-{name}", marks=[] if is_quick else pytest.mark.long)
         for ordering in sorted(ORDERING_POLICIES)
         for name, lengths in (("alike", ((200, 100), (200, 100))), ("unlike", ((1500, 20), (100, 300))))
-        for is_quick in [ordering == "doubling_budget" or (ordering, name) == ("fcfs", "alike")]
+        for is_quick in [(ordering, name) in (("doubling_budget", "unlike"), ("fcfs", "alike"))]
     ],
 )
 def test_backlogged_tenants_are_served_by_weight(ordering: str, lengths: tuple[tuple[int, int], ...]) -> None:
@@ -119,7 +119,9 @@ def longest_first_token_s(world: World, starts_s: list[float]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flood", [(200, 200, 0.05), (4000, 20, 0.2), (50, 1500, 0.05)], ids=["chats", "prompts", "memory"]
+    "flood",
+    [pytest.param((200, 200, 0.05), marks=pytest.mark.long), (4000, 20, 0.2), (50, 1500, 0.05)],
+    ids=["chats", "prompts", "memory"],
 )
 def test_a_flood_hardly_delays_the_first_tokens_of_a_tenant_that_asks_one_at_a_time(
     flood: tuple[int, int, float],

@@ -339,9 +339,10 @@ def walk(seed: int) -> World:
 
 
 @pytest.mark.slow
-def test_every_stream_is_whole_and_nothing_is_left_whatever_happens() -> None:
+@pytest.mark.parametrize("num", [6, pytest.param(12, marks=pytest.mark.long)])
+def test_every_stream_is_whole_and_nothing_is_left_whatever_happens(num: int) -> None:
     counts, num_copied = Counter[str](), 0
-    for seed in range(12):
+    for seed in range(12 - num, 12):
         try:
             world = walk(seed)
             world.check_streams()
@@ -352,4 +353,4 @@ def test_every_stream_is_whole_and_nothing_is_left_whatever_happens() -> None:
         num_copied += sum(node.moves.num_backed_up for node in world.nodes.values())
         for node in world.living:
             counts += node.engine.counters.rescued_tokens
-    assert num_copied > 500 and counts["kept"] > 200
+    assert num_copied > 500 * num / 12 and counts["kept"] > 200 * num / 12

@@ -72,7 +72,9 @@ def test_long_prompts_delay_the_other_model_of_their_group():
 
 
 @pytest.mark.parametrize(
-    ("rates", "outputs"), [((2.0, 0.2), (50, 600)), ((4.0, 0.5), (100, 100))], ids=["long beside short", "alike"]
+    ("rates", "outputs"),
+    [((2.0, 0.2), (50, 600)), pytest.param((4.0, 0.5), (100, 100), marks=pytest.mark.long)],
+    ids=["long beside short", "alike"],
 )
 def test_first_come_first_served_all_models_requests_grow_equally_old(
     rates: tuple[float, float], outputs: tuple[int, int]
