@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 NUM_BYTES = 64 * 1024
 _LENGTH = struct.Struct("=I")
@@ -19,33 +21,54 @@ def make() -> int:
 
 
 def read(descriptor: int) -> tuple[str, ...]:
-    """Ids of the requests that were noted last; none of notes that were being written."""
+    """Ids of the requests that were noted last; none where the process ended while it noted some."""
     (length,) = _LENGTH.unpack(os.pread(descriptor, _LENGTH.size, 0))
     noted = os.pread(descriptor, min(length, NUM_BYTES), _LENGTH.size).decode(errors="replace")
     return tuple(noted.split("\n")) if noted else ()
 
 
 class BlackBox:
-    """The instance's end. Notes take a microsecond, so that they may stand before each step."""
+    """The instance's end, of any of its threads. A note takes a microsecond."""
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: of the one that its agent made; below 0: there is none, and nothing is noted."""
         self._memory = mmap.mmap(descriptor, NUM_BYTES) if descriptor >= 0 else None
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
-        self._noted: Sequence[str] = ()
+        self._lock = threading.Lock()
+        self._computed: Sequence[str] = ()
+        self._prepared: set[str] = set()
 
     @property
-    def is_empty(self) -> bool:
-        return not self._noted
+    def is_computing(self) -> bool:
+        """Whether `note` had any."""
+        return bool(self._computed)
 
     def note(self, request_ids: Sequence[str]) -> None:
-        """Replaces what was noted before."""
+        """What is computed from now on, in place of what was before."""
+        if request_ids != self._computed:
+            with self._lock:
+                self._computed = request_ids
+                self._write()
+
+    @contextmanager
+    def preparing(self, request_id: str) -> Iterator[None]:
+        """What a request needs is fetched or compiled meanwhile."""
+        with self._lock:
+            self._prepared.add(request_id)
+            self._write()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._prepared.discard(request_id)
+                self._write()
+
+    def _write(self) -> None:
         memory = self._memory
-        if memory is None or request_ids == self._noted:
+        if memory is None:
             return
-        self._noted = request_ids
-        text = "\n".join(request_ids).encode()
+        text = "\n".join((*self._computed, *self._prepared)).encode()
         if len(text) > NUM_BYTES - _LENGTH.size:
             text = text[: NUM_BYTES - _LENGTH.size].rpartition(b"\n")[0]
         memory[: _LENGTH.size] = _LENGTH.pack(0)

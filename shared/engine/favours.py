@@ -47,9 +47,9 @@ DOMINANT_SHARE = 1.5
 LITTLE_SHARE = 0.125
 """Part of its share of the requests that a model has at most which is asked far less."""
 MODELS_SHARE = 0.2
-"""Share of the time in which favoured models lead steps before their turn."""
+"""Share of the time in which favoured models come first."""
 MODELS_CREDIT_S = 1.0
-"""Seconds of such steps beyond that share."""
+"""Seconds of their steps beyond that share."""
 
 
 class _Known:

@@ -131,7 +131,7 @@ class Leaders:
         self._offline_weights: dict[str, float] = {}
         """Weights of the models with offline work for the step that is being planned: the number of their sequences."""
         self._favoured_models: set[str] = set()
-        """Models that lead the step that is being planned as they are favoured, if they lead it."""
+        """Favoured models, while a group is tried in which they come first."""
         self._kept_for: str | None = None
         """The model whose offline turn it is, as soon as the objectives leave enough for a step of it: until then nobody
         else's offline work uses that up."""
@@ -303,14 +303,15 @@ class Leaders:
                 for one in group
                 if self._favours.prompts(one.queue, one.priority_class) or self._lags(one, group, begins_s, tenants)
             ]
-        self._favoured_models, with_streams = self._favours.models(begins_s)
-        if models := self._favoured_models:
-            yield [
-                one
-                for one in group
-                if (one.name in models and one.queue.has_prompt(one.priority_class))
-                or (one.name in with_streams and self._lags(one, group, begins_s))
-            ]
+        with_prompts, with_streams = self._favours.models(begins_s)
+        found = [
+            one
+            for one in group
+            if (one.name in with_prompts and one.queue.has_prompt(one.priority_class))
+            or (one.name in with_streams and self._lags(one, group, begins_s))
+        ]
+        self._favoured_models = {one.name for one in found}
+        yield found
 
     def _lags(self, one: Candidate, group: list[Candidate], begins_s: float, tenants: set[str] | None = None) -> bool:
         """Whether streams of the model (and these tenants) would be behind pace after a step of another of the group."""

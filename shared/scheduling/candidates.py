@@ -185,8 +185,8 @@ class CandidateIndex:
 
 
 class _Indexes(NamedTuple):
-    """The candidates of a lane, as requests of normal and of high priority see them, and normal ones of tenants that are
-    behind (tenants.py)."""
+    """The candidates of a lane, as requests of normal and of high priority see them, and those that are behind
+    (tenants.py)."""
 
     normal: CandidateIndex
     high: CandidateIndex
@@ -330,7 +330,7 @@ class Ranking:
         if lane.is_online:
             standing = self.standing(instance_id, state)
             limit = 2 * self._max_waiting if is_high else self._max_waiting
-            # How many of such tenants come is bounded by their being behind.
+            # How many of these come is bounded by their being behind.
             has_room = is_behind or standing.num_waiting(lane.model) < limit
             return self._policy.rank(standing.view(is_high)) if has_room else None
         room = self.offline_room(lane.model, instance_id, state)

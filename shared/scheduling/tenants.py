@@ -61,7 +61,8 @@ class QueueTenants:
         tracked.promised_s = seconds = max(prompt_s, self._mean_s.get(tracked.model, UNKNOWN_S))
         self.of(tracked).promise(tracked.tenant, seconds)
         self._num_placed[tracked.is_online][tracked.tenant] += 1
-        self._num_of_models[tracked.model] += tracked.is_online
+        if tracked.is_online:
+            self._num_of_models[tracked.model] += 1
 
     def unplace(self, tracked: TrackedRequest) -> None:
         """It is on none any more. Nothing for one that was not."""
@@ -69,7 +70,8 @@ class QueueTenants:
             return
         self.of(tracked).promise(tracked.tenant, -tracked.promised_s)
         tracked.promised_s = None
-        self._num_of_models[tracked.model] -= tracked.is_online
+        if tracked.is_online:
+            self._num_of_models[tracked.model] -= 1
         placed = self._num_placed[tracked.is_online]
         placed[tracked.tenant] -= 1
         if not placed[tracked.tenant]:

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from services.gateway.http import bodies
+from services.gateway.http.errors import of_info
 from services.gateway.openai.schemas import is_nested_deep
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import ModelSpec
@@ -241,6 +242,11 @@ async def test_unknown_model_path_and_method(stack: Stack) -> None:
     answer = await stack.client.get("/v1/completions")
     error_of(answer, 405)
     assert "POST" in answer.headers["allow"]
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DEADLINE, ErrorCode.MODEL_FAILED, ErrorCode.CRASHED])
+def test_what_would_fail_again_is_not_tried_again_by_clients(code: ErrorCode) -> None:
+    assert of_info(ErrorInfo(code, "why")).headers()["x-should-retry"] == "false"
 
 
 async def test_prompt_too_long(stack: Stack) -> None:

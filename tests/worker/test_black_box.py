@@ -21,10 +21,19 @@ def descriptor() -> Iterator[int]:
 def test_the_last_note_is_found(descriptor: int) -> None:
     assert black_box.read(descriptor) == ()
     box = BlackBox(descriptor)
-    assert box.is_empty and not os.get_inheritable(descriptor)
+    assert not box.is_computing and not os.get_inheritable(descriptor)
     for noted in (["one", "two"], ["three"], []):
         box.note(noted)
-        assert black_box.read(descriptor) == tuple(noted) and box.is_empty is not bool(noted)
+        assert black_box.read(descriptor) == tuple(noted) and box.is_computing is bool(noted)
+
+
+def test_what_is_prepared_is_noted_beside_what_is_computed(descriptor: int) -> None:
+    box = BlackBox(descriptor)
+    with pytest.raises(ValueError), box.preparing("late"):
+        box.note(["one"])
+        assert black_box.read(descriptor) == ("one", "late")
+        raise ValueError
+    assert black_box.read(descriptor) == ("one",)
 
 
 def test_of_more_than_fits_the_first_are_noted_whole(descriptor: int) -> None:
@@ -37,4 +46,5 @@ def test_of_more_than_fits_the_first_are_noted_whole(descriptor: int) -> None:
 def test_without_an_agent_nothing_is_noted() -> None:
     box = BlackBox(-1)
     box.note(["one"])
-    assert box.is_empty
+    with box.preparing("two"):
+        assert box.is_computing

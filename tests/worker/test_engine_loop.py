@@ -18,8 +18,7 @@ from services.worker.black_box import BlackBox
 from services.worker.instance.engine_loop import EngineLoop
 from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, Reattach, Submit, Unreserve
 from shared.engine.driver import StepStats
-from shared.engine.plan import CopyKind, EndedCopy, KvCopy, NewSequence, StepPlan, StepResult
-from shared.messages.requests import SamplingParams
+from shared.engine.plan import CopyKind, EndedCopy, KvCopy, StepPlan, StepResult
 from tests.shared.engine.fake_executor import request
 
 INTERRUPTIBLE = StepPlan(
@@ -168,17 +167,29 @@ def test_what_has_made_no_token_yet_is_noted_before_each_step(scene: SimpleNames
     box, found = black_box.make(), []
     scene.loop._black_box = BlackBox(box)
     launch = scene.executor.launch
-    scene.executor.launch = lambda plan: (found.append(black_box.read(box)), launch(plan))
+
+    def launched(plan: StepPlan) -> None:
+        found.append(black_box.read(box))
+        scene.engine.silent = afterwards[plan.step_id]
+        launch(plan)
+
+    scene.executor.launch = launched
     scene.executor.go.set()
-    new = NewSequence(0, b"", 0, SamplingParams(max_tokens=1), [0])
-    for number, (begins, silent) in enumerate([(True, ["r", "s"]), (False, ["s"]), (False, []), (False, ["t"])]):
+    decode = msgspec.structs.replace(INTERRUPTIBLE, counts=[1], num_decodes=(1, 0))
+    steps = [
+        (INTERRUPTIBLE, ["r", "s"], ["s"]),
+        (INTERRUPTIBLE, ["s"], []),
+        (decode, [], []),
+        (INTERRUPTIBLE, ["t"], ["t"]),
+    ]
+    afterwards = [left for _, _, left in steps]
+    for number, (plan, silent, _) in enumerate(steps):
         scene.engine.silent = silent
-        scene.engine.plans.append(
-            msgspec.structs.replace(INTERRUPTIBLE, step_id=number, new_sequences=[new] if begins else [])
-        )
+        scene.engine.plans.append(msgspec.structs.replace(plan, step_id=number))
         nudge(scene)
         until(lambda: len(scene.stats) > number)  # noqa: B023  # awaited here
-    assert found == [("r", "s"), ("s",), (), ()], "where nothing began there is nothing to note"
+    assert found == [("r", "s"), ("s",), (), ("t",)], "a later part of a prompt counts as its beginning does"
+    assert black_box.read(box) == ("t",)
     os.close(box)
 
 

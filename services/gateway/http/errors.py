@@ -15,6 +15,7 @@ from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.runtime.nearest import nearest
 
 MODEL_FAILED = "model_failed"
+INSTANCES_CRASHED = "instances_crashed"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -65,8 +66,8 @@ class ApiError(Exception):
         headers = dict(self.more_headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        if self.status == 408 or self.code == MODEL_FAILED:
-            # OpenAI's clients try both again by themselves: the one would run into its deadline once more.
+        if self.status == 408 or self.code in (MODEL_FAILED, INSTANCES_CRASHED):
+            # OpenAI's clients try these again by themselves: one that was late would run into its deadline once more.
             headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -86,7 +87,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
     ErrorCode.NOT_FINITE: (500, "server_error", "logits_not_finite"),
-    ErrorCode.CRASHED: (500, "server_error", "instances_crashed"),
+    ErrorCode.CRASHED: (500, "server_error", INSTANCES_CRASHED),
     ErrorCode.GONE: (503, "service_unavailable", "unavailable"),
     ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),
     ErrorCode.NOT_LEADER: (503, "service_unavailable", "unavailable"),

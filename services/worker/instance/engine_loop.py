@@ -275,7 +275,7 @@ class EngineLoop:
             self._interrupt(turn.interrupt)
             # Before each step: should it end the process, nothing can be told any more.
             plan = turn.plan
-            if plan is not None and (plan.new_sequences or plan.resumes or not self._black_box.is_empty):
+            if plan is not None and (plan.new_sequences or plan.resumes or plan.num_tokens > sum(plan.num_decodes)):
                 self._black_box.note(self._engine.unproven())
             wakeup_s = self._engine.next_wakeup()
         if turn.effects:
@@ -292,6 +292,8 @@ class EngineLoop:
         result = self._executor.collect()
         with self._lock:
             turn, stats = self._driver.on_result(result, self._clock())
+            if self._black_box.is_computing:
+                self._black_box.note(self._engine.unproven())
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if result.error else 0
         if result.error:
             log.error("step %d of %s failed: %s", result.step_id, stats.model, result.error)

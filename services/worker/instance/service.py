@@ -128,6 +128,7 @@ class InstanceService:
             GrammarTelemetry(self._id, telemetry.registry, self._grammars.grammar_counters)
         self._telemetry = telemetry
         niceness = COMPUTE_NICENESS if settings.device == "cpu" else 0
+        self._black_box = BlackBox(settings.black_box)
         self._loop = EngineLoop(
             engine,
             executor,
@@ -136,7 +137,7 @@ class InstanceService:
             on_failure=self._on_failure_in_thread,
             niceness=niceness,
             disk=None if disk is None else disk.copies,
-            black_box=BlackBox(settings.black_box),
+            black_box=self._black_box,
         )
         if disk is not None:
             disk.loop = self._loop
@@ -279,14 +280,15 @@ class InstanceService:
         return self.intake.refusal(request.model) is None and not self._loop.failure
 
     async def _submit_when_ready(self, request: GenerationRequest) -> Accepted:
-        if request.prefix_holder:
-            await self._migrations.fetch(request)
-        if request.sampling.grammar:
-            await self._compile(request.model, request.sampling.grammar)
-        if request.adapter is not None:
-            # Last: an adapter that nobody uses may go.
-            await self._adapters.provide(request.model, request.adapter)
-        return self._submit(request)
+        with self._black_box.preparing(request.request_id):
+            if request.prefix_holder:
+                await self._migrations.fetch(request)
+            if request.sampling.grammar:
+                await self._compile(request.model, request.sampling.grammar)
+            if request.adapter is not None:
+                # Last: an adapter that nobody uses may go.
+                await self._adapters.provide(request.model, request.adapter)
+            return self._submit(request)
 
     async def _compile(self, model: str, grammar: str) -> None:
         """Returns when it is compiled. Raises `ServiceError`: BAD_REQUEST, or LOADING after `COMPILE_WAIT_S`."""

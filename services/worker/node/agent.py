@@ -77,6 +77,8 @@ ENDPOINTS: dict[type[Query], Endpoint[Any, Done]] = {
 }
 """Instances answer these calls at once and work afterwards."""
 MAX_PROBLEM_CHARACTERS = 1000
+MAX_LOGGED = 8
+"""Requests that are named in the log when an instance crashes over them."""
 
 
 class _Metrics:
@@ -271,11 +273,12 @@ class NodeAgent:
     def _on_exit(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
         reason = process.exit_reason(exit_code)
         is_failure = self._state.on_exit(instance_id, reason, self._bus.now()) and not self._is_stopping
-        suspects = process.suspects if is_failure else ()
+        suspects = process.suspects if is_failure and exit_code else ()
         self._publish_exit(instance_id, process.incarnation, exit_code, suspects)
         if is_failure:
             self._metrics.restarts.labels(instance_id).inc()
-            logger.error("%s (process %d) %s", instance_id, process.pid, reason)
+            computing = f", computing {', '.join(suspects[:MAX_LOGGED])}" if suspects else ""
+            logger.error("%s (process %d) %s%s", instance_id, process.pid, reason, computing)
         else:
             logger.info("%s (process %d) %s, as asked", instance_id, process.pid, reason)
         self._wake.set()

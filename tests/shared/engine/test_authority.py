@@ -760,7 +760,7 @@ def test_beyond_what_fits_all_end_and_nobody_waits_without_bound(seed):
         assert max((b - a for a, b in pairwise(times)), default=0.0) < 60.0
 
 
-@pytest.mark.parametrize("seed", seeds(8, normally=1))
+@pytest.mark.parametrize("seed", seeds(8, normally=2))
 def test_who_asks_little_keeps_its_objectives_beside_a_tenant_that_floods(seed):
     """Whatever model the flood is of, and however many."""
     world = _flooded(seed)

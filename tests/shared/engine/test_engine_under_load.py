@@ -162,7 +162,7 @@ def go(run: Run, steps: int = 250) -> None:
 )
 def test_every_output_is_that_of_an_undisturbed_run(ordering):
     used = Counter()
-    for seed in range(3, 7):
+    for seed in range(3, 7):  # among which suspended steps are resumed by each policy
         go(Run(seed, used, ordering=ordering))
     for what in (
         "steps_suspended",
