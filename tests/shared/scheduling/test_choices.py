@@ -31,6 +31,7 @@ from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.candidates import MAX_HOLDERS, CandidatesFor
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.prefixes import prompt_keys
+from shared.scheduling.requests import TrackedRequest
 from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 MAX_WAITING, GROWTH_STEPS = 3, 8.0
@@ -56,8 +57,9 @@ class Plain:
 class PlainCandidates:
     """Those of a request, from reports, ledger and prefixes as they are now."""
 
-    def __init__(self, core: SchedulerCore, real: CandidatesFor) -> None:
+    def __init__(self, core: SchedulerCore, real: CandidatesFor, is_behind: bool) -> None:
         self._core, self._real = core, real
+        self._is_behind = is_behind
         self.may_wait, self.num_defragmenting, self.num_serving = (
             real.may_wait,
             real.num_defragmenting,
@@ -78,7 +80,7 @@ class PlainCandidates:
         report = state.report
         load = next(load for load in report.models if load.model == model)
         num_waiting = load.num_waiting_online + ledger.num_waiting(instance_id, model)
-        if not state.is_candidate or num_waiting >= MAX_WAITING * (2 if real.is_high else 1):
+        if not state.is_candidate or (num_waiting >= MAX_WAITING * (2 if real.is_high else 1) and not self._is_behind):
             return None
         sent_merged, num_sent = ledger.demand_merged(instance_id), ledger.num_online(instance_id)
         freeness = freeness_with_ledger(state.freeness(real.is_high), sent_merged, num_sent)
@@ -151,7 +153,8 @@ class Watched(FirstToken):
     num_choices = 0
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
-        plain = PlainCandidates(self.core, cast(CandidatesFor, candidates))
+        is_behind = self.core.queue.tenants.is_behind(cast(TrackedRequest, request))
+        plain = PlainCandidates(self.core, cast(CandidatesFor, candidates), is_behind)
         for mine, theirs in (
             (candidates.first(NUM_TIMED), plain.first(NUM_TIMED)),
             (candidates.cached(8), plain.cached(8)),
