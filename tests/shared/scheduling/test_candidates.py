@@ -91,11 +91,14 @@ class TestCandidateIndex:
         versions: dict[str, object] = {f"i{number}": object() for number in range(4)}
         index = CandidateIndex(ranks.get, versions.get)
         for name, drawn, how, is_too_good, look in changes:
-            rank = None if drawn is None else (firsts[drawn[0] % len(firsts)], drawn[1])
+            rank: DispatchKey | None = None if drawn is None else (firsts[drawn[0] % len(firsts)], drawn[1])
             known = ranks.get(name)
-            if how == "worsen" and known is not None and rank is not None and known[0] <= 0:
-                ranks[name] = max(known, rank)
-            elif rank is None:
+            # Less room makes nobody a candidate, and leaves none with room who has too little; above 0 it may seem better.
+            if how == "worsen" and (known is None or (rank is not None and rank[0] <= 0 < known[0])):
+                rank = known
+            elif how == "worsen" and known is not None and rank is not None and known[0] <= 0:
+                rank = max(known, rank)
+            if rank is None:
                 ranks.pop(name, None)
             else:
                 ranks[name] = rank
