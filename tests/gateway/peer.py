@@ -8,11 +8,12 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from struct import pack
 
 import msgspec
 
-from shared.bus.interface import Bus, KeyValue, ServiceError, Subscription
+from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.messages.admin import (
     AddAdapter,
     AddModel,
@@ -307,7 +308,8 @@ class ScriptedPeer:
             await asyncio.sleep(0.5)
             for instance_id, info in list(self._infos.items()):
                 if self.bus.is_connected:
-                    await self._instances.put(instance_id, info)
+                    with suppress(BusError):  # as real ones do, it tries again
+                        await self._instances.put(instance_id, info)
                     if instance_id in self.loads:
                         self.report(instance_id)
 
