@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import threading
 
 import msgspec
 import pytest
@@ -38,7 +40,7 @@ from shared.messages.requests import (
 from shared.models.checkpoint import CheckpointError, CheckpointMissing
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.stalls import Stopwatch
-from tests.worker.instance_stage import IDS, LAME, instance_on
+from tests.worker.instance_stage import IDS, LAME, SteppedExecutor, instance_on
 
 
 @pytest.fixture
@@ -202,6 +204,24 @@ async def test_models_come_and_go_beside_running_requests(stage):
     assert stage.executor.removed == ["b"]
     await stage.until(lambda: stage.end("r1"), 20)
     assert stage.output("r1") == expected_output(running, 600)
+
+
+async def test_models_are_read_with_the_priority_of_the_process(nats_settings):
+    """With less of it, a thread that holds the interpreter's lock beside busy programs makes the whole instance wait."""
+    found = []
+
+    class Reading(SteppedExecutor):
+        def prepare_model(self, spec):
+            of_thread, of_process = (
+                os.getpriority(os.PRIO_PROCESS, i) for i in (threading.get_native_id(), os.getpid())
+            )
+            found.append(of_thread - of_process)
+            return super().prepare_model(spec)
+
+    async with instance_on(nats_settings, executor=Reading()) as stage:
+        await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("b", "/models/b")), timeout_s=5)
+        await stage.until(lambda: len(found) == 2)
+        assert found == [0, 0]
 
 
 async def test_weights_of_a_model_that_is_put_away_are_kept_until_it_is_loaded_forgotten_or_makes_room(stage):

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +37,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.05
-LOADER_NICENESS = 5
-"""Beyond that of the steps: their streams are not to stand still while weights are made ready."""
 CHECK_INTERVAL_S = 10.0
 """Between two checks of a model: whose requests alone are at fault makes the others wait for one step."""
 DETACH_TIMEOUT_S = 30.0
@@ -142,9 +138,9 @@ class InstanceModels:
         self._weights = executor if isinstance(executor, KeepsWeights) else None
         self._models: dict[str, _Model] = {}
         self._tasks = TaskSet()
-        niceness = loop.niceness + LOADER_NICENESS if loop.niceness else 0
-        self._loader = ThreadPoolExecutor(1, "loader", _step_back, (niceness,))
-        """Reads and moves weights; where the CPU computes the steps, these go before."""
+        self._loader = ThreadPoolExecutor(1, "loader")
+        """Reads and moves weights, with the priority of the process: much of that is Python, and a thread of low priority
+        that holds the interpreter's lock makes the whole instance wait where other programs have the processors."""
         self._loading = asyncio.Lock()
         """One model is prepared at a time: two at once would double the peak of memory."""
 
@@ -359,12 +355,6 @@ class InstanceModels:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"its KV blocks are still in use after {DETACH_TIMEOUT_S:g} s")
             await asyncio.sleep(POLL_S)
-
-
-def _step_back(niceness: int) -> None:
-    """Lowers the priority of the calling thread and of those it starts."""
-    if niceness:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
 
 
 def _told(error: Exception) -> str:
