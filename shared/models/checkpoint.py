@@ -151,7 +151,16 @@ def quantized(shape: CheckpointShape, quantization: str) -> CheckpointShape:
 def describe(path: Path) -> CheckpointShape:
     """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`. Refuses what the
     worker could not run, as far as that can be known without the weights."""
-    config, file = read_config(path), path / "config.json"
+    config = read_config(path)
+    try:
+        return _describe(path, config)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(f"{path / 'config.json'} has a value of the wrong kind: {error}.") from error
+
+
+def _describe(path: Path, config: dict[str, Any]) -> CheckpointShape:
+    """Shape by a config.json whose values may be of any kind."""
+    file = path / "config.json"
     pooling = read_pooling(path, config)
     family, architecture = _family(path, config, pooling)
     if pooling is not None and family is ENCODERS:
@@ -181,8 +190,8 @@ def describe(path: Path) -> CheckpointShape:
     return CheckpointShape(
         architecture=architecture,
         num_layers=positive_int(config, keys.num_layers, file),
-        num_kv_heads=int(config.get(keys.num_kv_heads) or num_heads),
-        head_dim=int(config.get(keys.head_dim) or hidden_size // num_heads),
+        num_kv_heads=positive_int(config, keys.num_kv_heads, file) if config.get(keys.num_kv_heads) else num_heads,
+        head_dim=positive_int(config, keys.head_dim, file) if config.get(keys.head_dim) else hidden_size // num_heads,
         hidden_size=hidden_size,
         vocab_size=positive_int(config, "vocab_size", file),
         max_model_len=_max_model_len(config, architecture, num_positions) + (pooling is not None),
@@ -199,7 +208,7 @@ def describe(path: Path) -> CheckpointShape:
 
 def check_shapes(path: Path) -> None:
     """Checks that the weights of a model with a torch module here are those which config.json tells of: as many layers,
-    the vocabulary, and the widths of embeddings and attention. Quantised layers are left to the worker. Raises
+    the vocabulary, and the widths of embeddings, attention and dense layers. Quantised layers are left to the worker. Raises
     `CheckpointError`."""
     config, shape = read_config(path), describe(path)
     family, _ = _family(path, config, read_pooling(path, config))
@@ -213,13 +222,22 @@ def check_shapes(path: Path) -> None:
         "q_proj.weight": [num_heads * shape.head_dim, shape.hidden_size],
         "k_proj.weight": [shape.num_kv_heads * shape.head_dim, shape.hidden_size],
         "v_proj.weight": [shape.num_kv_heads * shape.head_dim, shape.hidden_size],
+        "o_proj.weight": [shape.hidden_size, num_heads * shape.head_dim],
     }
+    inner = config.get("intermediate_size") or config.get("ffn_dim")
+    if isinstance(inner, int):
+        # With `mlp.`, since experts have a width of their own.
+        for name in ("mlp.gate_proj", "mlp.up_proj", "fc1"):
+            expected[f"{name}.weight"] = [inner, shape.hidden_size]
+        for name in ("mlp.down_proj", "fc2"):
+            expected[f"{name}.weight"] = [shape.hidden_size, inner]
     layers = set()
     for file in weight_files(path):
         for name, tensor in read_safetensors_header(file).items():
             if found := _LAYER.search(name):
                 layers.add(int(found[1]))
-            wanted = expected.get(".".join(name.rsplit(".", 2)[-2:]))
+            *_, parent, module, kind = ("", "", *name.split("."))
+            wanted = expected.get(f"{module}.{kind}") or expected.get(f"{parent}.{module}.{kind}")
             if wanted is not None and tensor["dtype"] in _HEADER_DTYPES and tensor["shape"] != wanted:
                 raise CheckpointError(
                     f"{file}: {name} has the shape {tensor['shape']}, where config.json wants {wanted}."
@@ -317,7 +335,10 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").exists():
         if (path / _ADAPTER_FILE).is_file():
             base = read_json(path / _ADAPTER_FILE).get("base_model_name_or_path") or "a base model"
-            raise CheckpointError(f"{path} is an adapter of {base}: add it with that as its base model.")
+            raise CheckpointError(
+                f"{path} is an adapter of {base}: add it with that as its base model (`tideway load-adapter`, `tideway up "
+                "--adapter`, or the field `base`)."
+            )
         if found := sorted(file.name for file in path.glob("*.gguf")):
             raise CheckpointError(f"{path} holds GGUF files ({', '.join(found[:3])}), which are not supported.")
     return read_json(path / "config.json")

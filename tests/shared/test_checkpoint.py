@@ -297,7 +297,9 @@ def test_formats_that_are_not_supported_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a GGUF file, which is not supported"):
         checkpoint.resolve(str(tmp_path / "model-q4.gguf"))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    with pytest.raises(CheckpointError, match=r"is an adapter of some/base: add it with that as its base model"):
+    with pytest.raises(
+        CheckpointError, match=r"is an adapter of some/base: add it with that as its base .*`tideway load-adapter`"
+    ):
         checkpoint.describe(tmp_path)
 
 
@@ -389,13 +391,23 @@ def test_a_model_has_room_for_a_prompt_and_an_answer(tmp_path: Path) -> None:
         ({"lm_head.weight": ("BF16", [100, 32], 6400)}, "lm_head.weight has the shape"),
         ({"model.layers.0.self_attn.q_proj.weight": ("BF16", [32, 64], 4096)}, "q_proj.weight has the shape"),
         ({"model.layers.1.self_attn.k_proj.weight": ("BF16", [64, 64], 8192)}, "k_proj.weight has the shape"),
-        ({"model.layers.2.mlp.up_proj.weight": ("BF16", [1, 64], 128)}, "weights of 3 layers, up to number 2"),
+        ({"model.layers.0.self_attn.o_proj.weight": ("BF16", [64, 32], 4096)}, "o_proj.weight has the shape"),
+        (
+            {"model.layers.0.mlp.gate_proj.weight": ("BF16", [96, 64], 12288)},
+            r"\[96, 64\], where config.json wants \[128, 64\]",
+        ),
+        (
+            {"model.layers.0.mlp.down_proj.weight": ("BF16", [64, 96], 12288)},
+            r"\[64, 96\], where config.json wants \[64, 128\]",
+        ),
+        ({"model.layers.0.mlp.experts.0.gate_proj.weight": ("BF16", [96, 64], 12288)}, ""),
+        ({"model.layers.2.mlp.up_proj.weight": ("BF16", [128, 64], 16384)}, "weights of 3 layers, up to number 2"),
     ],
 )
 def test_weights_that_are_not_those_of_the_config(
     tmp_path: Path, tensors: dict[str, tuple[str, list[int], int]], reason: str
 ) -> None:
-    make(tmp_path)
+    make(tmp_path, intermediate_size=128)
     layers = {f"model.layers.{i}.self_attn.v_proj.weight": ("BF16", [16, 64], 2048) for i in range(2)}
     whole = {"model.embed_tokens.weight": ("BF16", [100, 64], 12800), **layers, **tensors}
     write_safetensors(tmp_path / "model.safetensors", **whole)
@@ -404,6 +416,20 @@ def test_weights_that_are_not_those_of_the_config(
         return
     with pytest.raises(CheckpointError, match=reason):
         checkpoint.check_shapes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "big"}, "config.json has a value of the wrong kind: .*'big'"),
+        ({"rope_scaling": "yarn"}, "config.json has a value of the wrong kind"),
+        ({"num_key_value_heads": "two"}, "num_key_value_heads must be a positive integer, but is 'two'"),
+        ({"head_dim": -16}, "head_dim must be a positive integer, but is -16"),
+    ],
+)
+def test_values_of_the_wrong_kind(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.describe(make(tmp_path, **changes))
 
 
 def test_a_layer_that_is_missing(tmp_path: Path) -> None:
