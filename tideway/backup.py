@@ -57,26 +57,38 @@ def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
 def restore(archive: Archive, data_dir: NewDataDir = DEFAULT_DATA_DIR) -> None:
     """Restore a backup into a new data folder."""
     data = DataFolder(data_dir)
-    data.prepare()
-    data.acquire(", or restore into another --data-dir")
-    beside = data.path / "restoring"
+    is_new = not data.path.exists()
     try:
-        if there := [name for name in KEPT if (data.path / name).exists()]:
-            raise OperatorError(
-                f"{data.path} has {', '.join(there)} already; move it away, or choose another --data-dir."
-            )
         with tarfile.open(archive) as tar:
             if KEPT[0] not in tar.getnames():
                 raise OperatorError(f"{archive} is not a backup of Tideway.")
-            # Beside, so that a next try finds nothing of one that failed.
-            shutil.rmtree(beside, ignore_errors=True)
-            tar.extractall(beside, [m for m in tar if m.name.split("/")[0] in KEPT], filter="data")
-        for name in reversed(KEPT):
-            if (beside / name).exists():
-                (beside / name).rename(data.path / name)
-    except (OSError, tarfile.TarError) as error:
-        raise OperatorError(f"{archive} could not be restored into {data.path}: {error}.") from None
+            data.prepare()
+            data.acquire(", or restore into another --data-dir")
+            _unpack(tar, data.path)
+    except (OSError, tarfile.TarError, OperatorError) as error:
+        if is_new:
+            shutil.rmtree(data.path, ignore_errors=True)
+        if isinstance(error, OperatorError):
+            raise
+        # What is no archive at all has a line for each method of compression.
+        reason = "it is not a backup of Tideway" if "\n" in str(error) else str(error)
+        raise OperatorError(f"{archive} could not be restored into {data.path}: {reason}.") from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
         data.release()
     print(f"{archive} is restored into {data.path}; start it with `tideway up --data-dir {data.path}`.")
+
+
+def _unpack(tar: tarfile.TarFile, folder: Path) -> None:
+    """Raises `OperatorError` where the folder has something that was kept already, and what unpacking raises."""
+    if there := [name for name in KEPT if (folder / name).exists()]:
+        raise OperatorError(f"{folder} has {', '.join(there)} already; move it away, or choose another --data-dir.")
+    beside = folder / "restoring"
+    try:
+        # Beside, so that a next try finds nothing of one that failed.
+        shutil.rmtree(beside, ignore_errors=True)
+        tar.extractall(beside, [m for m in tar if m.name.split("/")[0] in KEPT], filter="data")
+        for name in reversed(KEPT):
+            if (beside / name).exists():
+                (beside / name).rename(folder / name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -58,8 +58,11 @@ def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="is not a data folder"):
         backup(tmp_path / "backup.tar", tmp_path / "none")
     (tmp_path / "file").write_bytes(b"nothing")
-    with pytest.raises(OperatorError, match="could not be restored"):
+    with pytest.raises(OperatorError, match=r"could not be restored into .*: it is not a backup of Tideway\.$"):
         restore(tmp_path / "file", tmp_path / "data")
+    with pytest.raises(OperatorError, match="No such file"):
+        restore(tmp_path / "missing", tmp_path / "data")
+    assert not (tmp_path / "data").exists()
 
 
 def data_folder(path: Path) -> Path:
@@ -75,7 +78,7 @@ def test_a_restore_that_failed_leaves_nothing_in_the_way(tmp_path: Path) -> None
     cut.write_bytes(archive.read_bytes()[:4096])
     with pytest.raises(OperatorError, match="could not be restored"):
         restore(cut, new)
-    assert not (new / "nats").exists()
+    assert not new.exists()
     with tarfile.open(archive, "a") as tar:
         tar.add(tmp_path / "old" / "credentials.json", "up.lock")
     restore(archive, new)
