@@ -416,6 +416,9 @@ def _is_as_asked(earlier: ModelSpec, asked: ModelSpec) -> bool:
     """Whether a model of an earlier start is what is asked for now. What is not said now stays what it was."""
     if asked.engine and _engine(earlier) != _engine(asked):
         return False
+    said = [name for name in ("quantization", "tool_format", "draft") if getattr(asked, name)]
+    if any(getattr(earlier, name) != getattr(asked, name) for name in said):
+        return False
     if asked.on_demand and (earlier.on_demand, earlier.idle_s) != (asked.on_demand, asked.idle_s):
         return False
     return earlier.source == asked.source
@@ -427,4 +430,9 @@ def _engine(spec: ModelSpec) -> tuple[str, str, str]:
 
 def _told(spec: ModelSpec) -> str:
     engine = "" if spec.is_native else f" on the engine {spec.engine}"
-    return f"{spec.source}{engine}" + (f", on demand and idle for {spec.idle_s:g} s" if spec.on_demand else "")
+    options = "".join(
+        f", {name.replace('_', ' ')} {value}"
+        for name in ("quantization", "tool_format", "draft")
+        if (value := getattr(spec, name))
+    )
+    return f"{spec.source}{options}{engine}" + (f", on demand and idle for {spec.idle_s:g} s" if spec.on_demand else "")

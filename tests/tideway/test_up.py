@@ -290,7 +290,7 @@ async def test_a_name_that_is_asked_for_with_another_checkpoint_has_that(tmp_pat
     run = Run(tmp_path, models=[changed, MODELS[1]])
     await run.until_ready()
     await run.stop()
-    assert "model tide is org/new now, and was org/tide" in run.text
+    assert "model tide is org/new, quantization int8 now, and was org/tide" in run.text
     log = run.up._supervisor.children["gateway"].log_path.read_text()
     assert log.count("DELETE /admin/models/tide") == 1 and log.count("POST /admin/models") == 1
     body = json.loads(next(line for line in log.splitlines() if "org/new" in line).partition(" ")[2])
@@ -334,6 +334,21 @@ async def test_a_name_that_is_asked_for_on_another_engine_or_on_demand_has_that(
         {"name": "tide", "source": "org/tide", "engine": "vllm", "engine_args": "--seed 1"},
         {"name": "ebb", "source": "org/ebb", "on_demand": True, "idle_s": 0.0},
     ]
+
+
+async def test_a_name_that_is_asked_for_with_other_options_has_them(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.until_ready()
+    await run.stop()
+    changed = [
+        ModelSpec("tide", "org/tide", quantization="int8"),
+        ModelSpec("ebb", "org/ebb", tool_format="hermes", draft="org/d"),
+    ]
+    run = Run(tmp_path, models=changed)
+    await run.until_ready()
+    await run.stop()
+    assert "model tide is org/tide, quantization int8 now, and was org/tide" in run.text
+    assert "model ebb is org/ebb, tool format hermes, draft org/d now, and was org/ebb" in run.text
 
 
 async def test_what_was_drained_is_named_and_may_be_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
