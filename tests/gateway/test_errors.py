@@ -126,7 +126,7 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "Missing"),
     ({"messages": HI, "echo": True}, "echo", "not supported"),
     ({"messages": [{"role": None, "content": "x"}]}, "messages[0].role", "null"),
-    ({"messages": HI, "reasoning_effort": "A lot"}, "reasoning_effort", "regex"),
+    ({"messages": HI, "reasoning_effort": "A lot"}, "reasoning_effort", "regex '^[a-z]{1,16}$'."),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",

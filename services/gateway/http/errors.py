@@ -153,6 +153,8 @@ _HALF = re.compile(
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?<!\\)(\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
 """Half of a character beyond 2^16, alone: what is left where a client cut a text between its halves."""
+_STRICT_END = r"$(?!\\n)"
+"""End of the patterns of names as msgspec quotes it; clients need not know that `$` alone lets a line feed follow."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Before the body in what some editors and shells write."""
 
@@ -220,6 +222,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             raise invalid(param, f"Unknown parameter: '{param}'{nearest(name, known)}", "unknown_parameter") from None
         if sentence.startswith(("Invalid enum value", "Invalid value")) and (choices := _choices(decoder.type, param)):
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
+        sentence = sentence.replace(_STRICT_END, "$")
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
