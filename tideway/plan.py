@@ -23,7 +23,7 @@ from shared.placement.plan import (
     Trial,
     told_left_behind,
 )
-from tideway.console import fit, print_json
+from tideway.console import WAIT_LINE_INTERVAL_S, fit, print_json
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, UnavailableError
 from tideway.plan_file import GroupSpec
@@ -83,17 +83,21 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
 def search(client: AdminClient, *, wait_s: float, say: Callable[[str], None]) -> None:
     """Raises `OperatorError` where none comes of it."""
     client.change_plan("search")
-    say("Searching.")
-    state = _searched(client, wait_s)
+    state = _searched(client, wait_s, say)
     assert state.proposal is not None
     say(
         f"The search over {state.proposal.num_requests} requests, online and offline, took {state.proposal.search_s:.1f} s."
     )
 
 
-def _searched(client: AdminClient, wait_s: float) -> ReplacementState:
-    deadline_s = time.monotonic() + wait_s
+def _searched(client: AdminClient, wait_s: float, say: Callable[[str], None]) -> ReplacementState:
+    say("Searching; requests are served meanwhile.")
+    began_s = time.monotonic()
+    deadline_s, said_s = began_s + wait_s, began_s
     while (state := _state(client.shown_plan())).searching:
+        if (now_s := time.monotonic()) - said_s >= WAIT_LINE_INTERVAL_S:
+            say(f"  still searching ({now_s - began_s:.0f} s)")
+            said_s = now_s
         _pause(deadline_s, f"The search is not over after {wait_s:g} s. It goes on by itself.")
     if state.problem:
         raise OperatorError(f"No plan was found: {state.problem}.")
@@ -117,8 +121,7 @@ def carry_out(
     if action == "set":
         client.set_plan(groups)
     elif client.change_plan(action).searching:
-        say("Searching.")
-        _searched(client, wait_s)
+        _searched(client, wait_s, say)
     deadline_s = time.monotonic() + wait_s
     stage, num_steps = "", 0
     while True:
@@ -183,7 +186,7 @@ def _describe(state: ReplacementState) -> str:
     text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); this interval of {state.interval_s:.0f} s began "
     text += f"{age_s:.0f} s ago"
     if state.measured is not None and (num := state.measured.num_requests):
-        text += f": {num} online requests since, {_attained(state.measured)}"
+        text += f": {num} online request{'s' * (num != 1)} since, {_attained(state.measured)}"
         if state.predicted is not None:
             text += f"; predicted: {_attained(state.predicted)}"
     if state.deviation is not None:

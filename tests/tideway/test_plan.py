@@ -13,7 +13,7 @@ from rich.console import Console
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
 from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Rejected, Trial
-from tideway.plan import lines_of, show_plan
+from tideway.plan import lines_of, search, show_plan
 
 
 def predicted(attainment: float, p99_s: float) -> Prediction:
@@ -153,6 +153,26 @@ def test_what_is_not_worth_a_change_says_so() -> None:
     lines = shown(kept)
     assert "Proposed, not worth a change (chance): it may be chance." in lines
     assert not any(line.startswith("The change takes") for line in lines), "there is nothing to change to"
+
+
+def test_a_search_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        looks = 0
+
+        def change_plan(self, action: str) -> None:
+            assert action == "search"
+
+        def shown_plan(self) -> ShownPlan:
+            self.looks += 1
+            searching = "asked" if self.looks < 3 else ""
+            state = ReplacementState(mode="off", interval_s=600.0, since_s=0.0, proposal=PROPOSAL, searching=searching)
+            return ShownPlan(version=3, instances=[], replacement=state)
+
+    monkeypatch.setattr("tideway.plan.WAIT_LINE_INTERVAL_S", 0.0)
+    said: list[str] = []
+    search(Client(), wait_s=60.0, say=said.append)  # type: ignore[arg-type]
+    assert [line.partition(" (")[0] for line in said[1:-1]] == ["  still searching"] * 2
+    assert said[0].startswith("Searching") and said[-1].startswith("The search over 40 requests")
 
 
 def told(*seen: tuple[str, list[str]]) -> list[str]:
