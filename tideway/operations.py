@@ -309,6 +309,9 @@ def drain(
     else:
         say(f"{instance_id} is to come back." if was_drained else f"{instance_id} was not drained; nothing changed.")
     _say_unplaced(plan, say)
+    if is_undone and wait_s is not None and not client.models().models:
+        say("  There is no model: an instance starts when one is added (tideway model add).")
+        return
 
     def status() -> str:
         if not is_undone:

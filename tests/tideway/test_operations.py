@@ -127,6 +127,16 @@ async def test_waiting_outlasts_a_gateway_that_does_not_answer_for_a_while(
         await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=0.1)
 
 
+async def test_an_instance_comes_back_when_there_is_a_model(stack: Stack) -> None:
+    await stack.peer.remove_instance("b")
+    stack.peer.plan = PlacementPlan(1, [], draining=["b"])
+    with AdminClient(stack.url, "root") as client:
+        await asyncio.to_thread(client.remove_model, MODEL)
+        await until(lambda: not stack.gateway.context.catalog.models, "no model")
+    said = await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
+    assert said[0] == "b is to come back." and "There is no model" in said[-1]
+
+
 async def test_an_instance_whose_worker_is_away_is_said_to_be_in_no_plan(stack: Stack) -> None:
     await stack.peer.remove_instance("b")
     stack.peer.plan = PlacementPlan(1, [], draining=["b"])
