@@ -236,7 +236,7 @@ class Progress:
             if self._is_terminal:
                 width = shutil.get_terminal_size().columns
                 print("\r\x1b[K" + f"  {elapsed_s:.0f} s · {text}"[: width - 1], end="", flush=True)
-            elif text.startswith(LONG_PHASES):
+            elif text.startswith((*LONG_PHASES, "downloading")):
                 print(f"  {text} ({elapsed_s:.0f} s)", flush=True)
 
 

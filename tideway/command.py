@@ -29,6 +29,7 @@ from tideway import completion, model_commands, operations, requests, routes
 from tideway import plan as plans
 from tideway.backup import backup, restore
 from tideway.bench.command import bench
+from tideway.bootstrap import Progress, phase_of
 from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.models import show_models
@@ -101,10 +102,20 @@ def install_engine(
     """Install an engine on this machine, in pinned versions, in an environment of its own."""
     if device == "auto":
         device = "cuda" if shutil.which("nvidia-smi") else "cpu"
+    print(f"Installing {name} for {device} into {environments.engines_folder() / name}", flush=True)
+    progress = Progress(environments.engines_folder() / name / "venv")
+
+    def say(line: str) -> None:
+        if phase := phase_of(line):
+            progress.show(phase)
+
     try:
-        python = environments.install(name, device)
+        progress.show("making the environment")
+        python = environments.install(name, device, say=say)
     except environments.EngineEnvironmentError as error:
         raise OperatorError(str(error)) from None
+    finally:
+        progress.end()
     print(f"{name} for {device} is installed: {python}")
 
 
@@ -490,8 +501,10 @@ def plan(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Show, search for, apply or roll back a placement plan: which models are on which instances. Plans are compared by the
-    share of requests that meet their SLO, and by mean latency over mean execution time."""
+    """Show, search for, apply or roll back a placement plan: which models are on which instances.
+
+    Plans are compared by the share of requests that meet their SLO, and by mean latency over mean execution time.
+    """
     if search + apply + rollback + (to_set is not None) + (write is not None) > 1:
         raise OperatorError("--search, --apply, --set, --write and --rollback exclude each other.")
     groups = read_groups(to_set) if to_set is not None else []
@@ -681,4 +694,8 @@ def main() -> NoReturn:
         sys.exit(OPERATOR_ERROR_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as ended:
+        # With it typer ends where nobody reads on, as behind `| head`.
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
     sys.exit(0)

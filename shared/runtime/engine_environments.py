@@ -14,6 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +80,11 @@ def search_path(folder: Path | None = None) -> Path:
     return path
 
 
-def install(engine: str, device: str, folder: Path | None = None) -> Path:
-    """Makes the environment, unless it is there as wanted; returns its interpreter. Needs a package registry. Raises
-    `EngineEnvironmentError`."""
+def install(
+    engine: str, device: str, folder: Path | None = None, *, say: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Makes the environment, unless it is there as wanted; returns its interpreter. Needs a package registry, and
+    minutes, in which `say` gets each line of pip's output. Raises `EngineEnvironmentError`."""
     recipe = RECIPES.get((engine, device))
     if recipe is None:
         known = ", ".join(sorted({name for name, _ in RECIPES}))
@@ -91,11 +95,11 @@ def install(engine: str, device: str, folder: Path | None = None) -> Path:
         done.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         if not (venv / "bin" / "python").exists():
-            _run([sys.executable, "-m", "venv", str(venv)])
+            _run([sys.executable, "-m", "venv", str(venv)], say)
         pip = [str(venv / "bin" / "python"), "-m", "pip"]
-        _run([*pip, "install", "-q", *recipe.requirements])
+        _run([*pip, "install", "--no-input", "--progress-bar", "off", *recipe.requirements], say)
         if recipe.removed:
-            _run([*pip, "uninstall", "-q", "-y", *recipe.removed])
+            _run([*pip, "uninstall", "-q", "-y", *recipe.removed], say)
         if recipe.renamed[0]:
             _rename(venv, *recipe.renamed)
         done.write_text("\n".join(recipe.requirements))
@@ -118,8 +122,23 @@ def _rename(venv: Path, distribution: str, name: str) -> None:
     (copied / "METADATA").write_text("\n".join(lines))
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        last = "\n".join(done.stdout.strip().splitlines()[-5:])
-        raise EngineEnvironmentError(f"{' '.join(command[:4])} ... failed:\n{last}")
+def _run(command: list[str], say: Callable[[str], None]) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    last: deque[str] = deque(maxlen=5)
+    try:
+        for line in process.stdout:
+            if line.strip():
+                last.append(line.rstrip())
+                say(line)
+        code = process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if code:
+        raise EngineEnvironmentError(f"{' '.join(command[:4])} ... failed:\n" + "\n".join(last))

@@ -187,6 +187,16 @@ def test_a_view_that_cannot_be_written_is_one_sentence(admin_url: str) -> None:
     assert result.stderr == "tideway: What was to be shown cannot be written: No space left on device.\n"
 
 
+@pytest.mark.parametrize("arguments", [("--help",), ("up", "--help")])
+def test_a_reader_that_ends_is_no_error(arguments: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tideway", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
 def test_sigterm_leaves_the_terminal_as_it_was(admin_url: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

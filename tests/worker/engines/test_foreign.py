@@ -182,3 +182,25 @@ def test_an_adapter_sees_nothing_of_our_environment_but_two_packages(tmp_path):
     assert search_path(tmp_path) == path
     with pytest.raises(EngineEnvironmentError, match="tideway engine install vllm"):
         python_of("vllm", tmp_path)
+
+
+def test_an_installation_tells_what_pip_does(tmp_path, monkeypatch, capsys):
+    from shared.runtime import engine_environments
+    from tideway import command
+
+    pip = tmp_path / "vllm" / "venv" / "bin" / "python"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(
+        "#!/bin/sh\necho Collecting torch\necho Installing collected packages: a, b\necho ERROR: no >&2\nexit $CODE\n"
+    )
+    pip.chmod(0o755)
+    monkeypatch.setenv("TIDEWAY_ENGINES_DIR", str(tmp_path))
+    monkeypatch.setitem(engine_environments.RECIPES, ("vllm", "cpu"), engine_environments.Recipe(("a", "b")))
+    monkeypatch.setenv("CODE", "1")
+    with pytest.raises(command.OperatorError, match=r"-m pip install .* failed:\nCollecting torch\n.*\nERROR: no$"):
+        command.install_engine("vllm", "cpu")
+    monkeypatch.setenv("CODE", "0")
+    command.install_engine("vllm", "cpu")
+    said = capsys.readouterr().out
+    assert said.count("  choosing versions: torch\n") + said.count("  installing 2 packages\n") >= 2
+    assert said.endswith(f"vllm for cpu is installed: {pip}\n")
