@@ -338,9 +338,21 @@ async def test_a_stream_to_a_client_that_knows_no_chunks(narrow: Stack) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["object"] == "list"
 
 
+def in_members(plain: bytes) -> bytes:
+    """A gzip file of several members, as `cat a.gz b.gz` makes it, with padding behind it."""
+    return b"".join(gzip.compress(part) for part in (plain[:9], b"", plain[9:])) + bytes(8)
+
+
 @pytest.mark.parametrize(
     ("name", "compress"),
-    [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress), ("x-gzip", gzip.compress)],
+    [
+        ("gzip", gzip.compress),
+        ("gzip", in_members),
+        ("deflate", zlib.compress),
+        ("deflate", lambda plain: zlib.compress(plain, wbits=-15)),
+        ("GZIP", gzip.compress),
+        ("x-gzip", gzip.compress),
+    ],
 )
 async def test_bodies_may_be_compressed(stack: Stack, name: str, compress: Callable[[bytes], bytes]) -> None:
     content = json.dumps({"model": MODEL, "prompt": "x" * 50, "max_tokens": 100}).encode()
@@ -361,6 +373,11 @@ def test_what_is_compressed_has_its_limits() -> None:
         (small, "gzip, gzip, gzip, gzip", len(plain), 415),
         (plain, "gzip", len(plain), 400),
         (small[:-9], "gzip", len(plain), 400),
+        (in_members(plain)[:-17], "gzip", len(plain), 400),
+        (in_members(plain), "gzip", len(plain) - 1, 413),
+        (gzip.compress(b"") * 1001, "gzip", len(plain), 400),
+        (zlib.compress(plain, wbits=-15)[:-9], "deflate", len(plain), 400),
+        (plain, "deflate", len(plain), 400),
     ]
     for body, encodings, limit, status in cases:
         with pytest.raises(ApiError) as error:

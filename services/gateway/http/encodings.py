@@ -6,7 +6,6 @@ installed.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import zlib
 from collections.abc import Callable
@@ -26,6 +25,9 @@ def _installed(name: str) -> Any:
 zstandard, brotli = _installed("zstandard"), _installed("brotli")
 
 MAX_ENCODINGS = 3
+MAX_MEMBERS = 1000
+"""Limit of a gzip body: each member copies up to a piece of what follows it."""
+_GZIP_MAGIC = b"\x1f\x8b"
 MAX_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024
 """What RFC 8878 would have every reader take; more would be memory that a small body asks for."""
 PIECE_BYTES = 64 * 1024
@@ -35,15 +37,41 @@ Undo = Callable[[bytes, int], bytes]
 is broken."""
 
 
-def _inflated(window_bits: int, body: bytes, max_bytes: int) -> bytes:
-    engine = zlib.decompressobj(window_bits)
-    try:
-        plain = engine.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
+def _of_gzip(body: bytes, max_bytes: int) -> bytes:
+    """Decodes all members (RFC 1952, 2.2). What is behind them is ignored, as `gzip` does."""
+    plain, place, num_members = bytearray(), 0, 0
+    while num_members == 0 or body.startswith(_GZIP_MAGIC, place):
+        if num_members == MAX_MEMBERS:
+            raise ValueError(f"it has more than {MAX_MEMBERS} members")
+        member = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        num_members += 1
+        while not member.eof:
+            piece = body[place : place + PIECE_BYTES]
+            plain += _inflated(member, piece, max_bytes - len(plain))
+            if len(plain) > max_bytes:
+                return bytes(plain)
+            if not piece:
+                raise ValueError("it is cut off")
+            place += len(piece) - len(member.unused_data)
+    return bytes(plain)
+
+
+def _of_deflate(body: bytes, max_bytes: int) -> bytes:
+    """A zlib stream, or one without zlib's header, which many clients send under this name (RFC 9110, 8.4.1.2)."""
+    has_header = len(body) > 1 and body[0] & 15 == zlib.DEFLATED and int.from_bytes(body[:2]) % 31 == 0
+    engine = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+    plain = _inflated(engine, body, max_bytes)
     if len(plain) <= max_bytes and not engine.eof:
         raise ValueError("it is cut off")
     return plain
+
+
+def _inflated(engine: Any, piece: bytes, max_bytes: int) -> bytes:
+    """Up to one byte more than `max_bytes` of what a piece is decoded to."""
+    try:
+        return bytes(engine.decompress(piece, max_bytes + 1))
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
 
 
 def _of_zstd(body: bytes, max_bytes: int) -> bytes:
@@ -73,8 +101,8 @@ def _of_brotli(body: bytes, max_bytes: int) -> bytes:
 
 
 ENCODINGS: dict[str, Undo] = {
-    "gzip": functools.partial(_inflated, 31),
-    "deflate": functools.partial(_inflated, 15),
+    "gzip": _of_gzip,
+    "deflate": _of_deflate,
     **({} if zstandard is None else {"zstd": _of_zstd}),
     **({} if brotli is None else {"br": _of_brotli}),
 }
