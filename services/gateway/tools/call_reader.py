@@ -4,6 +4,7 @@ as the model writes them."""
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum, auto
 from typing import Any
 
@@ -62,23 +63,63 @@ class ValueReader:
         return len(text)
 
 
+class StringMender:
+    """Makes the strings of JSON valid as its text comes: models write line breaks of code, and backslashes of patterns and
+    paths, as they are."""
+
+    _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+    _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+    _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+
+    def __init__(self) -> None:
+        self._rest = ""
+        """An escape that is not whole."""
+        self._in_string = False
+
+    def feed(self, text: str) -> str:
+        text, self._rest = self._rest + text, ""
+        parts, place = [], 0
+        while place < len(text):
+            if found := self._PLAIN.match(text, place):
+                parts.append(found[0])
+                place = found.end()
+                continue
+            character = text[place]
+            if character == '"':
+                self._in_string = not self._in_string
+            elif self._in_string and character != "\\":
+                character = json.dumps(character)[1:-1]
+            elif self._in_string:
+                if self._ESCAPE_BEGUN.fullmatch(text, place):
+                    self._rest = text[place:]
+                    break
+                found = self._ESCAPE.match(text, place)
+                parts.append(found[0] if found else "\\\\")
+                place = found.end() if found else place + 1
+                continue
+            parts.append(character)
+            place += 1
+        return "".join(parts)
+
+
 class ArgumentsText:
     """Arguments as a model writes them, on their way to those of an answer, which are a JSON object: one is passed on as it
-    comes; what is none (null, JSON in a string, ...) is made one when it is whole."""
+    comes, with its strings made valid; what is none (null, JSON in a string, ...) is made one when it is whole."""
 
     def __init__(self) -> None:
         self._held = ""
         self._is_object = False
+        self._mender = StringMender()
 
     def feed(self, text: str) -> str:
         """Deltas that can be emitted now."""
         if self._is_object:
-            return text
+            return self._mender.feed(text)
         self._held += text
         if not self._held.lstrip().startswith("{"):
             return ""
         self._is_object = True
-        return self._held.lstrip()
+        return self._mender.feed(self._held.lstrip())
 
     def end(self) -> str:
         """What is told when they are whole."""
@@ -149,7 +190,7 @@ class CallReader:
                 self._step(text[place])
             if self._value is not None:
                 place += self._read(self._value, text[place:])
-            else:
+            elif not self.is_broken:
                 place += 1
         return place
 

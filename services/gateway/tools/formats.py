@@ -379,7 +379,7 @@ KIMI = ToolFormat(
         names,
         sections=_KIMI_MARKS[:2],
         call=_KIMI_MARKS[2:4],
-        head=r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        head=r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.:-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
         end=_KIMI_MARKS[4],
     ),
     begin="<|tool_calls_section_begin|>",

@@ -3,6 +3,7 @@ GLM's, MiniMax's, Seed-OSS's and DeepSeek V3.2's."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -162,7 +163,9 @@ class KeyedParser(ToolParser):
     def _tell_value(self, key: str, text: str) -> None:
         value: Any = text
         if not self._is_text:
-            value = typed(_without_line_breaks(text), self._schemas.get(self._name), key)
+            is_on_lines = self._marks.has_value_on_lines or (text[:1] == text[-1:] == "\n" and len(text) > 1)
+            own = _without_line_breaks(text) if is_on_lines else text
+            value = typed(own, self._schemas.get(self._name), key)
         self._tell_arguments(self._told.put(key, value))
 
     def _end_call(self, *, is_last: bool) -> None:
@@ -201,10 +204,7 @@ def typed(text: str, schema: Any, key: str) -> Any:
         return text
     if not types.difference({"string", "null"}) and types:
         return None if text.strip() == "null" else text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = _PYTHON.get(text.strip(), text)
+    value = literal(text)
     if is_nested_deep(value) or value != value:  # not a number
         return text
     kind = kind_of(value)
@@ -215,7 +215,21 @@ def typed(text: str, schema: Any, key: str) -> Any:
     return value
 
 
-_PYTHON = {"True": True, "False": False, "None": None}
+def literal(text: str) -> Any:
+    """The value of JSON, or of a dict, list, True, False or None as Python writes it; the text itself where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    if not _PYTHON.match(text):
+        return text
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+_PYTHON = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*$)")
 
 
 def texts_of(own: Any, schema: Any) -> list[str] | None:

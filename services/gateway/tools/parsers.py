@@ -179,12 +179,7 @@ class TaggedParser(ToolParser):
 
     def _advance(self) -> bool:
         if self._is_closing:
-            self._rest = self._rest.lstrip()
-            if len(self._rest) < len(self.CLOSE) and self.CLOSE.startswith(self._rest):
-                return False
-            self._rest = self._rest.removeprefix(self.CLOSE)
-            self._is_closing = False
-            return True
+            return self._close()
         if self._call is None:
             if not self._say_until(self.OPEN):
                 return False
@@ -193,6 +188,17 @@ class TaggedParser(ToolParser):
         ended = self._read_call(is_certain=True)
         self._is_closing = ended is True
         return ended is not None
+
+    def _close(self) -> bool:
+        """Takes the closing mark, and brackets too many before it. Another call may come without marks of its own."""
+        self._rest = self._rest.lstrip(" \t\r\n,}]")
+        if len(self._rest) < len(self.CLOSE) and self.CLOSE.startswith(self._rest):
+            return False
+        if self._rest.startswith("{"):
+            self._begin_call()
+        self._rest = self._rest.removeprefix(self.CLOSE)
+        self._is_closing = False
+        return True
 
     def flush(self, is_cut: bool = False) -> Parsed:
         if self._is_closing:
