@@ -247,6 +247,47 @@ def test_a_conversation_becomes_that_of_a_chat() -> None:
     assert (chat.max_completion_tokens, chat.reasoning_effort) == (7, "high")
 
 
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("web_search", {"type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"}),
+        ("web_search", [{"type": "web_search_result", "url": "u", "title": "T", "encrypted_content": "e"}]),
+        (
+            "web_fetch",
+            {"type": "web_fetch_result", "content": {"type": "document", "source": {"type": "text", "data": "x"}}},
+        ),
+        (
+            "code_execution",
+            {"type": "code_execution_result", "stdout": "1", "stderr": "", "return_code": 0, "content": []},
+        ),
+        ("tool_search", {"type": "tool_search_tool_search_result", "tool_references": [{"type": "tool_reference"}]}),
+    ],
+)
+def test_results_of_tools_that_anthropic_runs_are_left_out(kind: str, content: Any) -> None:
+    ran = {"type": "server_tool_use", "id": "s1", "name": kind, "input": {"query": "q"}}
+    result = {"type": f"{kind}_tool_result", "tool_use_id": "s1", "content": content}
+    blocks = [ran, result, {"type": "text", "text": "A"}]
+    messages = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "On"},
+    ]
+    chat = chat_request(msgspec.convert({"max_tokens": 7, "messages": messages}, MessageRequest))
+    assert [message.content for message in chat.messages] == ["Q", "A", "On"]
+    of_client = [{"role": "user", "content": [{**result, "type": "tool_result"}]}]
+    if isinstance(content, dict):
+        with pytest.raises(msgspec.ValidationError, match=r"got `object` - at `\$.content` - at `\$.messages"):
+            msgspec.convert({"max_tokens": 7, "messages": of_client}, MessageRequest)
+
+
+def test_a_choice_of_a_tool_that_is_left_out_is_none() -> None:
+    body = {"max_tokens": 7, "messages": [{"role": "user", "content": "Q"}], "tools": [WEATHER, HOSTED]}
+    for name, chosen in ((HOSTED["name"], None), (WEATHER["name"], {"name": WEATHER["name"]})):
+        chat = chat_request(msgspec.convert({**body, "tool_choice": {"type": "tool", "name": name}}, MessageRequest))
+        choice = msgspec.to_builtins(chat.tool_choice)
+        assert (choice and choice["function"]) == chosen
+
+
 def test_documents_of_text_are_read_and_a_text_stands_for_what_a_tool_returned_beside_it() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}

@@ -329,6 +329,35 @@ def test_what_codex_sends_again_becomes_messages() -> None:
     assert [messages[i].content for i in (3, 4, 5)] == ["R1", "R2", "No."]
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "tool_search_call", "execution": "client", "arguments": {"query": "q"}},
+        {"type": "tool_search_output", "execution": "client", "tools": []},
+        {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "data:"}},
+        {
+            "type": "shell_call_output",
+            "output": [{"stdout": "1", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
+        },
+        {"type": "mcp_call", "name": "f", "arguments": "{}", "output": None, "error": {"type": "http_error"}},
+    ],
+)
+def test_items_of_tools_that_openai_runs_are_left_out_whatever_they_have(item: dict[str, Any]) -> None:
+    request = request_of(input=[{"role": "user", "content": "Q"}, {"call_id": "1", **item}])
+    assert [message.content for message in chat_request(request, items_of(request)).messages] == ["Q"]
+
+
+def test_arguments_of_a_call_may_be_an_object() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": {"a": [1]}}
+    result = {"type": "function_call_output", "call_id": "1", "output": "R"}
+    request = request_of(input=[call, result])
+    calls = chat_request(request, items_of(request)).messages[0].tool_calls or ()
+    assert [json.loads(one["function"]["arguments"]) for one in calls] == [{"a": [1]}]
+    for name, wrong in (("arguments", 7), ("output", {"a": 1}), ("output", [{"text": "x"}])):
+        with pytest.raises(msgspec.ValidationError, match=rf"at `\$.{name}.*` - at `\$.input"):
+            request_of(input=[{**call, name: wrong}, {**result, name: wrong}])
+
+
 def test_a_text_stands_for_what_tools_returned_beside_text() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,iVBO", "detail": "high"}
     output = [{"type": "input_text", "text": "R", "refusal": None}, image, {"type": "input_file", "file_data": "JVBE"}]

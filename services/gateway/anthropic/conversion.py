@@ -8,7 +8,15 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.anthropic.messages import Block, InputMessage, MessageRequest, MessageTool, Prompted, Source
+from services.gateway.anthropic.messages import (
+    SERVER_RESULT,
+    Block,
+    InputMessage,
+    MessageRequest,
+    MessageTool,
+    Prompted,
+    Source,
+)
 from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.conversations import not_served
 from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
@@ -24,7 +32,6 @@ _LEFT_OUT = (
     "tool_reference",
 )
 """Blocks without text of their own."""
-_SERVER_RESULT = "_tool_result"
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -36,7 +43,7 @@ _NAMES = {
 
 def chat_request(request: Prompted) -> ChatRequest:
     """Raises `ApiError` 400."""
-    tools = [_tool(tool, i) for i, tool in enumerate(request.tools or ()) if tool.type in (None, "custom")]
+    tools = [_tool(tool, i) for i, tool in enumerate(request.tools or ()) if not tool.is_left_out]
     choice = request.tool_choice
     fields: dict[str, Any] = {
         "model": request.model or None,
@@ -131,6 +138,8 @@ def _choice(request: Prompted) -> Any:
         return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
         raise invalid("tool_choice.name", "Missing required parameter: 'tool_choice.name'.")
+    if any(tool.is_left_out and tool.name == choice.name for tool in request.tools or ()):
+        return None
     return {"type": "function", "function": {"name": choice.name}}
 
 
@@ -170,7 +179,7 @@ def _others(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     assert not isinstance(message.content, str)
     results = [block for block in message.content if block.type == "tool_result"]
     for block in results:
-        content = _text(block.content or "", where, is_result=True)
+        content = _text(block.returned, where, is_result=True)
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     text = _text(message.content, where)
     if text or not results:
@@ -189,7 +198,7 @@ def _text(content: str | list[Block], where: str, *, is_result: bool = False) ->
             texts.append(written)
         elif is_result and block.type in UNSEEN:
             texts.append(unseen(block.type))
-        elif block.type not in _LEFT_OUT and not block.type.endswith(_SERVER_RESULT):
+        elif block.type not in _LEFT_OUT and not block.type.endswith(SERVER_RESULT):
             raise not_served(f"{where}[{i}].type", block.type)
     return "\n".join(texts)
 
@@ -200,7 +209,7 @@ def _written(block: Block, where: str, *, is_result: bool) -> str | None:
         return block.text
     source = block.source
     if block.type == "search_result" and isinstance(source, str):
-        content = _text(block.content or "", f"{where}.content", is_result=is_result)
+        content = _text(block.returned, f"{where}.content", is_result=is_result)
         return "\n".join(filter(None, (block.title, source, content)))
     if block.type == "document" and isinstance(source, Source) and source.type in ("text", "content"):
         content = _text(source.content or source.data, f"{where}.source.content", is_result=is_result)

@@ -10,6 +10,8 @@ from msgspec import Meta
 from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ServedName, StopString, TopP, check_nesting
 
 ID_PREFIX = "msg_"
+SERVER_RESULT = "_tool_result"
+"""How the types of results of tools end that Anthropic runs itself."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -33,7 +35,8 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | dict[str, Any] | None = None
+    """An object only in results of tools that Anthropic runs itself."""
     is_error: bool | None = None
     title: str | None = None
     """Title of a document or a search result."""
@@ -41,6 +44,13 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_nesting(input=self.input)
+        if isinstance(self.content, dict) and not self.type.endswith(SERVER_RESULT):
+            raise ValueError("Expected `str | array | null`, got `object` - at `$.content`")
+
+    @property
+    def returned(self) -> str | list[Block]:
+        """What the tool of a result, or a search, returned."""
+        return [] if self.content is None or isinstance(self.content, dict) else self.content
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -59,6 +69,10 @@ class MessageTool(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         check_nesting(input_schema=self.input_schema)
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.type not in (None, "custom")
 
 
 class MessageToolChoice(msgspec.Struct, frozen=True):

@@ -52,9 +52,10 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    """JSON."""
-    output: str | list[TextPart] | None = None
+    arguments: Annotated[Any, Meta(extra_json_schema={"type": ["string", "object", "null"]})] = None
+    """JSON: the text of it, or the object."""
+    output: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array", "null"]})] = None
+    """A text, or a list of `TextPart`, of what a function or a custom tool returned."""
     namespace: str | None = None
     """Namespace of the tool that is called."""
     input: str | None = None
@@ -67,6 +68,26 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """Further tools, of an item `additional_tools`."""
     id: str | None = None
     """Id of an item of a stored response, for which an `item_reference` stands."""
+
+    def __post_init__(self) -> None:
+        """Checks fields that items of tools which OpenAI runs itself have in other shapes: those are left out whole."""
+        if self.type == "function_call" and not isinstance(self.arguments, str):
+            check_nesting(arguments=self.arguments)
+            arguments = _converted("arguments", self.arguments, dict[str, Any] | None)
+            written = None if arguments is None else msgspec.json.encode(arguments).decode()
+            msgspec.structs.force_setattr(self, "arguments", written)
+        if self.type in ("function_call_output", "custom_tool_call_output"):
+            output = _converted("output", self.output, str | list[TextPart] | None)
+            msgspec.structs.force_setattr(self, "output", output)
+
+
+def _converted(name: str, value: Any, to: Any) -> Any:
+    """The value of a field of a struct that is being decoded."""
+    try:
+        return msgspec.convert(value, to)
+    except msgspec.ValidationError as error:
+        told, place, inner = str(error).partition(" - at `$")
+        raise ValueError(f"{told} - at `$.{name}{inner if place else '`'}") from None
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
