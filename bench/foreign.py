@@ -190,7 +190,9 @@ REASONS = {
     "it wants llama.cpp's own fields or types of errors": (
         r"timings|exceed_context_size_error|verbose|return_progress|prompt_progress|llama_telemetry|system_fingerprint"
     ),
-    "it wants the words of llama.cpp's test model": r"match_regex|_tokens[\"']\] == n_|is None\b[\s\S]*ChoiceDelta\(content",
+    "it wants the words of llama.cpp's test model": (
+        r"match_regex|_tokens[\"']\] == n_|is None\b[\s\S]*ChoiceDelta\([^)]*content"
+    ),
     "it is an endpoint of vLLM's own": r"/(invocations|tokenizer_info)\b|test_server_load",
     "a template of llama.cpp's own is asked for, or one that the model has not": r"chat_template(?!_kwargs)",
     "the model is too weak: it does not answer, call or reason as is wanted": _WEAK,
