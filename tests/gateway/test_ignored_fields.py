@@ -23,6 +23,12 @@ async def test_they_are_named_to_the_client_and_once_in_the_log(stack: Stack, ca
         ("/v1/completions", {"prompt": "x", "best": 1, "a\r\nb: c": 2, "x-request-timeout": 9}, "best, a??b??c"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "text", "q": 1}}}, "text.format.q"),
         ("/v1/messages", {"messages": hi, "max_tokens": 9, "betas": []}, "betas"),
+        (
+            "/v1/messages",
+            {"messages": hi, "max_tokens": 9, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools.0",
+        ),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]}, "tools.1"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
     ]
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""Request fields that nobody knows, and keywords of schemas that no grammar enforces: they change nothing; the client learns
-of them from a header of the answer, the operator from one line in the log."""
+"""Request fields that nobody knows, keywords of schemas that no grammar enforces, and tools that are left out: they change
+nothing; the client learns of them from a header of the answer, the operator from one line in the log."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ class IgnoredFields:
     def note_unenforced(self, request: Request, names: Sequence[str]) -> None:
         """`names`: keywords of a schema, with their places."""
         self._note(request, names, "the keyword '%s' cannot be enforced and has no effect", ())
+
+    def note_left_out(self, request: Request, names: Sequence[str]) -> None:
+        """`names`: tools that the model is not told of."""
+        self._note(request, names, "the tool '%s' is of a kind that is left out", ())
 
     def _note(self, request: Request, names: Sequence[str], words: str, known: Collection[str]) -> None:
         """The header is set where the answer begins."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -373,6 +373,13 @@ class Exchange(Call):
         param = self.field_names.get(grammar.param, grammar.param)
         if (noted := self.context.bodies.ignored_fields) is not None:
             noted.note_unenforced(self.request, [f"{param}.{keyword}" for keyword in grammar.left_out])
+
+    def note_left_out(self, are_left_out: Iterable[bool]) -> None:
+        """Has the client told which of its tools the model is not told of."""
+        if (noted := self.context.bodies.ignored_fields) is not None:
+            noted.note_left_out(
+                self.request, [f"tools.{i}" for i, is_left_out in enumerate(are_left_out) if is_left_out]
+            )
 
     def resume(self, record: KeptCall) -> None:
         if self.metrics is None:
