@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from services.gateway.openai.schemas import FunctionDefinition, Tool
+from services.gateway.tools.call_reader import StringMender
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
 from services.gateway.tools.keyed import typed
 from services.gateway.tools.output_reader import OutputReader
@@ -290,6 +291,16 @@ def test_a_chunk_has_one_entry_a_call_however_much_comes_at_once(
                 called = found.setdefault(chunk.index, [str(chunk.function.name), ""])
                 called[1] += chunk.function.arguments
         assert (said, [(called, json.loads(text)) for called, text in found.values()]) == (content, calls)
+
+
+@given(st.text(st.sampled_from('ab"\\\n\tu0012{}: \x01\u6f6e'), max_size=14), st.text(max_size=9), st.integers(0, 14))
+def test_strings_are_mended_the_same_however_they_come_and_valid_ones_stay(text: str, valid: str, cut: int) -> None:
+    whole, cut_mender = StringMender().feed(text), StringMender()
+    assert cut_mender.feed(text[:cut]) + cut_mender.feed(text[cut:]) == whole
+    for written in (json.dumps({"a": valid}), json.dumps([valid], ensure_ascii=False)):
+        assert StringMender().feed(written) == written
+    inner = text.replace('"', "") + "."
+    assert isinstance(json.loads(StringMender().feed('{"a": "' + inner + '"}'))["a"], str)
 
 
 def test_a_name_that_is_nested_deep_is_content() -> None:
