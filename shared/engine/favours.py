@@ -14,11 +14,15 @@ than can be done: where a prompt is late, and one of them would be dominant besi
 Models are favoured likewise, whoever asks them, all with equal shares: one that is asked far less than its share goes before
 others of its rank with its prompts, and with streams that are behind pace. While a prompt is late, any that is behind goes
 first with its prompts, and steps with prompts are kept short for the sake of models too. A model that nobody asks is a
-stranger. All favoured models together lead a small share of the time by that: near an instance's capacity most models are
-asked little beside the one whose requests take longest, and that one has to be served as well.
+stranger. Only models that were served rarely of late are favoured: near an instance's capacity most have few requests beside
+the one whose requests take longest, and that one has to be served as well.
 """
 
 from __future__ import annotations
+
+import math
+from math import inf
+from typing import NamedTuple
 
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
@@ -46,10 +50,18 @@ DOMINANT_SHARE = 1.5
 """Times its share that a dominant tenant has."""
 LITTLE_SHARE = 0.125
 """Part of its share of the requests that a model has at most which is asked far less."""
-MODELS_SHARE = 0.2
-"""Share of the time in which favoured models come first."""
-MODELS_CREDIT_S = 1.0
-"""Seconds of their steps beyond that share."""
+RECENT_S = 30.0
+"""Time in which the service of a model fades to 1/e."""
+
+
+class _Served(NamedTuple):
+    """Seconds of the steps that online work of a model led, faded."""
+
+    seconds: float
+    at_s: float
+
+    def at(self, now: float) -> float:
+        return self.seconds * math.exp((self.at_s - now) / RECENT_S)
 
 
 class _Known:
@@ -70,8 +82,8 @@ class Favours:
         """Tenants that had a request here lately, the last seen last."""
         self._known_models: dict[str, _Known] = {}
         """Models that had a request here lately, the last seen last."""
-        self._repaid_s = 0.0
-        """Time at which the steps that favoured models led are again within their share."""
+        self._served: dict[str, _Served] = {}
+        """Models that led steps here, the last one last."""
 
     @property
     def _tenants(self) -> TenantShares:
@@ -97,18 +109,28 @@ class Favours:
 
     def models(self, now: float) -> tuple[set[str], set[str]]:
         """Models whose prompts go first, and those whose streams do so where they are behind pace; none where the order of
-        requests does not favour any. Streams leave half of the credit to prompts."""
-        credit_s = MODELS_CREDIT_S - MODELS_SHARE * (self._repaid_s - now)
-        if credit_s < 0.0 or not self._memory.ordering.favours_models:
+        requests does not favour any."""
+        models = self._memory.models
+        if not self._memory.ordering.favours_models or not models.are_several:
             return set(), set()
-        little = self._memory.models.favoured(LITTLE_SHARE)
+        busy = self._busy_models(now)
+        little = models.favoured(LITTLE_SHARE) - busy
         is_one_late = self._memory.first_tokens.is_one_late(now)
-        with_prompts = self._memory.models.favoured(BEHIND_SHARE) if is_one_late else little
-        return with_prompts, little if credit_s >= MODELS_CREDIT_S / 2 else set()
+        return (models.favoured(BEHIND_SHARE) - busy if is_one_late else little), little
 
-    def spend(self, seconds: float, now: float) -> None:
-        """A favoured model leads a step that takes so long."""
-        self._repaid_s = max(self._repaid_s, now) + seconds / MODELS_SHARE
+    def _busy_models(self, now: float) -> set[str]:
+        """Models that had more than 1/n² of the time lately, where n have requests: all that are favoured lead at most a
+        quarter of it."""
+        served = {name: served.at(now) for name, served in self._served.items()}
+        most_s = sum(served.values()) / max(1, self._memory.models.num_tenants) ** 2
+        return {name for name, seconds in served.items() if seconds > most_s}
+
+    def serve(self, model: str, seconds: float, now: float) -> None:
+        """Online work of the model leads a step that takes so long."""
+        before = self._served.pop(model, None)
+        self._served[model] = _Served(seconds + (before.at(now) if before else 0.0), now)
+        if len(self._served) > MAX_KNOWN:
+            del self._served[next(iter(self._served))]
 
     def prompts(self, queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:
         """Online sequences of the model and rank whose prompts are favoured."""
@@ -146,16 +168,16 @@ class Favours:
     def waits_for(self, step_s: float, now: float) -> bool:
         """Whether a step in flight that takes so long is to end before the next one is planned: the prompt of an expected
         tenant, or a stranger's beside a flood, would find both."""
-        return step_s >= LONG_STEP_S and (self._shortest_s(now) < float("inf") or self._is_flooded(now))
+        return step_s >= LONG_STEP_S and (self._shortest_s(now) < inf or self._is_flooded(now))
 
     def step_limit_s(self, queue: ModelQueue, now: float) -> float:
         """How long a step of the model with prompts may take."""
         cost, shortest_s = queue.cost_model, self._shortest_s(now, queue.name)
         if cost is None:
-            return float("inf")
+            return inf
         decodes_s = cost.predict(queue.online_shape(0))
-        if shortest_s == float("inf"):
-            return decodes_s + STRANGER_SHARE * queue.ttft_objective_s if self._is_flooded(now) else float("inf")
+        if shortest_s == inf:
+            return decodes_s + STRANGER_SHARE * queue.ttft_objective_s if self._is_flooded(now) else inf
         least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
         return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
 
@@ -187,5 +209,5 @@ def _shortest_s(shares: TenantShares, known: dict[str, _Known], now: float, but:
     }
     away = sum(one.weight for name, one in expected.items() if name not in shares)
     if not expected or but in expected or not shares.has_dominant(FEW, DOMINANT_SHARE, away):
-        return float("inf")
+        return inf
     return min(one.prompt_s for one in expected.values())

@@ -130,8 +130,6 @@ class Leaders:
         self._offline_turns = Turns()
         self._offline_weights: dict[str, float] = {}
         """Weights of the models with offline work for the step that is being planned: the number of their sequences."""
-        self._favoured_models: set[str] = set()
-        """Favoured models, while a group is tried in which they come first."""
         self._kept_for: str | None = None
         """The model whose offline turn it is, as soon as the objectives leave enough for a step of it: until then nobody
         else's offline work uses that up."""
@@ -287,12 +285,10 @@ class Leaders:
         """Models that could lead alike. Those come first in which favoured tenants (favours.py)
         have a prompt, or streams behind the pace of their objectives, then favoured models with one; streams that have
         stood still for as long as they may do so too."""
-        self._favoured_models = set()
         for group in self._groups_of_ranks(begins_s):
             for first in self._favoured_of(group, begins_s) if len(group) > 1 else ():
                 if 0 < len(first) < len(group):
                     yield [one for one in group if one in first or self.is_urgent(one.queue, begins_s)]
-            self._favoured_models = set()
             yield group
 
     def _favoured_of(self, group: list[Candidate], begins_s: float) -> Iterator[list[Candidate]]:
@@ -304,14 +300,12 @@ class Leaders:
                 if self._favours.prompts(one.queue, one.priority_class) or self._lags(one, group, begins_s, tenants)
             ]
         with_prompts, with_streams = self._favours.models(begins_s)
-        found = [
+        yield [
             one
             for one in group
             if (one.name in with_prompts and one.queue.has_prompt(one.priority_class))
             or (one.name in with_streams and self._lags(one, group, begins_s))
         ]
-        self._favoured_models = {one.name for one in found}
-        yield found
 
     def _lags(self, one: Candidate, group: list[Candidate], begins_s: float, tenants: set[str] | None = None) -> bool:
         """Whether streams of the model (and these tenants) would be behind pace after a step of another of the group."""
@@ -419,8 +413,8 @@ class Leaders:
         if self._rank_weights and leading != PriorityClass.OFFLINE:
             self._rank_turns.take(_HIGH if leading == PriorityClass.ONLINE_HIGH else _NORMAL, self._rank_weights)
         if leading != PriorityClass.OFFLINE:
-            if queue.name in self._favoured_models and queue.cost_model is not None:
-                self._favours.spend(queue.cost_model.predict(batch.budget.shape), begins_s)
+            if queue.cost_model is not None:
+                self._favours.serve(queue.name, queue.cost_model.predict(batch.budget.shape), begins_s)
             self._num_led += 1
         elif self._memory.has_online_work():
             self._own_began_s, self._num_led = begins_s, 0

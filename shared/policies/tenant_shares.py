@@ -65,6 +65,11 @@ class TenantShares:
         return len(self._here) > 1
 
     @property
+    def num_tenants(self) -> int:
+        """Number of present tenants."""
+        return len(self._here)
+
+    @property
     def mean_weight(self) -> float:
         """Mean weight of the present tenants; 0 without any."""
         return self._weight / len(self._here) if self._here else 0.0

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from shared.costs.model import StepShape
 from shared.engine.batch import PlannedStep
 from shared.engine.calls import AddModel, SetCostModel, SetObjectives, SetStatistics, Submit
 from shared.engine.engine import Effect, Engine
+from shared.engine.favours import Favours
 from shared.engine.model_queue import ONLINE_CLASSES
 from shared.engine.plan import CopyKind, KvCopy, ModelShape
 from shared.engine.requests import Ended, Output
@@ -25,6 +27,7 @@ from shared.messages.requests import GenerationRequest, Priority, RequestClass, 
 from shared.policies.catalogue import ordering_policy
 from shared.policies.silence import allowed_silence_s
 from shared.policies.slo_budget import SloTokenBudget
+from shared.policies.tenant_shares import TenantShares
 from shared.policies.token_budget import StepBudget
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance, VirtualStep
@@ -351,6 +354,25 @@ def test_models_that_are_asked_little_leave_time_for_the_one_that_most_ask():
     assert all(name in world.ended for name in names)
     assert sum(name not in names for name in world.ended) > 70
     assert sorted(map(world.ttft_s, names))[50] < TTFT_S
+
+
+def test_of_two_models_one_is_favoured_while_it_had_at_most_a_quarter_of_the_time_lately():
+    models = TenantShares()
+    for model in "AAAAAAAB":
+        models.enter(model, 1.0)
+    memory: Any = SimpleNamespace(
+        models=models,
+        ordering=SimpleNamespace(favours_models=True),
+        first_tokens=SimpleNamespace(is_one_late=lambda now: True),
+    )
+    favours = Favours(memory, 2)
+    favours.serve("A", 3.0, 0.0)
+    favours.serve("B", 0.9, 0.0)
+    assert favours.models(0.0)[0] == {"B"}
+    favours.serve("B", 0.2, 0.0)
+    assert favours.models(0.0)[0] == set()
+    favours.serve("A", 3.0, 30.0)
+    assert favours.models(30.0)[0] == {"B"}, "it was served less since"
 
 
 # ------------------------------------------------------------------------------------------------------- pipelines
