@@ -57,21 +57,23 @@ def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
 def restore(archive: Archive, data_dir: NewDataDir = DEFAULT_DATA_DIR) -> None:
     """Restore a backup into a new data folder."""
     data = DataFolder(data_dir)
-    is_new = not data.path.exists()
+    is_ours = False
     try:
         with tarfile.open(archive) as tar:
             if KEPT[0] not in tar.getnames():
                 raise OperatorError(f"{archive} is not a backup of Tideway.")
+            is_new = not data.path.exists()
             data.prepare()
             data.acquire(", or restore into another --data-dir")
+            is_ours = is_new
             _unpack(tar, data.path)
     except (OSError, tarfile.TarError, OperatorError) as error:
-        if is_new:
+        if is_ours:
             shutil.rmtree(data.path, ignore_errors=True)
         if isinstance(error, OperatorError):
             raise
         # What is no archive at all has a line for each method of compression.
-        reason = "it is not a backup of Tideway" if "\n" in str(error) else str(error)
+        reason = "it is not a backup of Tideway, or not a whole one" if "\n" in str(error) else str(error)
         raise OperatorError(f"{archive} could not be restored into {data.path}: {reason}.") from None
     finally:
         data.release()

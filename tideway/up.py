@@ -47,6 +47,8 @@ POLL_INTERVAL_S = 0.1
 NATS_TIMEOUT_S = 15.0
 MAX_CRASHES_AT_START = 3
 TAIL_LINES = 15
+_OPTIONS = ("quantization", "tool_format", "draft")
+"""Fields of a model that a later start may change."""
 
 
 class Up:
@@ -296,15 +298,18 @@ class Up:
         `OperatorError` where a new one is refused; the earlier one is put back then."""
         for spec in self._options.models:
             earlier = configured.get(spec.name)
-            if earlier is None or _is_as_asked(earlier, spec):
+            if earlier is None or (wanted := _wanted(earlier, spec)) == earlier:
                 continue
-            await self._change_models(http, "DELETE", f"/{spec.name}")
+            is_dropped = False
             try:
-                await self._change_models(http, "POST", "", spec)
+                await self._change_models(http, "DELETE", f"/{spec.name}")
+                is_dropped = True
+                await self._change_models(http, "POST", "", wanted)
             except OperatorError as error:
-                await self._change_models(http, "POST", "", earlier)
+                if is_dropped:
+                    await self._change_models(http, "POST", "", earlier)
                 raise OperatorError(f"model {spec.name}: {error} It stays what it was, {_told(earlier)}.") from None
-            self._reporter.done(f"model {spec.name}", f"is {_told(spec)} now, and was {_told(earlier)}")
+            self._reporter.done(f"model {spec.name}", f"is {_told(wanted)} now, and was {_told(earlier)}")
 
     async def _change_models(
         self, http: httpx.AsyncClient, method: str, path: str, spec: ModelSpec | None = None
@@ -412,16 +417,15 @@ class Up:
             self._reporter.warn(f"what `tideway status` shows is out of date: {error}")
 
 
-def _is_as_asked(earlier: ModelSpec, asked: ModelSpec) -> bool:
-    """Whether a model of an earlier start is what is asked for now. What is not said now stays what it was."""
-    if asked.engine and _engine(earlier) != _engine(asked):
-        return False
-    said = [name for name in ("quantization", "tool_format", "draft") if getattr(asked, name)]
-    if any(getattr(earlier, name) != getattr(asked, name) for name in said):
-        return False
-    if asked.on_demand and (earlier.on_demand, earlier.idle_s) != (asked.on_demand, asked.idle_s):
-        return False
-    return earlier.source == asked.source
+def _wanted(earlier: ModelSpec, asked: ModelSpec) -> ModelSpec:
+    """What a model of an earlier start is to be now. With the same checkpoint and engine, what is not said stays what it
+    was."""
+    if earlier.source != asked.source or (asked.engine and _engine(earlier) != _engine(asked)):
+        return asked
+    said = {name: value for name in _OPTIONS if (value := getattr(asked, name))}
+    if asked.on_demand:
+        said |= {"on_demand": True, "idle_s": asked.idle_s}
+    return msgspec.structs.replace(earlier, **said)
 
 
 def _engine(spec: ModelSpec) -> tuple[str, str, str]:
@@ -431,8 +435,6 @@ def _engine(spec: ModelSpec) -> tuple[str, str, str]:
 def _told(spec: ModelSpec) -> str:
     engine = "" if spec.is_native else f" on the engine {spec.engine}"
     options = "".join(
-        f", {name.replace('_', ' ')} {value}"
-        for name in ("quantization", "tool_format", "draft")
-        if (value := getattr(spec, name))
+        f", {name.replace('_', ' ')} {value}" for name in _OPTIONS if (value := getattr(spec, name))
     )
     return f"{spec.source}{options}{engine}" + (f", on demand and idle for {spec.idle_s:g} s" if spec.on_demand else "")
