@@ -31,6 +31,8 @@ class ModelState(StrEnum):
     WAITING = "waiting"
     """Not in the plan yet, or on instances that have not started."""
     LOADING = "loading"
+    UNAVAILABLE = "unavailable"
+    """Loading on all of its instances, which wait for a server that is down."""
     READY = "ready"
     FAILED = "failed"
     DRAINED = "drained"
@@ -47,7 +49,7 @@ class ModelView:
     """Instances that serve it."""
     num_planned: int = 0
     reason: str = ""
-    """Why it failed, on some instances or all, or is on none."""
+    """Why it failed, on some instances or all, or is on none; or what it waits for."""
 
 
 def view_model(
@@ -83,13 +85,16 @@ def view_model(
     ]
     num_ready = sum(model.state == "ready" and state == "ready" for state, model in loaded)
     errors = [model.error or "no reason given" for _, model in loaded if model.state == "failed"]
+    waits = [model.error for _, model in loaded if model.state == "loading" and model.error]
     if num_ready and num_ready + len(errors) == len(planned):
         state = ModelState.READY
     elif len(errors) == len(planned):
         return ModelView(name, ModelState.FAILED, 0, len(planned), errors[0])
+    elif waits and len(waits) == len(loaded):
+        state = ModelState.UNAVAILABLE
     else:
         state = ModelState.LOADING if loaded else ModelState.WAITING
-    reason = f"failed on {len(errors)} of {len(planned)}: {errors[0]}" if errors else ""
+    reason = f"failed on {len(errors)} of {len(planned)}: {errors[0]}" if errors else next(iter(waits), "")
     return ModelView(name, state, num_ready, len(planned), reason)
 
 

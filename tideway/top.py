@@ -221,7 +221,7 @@ def _models(snapshot: Snapshot) -> Table:
 
 
 def _note(model: ModelState, instances: InstanceStates) -> str:
-    if reason := model.unplaced or _load_errors(model.name, instances):
+    if reason := model.unplaced or _load_errors(model.name, instances) or model.failure:
         return reason
     if not model.on_demand or model.state == "ready":
         return ""
@@ -230,13 +230,13 @@ def _note(model: ModelState, instances: InstanceStates) -> str:
 
 
 def _load_errors(name: str, instances: InstanceStates) -> str:
-    """Each with the instances where it came up."""
+    """Each with the instances where it came up; also what those wait for whose server is down."""
     places: dict[str, list[str]] = {}
     for instance in instances.instances:
         for model in instance.models:
-            if model.name == name and model.state == "failed":
+            if model.name == name and (model.state == "failed" or (model.state == "loading" and model.error)):
                 places.setdefault(model.error or "no reason given", []).append(instance.instance_id)
-    return "; ".join(f"not loaded on {', '.join(ids)}: {error}" for error, ids in places.items())
+    return "; ".join(f"not served on {', '.join(ids)}: {error}" for error, ids in places.items())
 
 
 def show_top(

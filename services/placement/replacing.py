@@ -40,6 +40,7 @@ from shared.messages.requests import ErrorCode
 from shared.models.spec import refuse
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement.carry_out import CarryOutSettings, Held, View
+from shared.placement.node import WAITS
 from shared.placement.plan import Group, Prediction, told_left_behind
 from shared.placement.planner import DoesNotFit
 from shared.placement.problem import Problem, ProblemError, Proposal
@@ -412,7 +413,7 @@ class Replacing:
         for node in registered:
             for text in filter(None, node.problem.split("; ")):
                 instance_id, _, reason = text.partition(" ")
-                if not reason.startswith("could not load"):  # which the instance says itself
+                if not reason.startswith(("could not load", WAITS)):  # which the instance says itself
                     problems.setdefault(instance_id, reason)
         return View(
             held=held,

@@ -210,7 +210,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     unplaced: str | None
     """Why it is on no instance, if it is on none."""
     failure: str | None
-    """Why it cannot be loaded, if that is so wherever it is."""
+    """Why it cannot be loaded, if that is so wherever it is; or how the instance ended that was to load it."""
     num_running: int
     """On all its instances; likewise `num_waiting`."""
     num_waiting: int

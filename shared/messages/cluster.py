@@ -152,6 +152,7 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_running: Amount = 0
     num_waiting: Amount = 0
     error: str = ""
+    """Why it failed; of one that is loading, what it waits for if that may take any time."""
     cost_model: str = ""
     """Source of its step times: a `CostSource`; empty: the token budget alone bounds its steps."""
     is_final: bool = False

@@ -59,6 +59,9 @@ PLANNED_AFTER_S = 5.0
 """Time from the first step: placement has heard of a node by then, and planned what it gets."""
 
 
+WAITS = "waits with"
+"""Begins a problem that no change of the plan has to end with: a model's server is down, and is waited for."""
+
 Query = LoadModel | UnloadModel | Drain
 
 
@@ -414,6 +417,8 @@ class NodeState:
             for model in instance.process.loaded().values() if instance.process is not None else ():
                 if model.state == "failed" and model.name in planned:
                     found.append(f"{instance_id} could not load {model.name!r}: {model.error}")
+                elif model.state == "loading" and model.error and model.name in planned:
+                    found.append(f"{instance_id} {WAITS} {model.name!r}: {model.error}")
         return found
 
     def unready(self, now: float) -> list[str]:

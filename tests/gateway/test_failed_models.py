@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from shared.messages.catalogue import MODELS, PLANS
+from services.gateway.streams import recovery
+from shared.messages.catalogue import MODELS, NODES, PLANS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import InstanceInfo, LoadedModel
+from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, NodeInfo
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack
 from tests.gateway.peer import until
@@ -60,6 +62,63 @@ async def test_requests_that_wait_for_it_end_when_it_fails(stack: Stack) -> None
     await set_state(stack, failed(is_final=True))
     await waiting.end()
     assert waiting.status == 503 and REASON.encode() in waiting.failed_body
+
+
+def waiting_for_a_server() -> LoadedModel:
+    return LoadedModel(name=MODEL, state="loading", error=REASON)
+
+
+async def test_requests_for_a_model_whose_server_is_down_are_refused_with_the_reason(stack: Stack) -> None:
+    await set_state(stack, waiting_for_a_server())
+    answer = await stack.post("/v1/completions", prompt="x")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (503, "unavailable", "model")
+    assert REASON in error["message"] and "retry-after" in answer.headers
+    [shown] = (await stack.client.get("/admin/models")).json()["models"]
+    assert shown["state"] == "failed" and REASON in shown["failure"]
+
+
+async def test_a_model_whose_instances_end_while_they_load_it_is_shown_with_the_last_end(stack: Stack) -> None:
+    instance = InstancePlan("a", "node", [stack.gateway.context.catalog.spec(MODEL)], pool_bytes=0, merged_bytes=1)
+    plan = msgspec.structs.replace(stack.peer.plan, instances=[instance])
+    await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
+    problem = "b could not load 'x': y; a exited with code 1 (3 times in a row)"
+    node = NodeInfo(
+        node_id="node", hostname="h", num_instances=1, memory_bytes=1, device="cpu", max_instances=1, problem=problem
+    )
+    await (await stack.peer.bus.key_value(NODES)).put("node", node)
+    await set_state(stack, LoadedModel(name=MODEL, state="loading"))
+
+    async def shown() -> dict[str, object]:
+        [model] = (await stack.client.get("/admin/models")).json()["models"]
+        return {name: model[name] for name in ("state", "failure")}
+
+    assert await shown() == {"state": "loading", "failure": "a exited with code 1 (3 times in a row)"}
+    await set_state(stack, LoadedModel(name=MODEL, state="ready"))
+    assert await shown() == {"state": "ready", "failure": None}
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_requests_wait_for_a_server_that_is_down_as_long_as_for_any_instance(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    monkeypatch.setattr(recovery, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(recovery, "RECOVERY_PATIENCE_S", 2.0)
+    stack.peer.automatic = False
+    waiting = stack.read()
+    request = await stack.next_request()
+    if has_begun:
+        stack.peer.emit(request, 0, stack.ids("Hello"))
+        await until(lambda: waiting.text, "output")
+        stack.peer.lose(request, request.epoch)
+    await set_state(stack, waiting_for_a_server())
+    began_s = time.monotonic()
+    await waiting.end()
+    assert time.monotonic() - began_s >= (1.5 if has_begun else 0.5)
+    if has_begun:
+        assert waiting.error is not None and REASON in waiting.error["message"]
+    else:
+        assert waiting.status == 503 and REASON.encode() in waiting.failed_body
 
 
 async def test_a_checkpoint_that_placement_cannot_use(stack: Stack) -> None:

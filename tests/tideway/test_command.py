@@ -256,6 +256,8 @@ def instance(instance_id: str, model_state: str, state: str = "ready", error: st
         (plan("a", "b"), [instance("a", "ready"), instance("b", "failed")], ModelState.READY, 1),
         (plan("a"), [instance("a", "ready"), instance("old", "ready")], ModelState.READY, 1),
         (plan("a"), [instance("a", "ready", state="draining")], ModelState.LOADING, 0),
+        (plan("a", "b"), [instance("a", "loading", error="down"), instance("b", "loading")], ModelState.LOADING, 0),
+        (plan("a"), [instance("a", "loading", error="down")], ModelState.UNAVAILABLE, 0),
     ],
 )
 def test_where_a_model_stands(
@@ -270,6 +272,7 @@ def test_why_a_model_failed() -> None:
     assert (failed.state, failed.reason) == (ModelState.FAILED, "no such weights")
     partly = {"a": instance("a", "ready"), "b": instance("b", "failed", error="no such weights")}
     assert view_model("tide", plan("a", "b"), partly).reason == "failed on 1 of 2: no such weights"
+    assert view_model("tide", plan("a"), {"a": instance("a", "loading", error="down")}).reason == "down"
     unplaced = view_model("tide", plan(unplaced={"tide": "too large"}), {})
     assert (unplaced.state, unplaced.reason) == (ModelState.FAILED, "too large")
     put_away = msgspec.structs.replace(plan(), asleep={"tide": "idle"})

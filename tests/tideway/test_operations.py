@@ -493,7 +493,7 @@ def test_why_a_model_is_not_loaded_is_said() -> None:
     instances = [msgspec.structs.replace(instance(name, "1", 0), models=broken) for name in "ab"]
     model = model_state("tide", {"a": "failed", "b": "failed"})
     lines = shown_at(120, Snapshot(InstanceStates(instances, []), ModelStates([model]), 1.0))
-    assert any("not loaded on a, b: no such weights" in line for line in lines)
+    assert any("not served on a, b: no such weights" in line for line in lines)
 
 
 def test_where_step_times_are_from_is_counted() -> None:

@@ -174,9 +174,10 @@ class Catalog:
         return found[0]
 
     def failure(self, model: str) -> ErrorInfo | None:
-        """Why no instance can serve the model, if that is known and none is loading it."""
+        """Why no instance can serve the model, if that is known and none is loading it, but those that wait for a server
+        that is down."""
         found = [loaded for info in self.alive.values() if (loaded := loaded_model(info, model)) is not None]
-        if any(loaded.state != FAILED for loaded in found):
+        if any(loaded.state != FAILED and not (loaded.state == LOADING and loaded.error) for loaded in found):
             return None
         reason, is_final = "", False
         if found:
@@ -189,7 +190,8 @@ class Catalog:
         if not reason:
             return None
         code = ErrorCode.MODEL_FAILED if is_final else ErrorCode.UNAVAILABLE
-        return ErrorInfo(code, f"The model '{model}' cannot be loaded: {reason}", "model")
+        can_not = "be served now" if any(loaded.state == LOADING for loaded in found) else "be loaded"
+        return ErrorInfo(code, f"The model '{model}' cannot {can_not}: {reason}", "model")
 
     @property
     def _plan(self) -> PlacementPlan | None:
@@ -202,7 +204,7 @@ class Catalog:
         if self.is_served(base):
             return READY
         states = {loaded.state for info in self.alive.values() if (loaded := loaded_model(info, base)) is not None}
-        if LOADING not in states and self.failure(base) is not None:
+        if self.failure(base) is not None:
             return FAILED
         if LOADING in states or not self.is_on_demand(base):
             return LOADING

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models.catalog import DRAINING, Catalog, serves
-from services.gateway.streams.placing import FINAL_CODES, NOBODY_CODES, Placer
+from services.gateway.streams.placing import FINAL_CODES, NOBODY_CODES, PATIENCE_S, RECOVERY_PATIENCE_S, Placer
 from services.gateway.streams.stream import MAX_QUIET_S, QUIET_S, Stream
 from services.gateway.streams.timelines import Timelines
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
@@ -29,6 +29,7 @@ from shared.messages.catalogue import (
 from shared.messages.cluster import InstanceExited, InstanceInfo, LeaseHolder
 from shared.messages.requests import (
     ErrorCode,
+    ErrorInfo,
     MigratedRequest,
     ReplayQuery,
     ReplayReply,
@@ -86,6 +87,8 @@ class Recovery:
         self._subscriptions: list[Subscription] = []
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_RECOVERIES)
         self._cut_since: float | None = None
+        self._failing_since: dict[str, float] = {}
+        """Models that streams wait for and no instance can serve now; when that was seen first."""
 
     async def start(self, gateway_id: str) -> None:
         self._subscriptions = [
@@ -237,20 +240,19 @@ class Recovery:
         is_cut_off = self._cut_since is not None and now - self._cut_since > NATS_LOSS_LIMIT_S
         quiet: dict[str | None, list[Stream]] = defaultdict(list)
         unowned = {stream.model for stream in self._table.streams.values() if stream.owner is None}
-        found = {model: self._catalog.failure(model) for model in unowned}
-        # What may pass is waited for; a model that cannot be loaded at all is not, nor one that was loaded for these.
-        failures = {
-            m: e
-            for m, e in found.items()
-            if e is not None and (e.code is ErrorCode.MODEL_FAILED or self._catalog.is_on_demand(m))
-        }
+        failures = {model: found for model in unowned if (found := self._catalog.failure(model)) is not None}
+        self._failing_since = {model: self._failing_since.get(model, now) for model in failures}
         for stream in list(self._table.streams.values()):
             if now >= stream.deadline:
                 self._table.fail(stream, ErrorCode.DEADLINE, "The request's time limit has passed.")
             elif is_cut_off:
                 message = f"The message bus was away for more than {NATS_LOSS_LIMIT_S:g} s."
                 self._table.fail(stream, ErrorCode.UNAVAILABLE, message)
-            elif stream.owner is None and (reason := failures.get(stream.model)) is not None:
+            elif (
+                stream.owner is None
+                and (reason := failures.get(stream.model))
+                and self._is_hopeless(stream, reason, now)
+            ):
                 self._table.fail(stream, reason.code, reason.message)
             elif connected and not stream.is_placing and now - stream.heard_at > stream.quiet_s:
                 stream.heard_at = now
@@ -262,6 +264,14 @@ class Recovery:
             else:
                 for stream in streams:
                     self._tasks.start(self._seek(stream))
+
+    def _is_hopeless(self, stream: Stream, reason: ErrorInfo, now: float) -> bool:
+        """What may pass is waited for as long as for anybody who takes a request, and by batch lines for as long as they
+        have; a model that cannot be loaded at all is not, nor one that was loaded for these."""
+        if reason.code is ErrorCode.MODEL_FAILED or self._catalog.is_on_demand(stream.model):
+            return True
+        patience_s = RECOVERY_PATIENCE_S if stream.tokens else PATIENCE_S
+        return stream.is_online and now - self._failing_since[stream.model] >= patience_s
 
     def replay(self, instance_id: str, streams: list[Stream], reason: str) -> None:
         """Asks an instance for what may be missing of its streams."""

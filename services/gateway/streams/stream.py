@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shared.messages.requests import ErrorInfo, GenerationRequest
+from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
 from shared.streams import StreamState
 
 QUIET_S = 2.0
@@ -22,6 +22,7 @@ class Stream(StreamState):
         self.failure: ErrorInfo | None = None
         """Set: the stream has ended without success."""
         self.model = request.model
+        self.is_online = request.request_class is RequestClass.ONLINE
         self.deadline = arrived_at + request.timeout_s
         self.owner_incarnation: str | None = None
         self.is_open = True

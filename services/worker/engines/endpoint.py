@@ -7,7 +7,7 @@ it is given no more requests than it has rows for (`shared/engines/admission.py`
 these rows, each as long as a sequence may be.
 
 A stream that ends without a reason was cut: its request is given up, and goes on elsewhere. A server that cannot be
-reached ends the instance, which is started again and waits for it.
+reached, hangs, fails or serves another model than before is waited for; `problem` says so meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,13 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Between two questions to a server that does not answer."""
 CONNECT_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 120.0
+"""A server that has just started may compile its kernels for its first token."""
+WATCH_INTERVAL_S = 5.0
+"""Time between two questions whether a server that sends no tokens still serves."""
+HANG_S = 15.0
+"""A server that answers these questions wrongly or not at all for so long is given up; one that refuses connections at
+once."""
 DEFAULT_ROWS = 16
 ID_PREFIX = "token_id:"
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -134,6 +142,8 @@ class EndpointEngine:
     """`url`: of the server, without `/v1`. `max_model_len`: where neither options nor server say it. `api_key`: for
     it; empty: it wants none."""
 
+    comes_back = True
+
     def __init__(
         self, url: str, options: EndpointOptions, max_model_len: int = 0, api_key: str = "", verify: bool = True
     ) -> None:
@@ -145,24 +155,47 @@ class EndpointEngine:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False, verify=verify)
         self._model = ""
+        """Name of the model there, once it was found; it stays the one that is served here."""
+        self._has_served = False
+        self._down_since = 0.0
+        """Unix seconds; 0: it serves, or was not asked yet."""
+        self._problem = ""
+        self._has_sent = self._has_refused = False
+        """Whether the server has sent tokens, or refused a request for a fault of its own, since it was last looked at."""
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._made: asyncio.Queue[Progress | EngineFailed] = asyncio.Queue()
 
+    @property
+    def problem(self) -> str:
+        return self._problem
+
     async def start(self) -> EngineFacts:
-        """Waits for the server for as long as it takes."""
-        is_told = False
+        """Waits for the server for as long as it takes; once it has served, also where it refuses or serves another
+        model."""
+        await self._tasks.end_all()
+        self._streams.clear()
+        self._made = asyncio.Queue()
         while True:
             try:
-                model = await self._served()
-                await self._probe()
+                facts = await self._facts()
+                break
             except httpx.HTTPError as error:
-                if not is_told:
-                    log.warning("waiting for %s: %r", self._url, error)
-                is_told = True
-                await asyncio.sleep(RETRY_S)
-                continue
-            break
+                self._note_down(_why(error))
+            except EngineFailed as error:
+                if not self._has_served:
+                    raise
+                self._note_down(str(error))
+            await asyncio.sleep(RETRY_S)
+        self._has_served, self._down_since, self._problem = True, 0.0, ""
+        self._tasks.start(self._watch(), "watch")
+        return facts
+
+    async def _facts(self) -> EngineFacts:
+        """Raises `httpx.HTTPError`, `EngineFailed`."""
+        await self._served()
+        await self._probe()
+        model = await self._served()  # one that was loading its model may not have known all of it
         max_model_len = self._options.max_model_len or model.max_model_len or self._max_model_len
         if not max_model_len:
             message = (
@@ -181,6 +214,44 @@ class EndpointEngine:
             max_step_tokens=max_model_len,
         )
 
+    def _note_down(self, why: str) -> None:
+        if not self._down_since:
+            self._down_since = time.time()
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._down_since))
+        problem = f"{self._url} has been unavailable since {since}: {why.replace(f'{self._url} ', 'it ', 1)}"
+        if problem != self._problem:
+            log.warning("%s", problem)
+        self._problem = problem
+
+    async def _watch(self) -> None:
+        """Notices that an idle server is gone, and that one hangs or fails."""
+        failing_since: float | None = None
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            has_sent, has_refused = self._has_sent, self._has_refused
+            self._has_sent = self._has_refused = False
+            if has_sent:
+                failing_since = None
+                continue
+            asked_at = time.monotonic()
+            try:
+                await self._served()
+                if has_refused or failing_since is not None:
+                    await self._probe(HANG_S)
+                failing_since = None
+            except EngineFailed as error:
+                self._lost(str(error))
+                return
+            except httpx.HTTPError as error:
+                failing_since = asked_at if failing_since is None else failing_since
+                if isinstance(error, httpx.ConnectError) or time.monotonic() - failing_since >= HANG_S:
+                    self._lost(_why(error))
+                    return
+
+    def _lost(self, why: str) -> None:
+        self._note_down(why)
+        self._made.put_nowait(EngineFailed(self._problem))
+
     async def _served(self) -> _Model:
         """Raises `httpx.HTTPError`, `EngineFailed`."""
         answer = await self._http.get(f"{self._url}/v1/models", timeout=CONNECT_TIMEOUT_S)
@@ -191,21 +262,31 @@ class EndpointEngine:
             models = msgspec.json.decode(answer.content, type=_Models).data
         except msgspec.MsgspecError as error:
             raise EngineFailed(f"{self._url}/v1/models is no list of models: {error}", is_final=True) from None
-        wanted = self._options.served_model_name
+        wanted = self._options.served_model_name or (self._model if self._has_served else "")
+        if not models:
+            raise httpx.HTTPError("it serves no model yet")
         found = next((model for model in models if wanted in ("", model.id)), None)
         if found is None:
-            named = ", ".join(model.id for model in models) or "none"
+            named = ", ".join(model.id for model in models)
             raise EngineFailed(f"{self._url} does not serve {wanted or 'a model'}; it serves {named}", is_final=True)
         self._model = found.id
         return found
 
-    async def _probe(self) -> None:
+    async def _probe(self, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         """Whether it takes prompts of ids and gives ids back. Raises `httpx.HTTPError`, `EngineFailed`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ask_for_a_token()
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no token within {timeout_s:g} s") from None
+
+    async def _ask_for_a_token(self) -> None:
+        """Raises `httpx.HTTPError`, `EngineFailed`."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         body = self._body(Generate(key="probe", prompt=pack_tokens(list(PROBE_PROMPT)), sampling=sampling, priority=0))
         async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             if answer.status_code >= 500:
-                raise httpx.HTTPStatusError(f"status {answer.status_code}", request=answer.request, response=answer)
+                raise httpx.HTTPStatusError("", request=answer.request, response=answer)
             if answer.status_code != 200:
                 why = _error_of(await answer.aread(), answer.status_code)
                 raise EngineFailed(f"{self._url} takes no prompts of token ids: {why}", is_final=True)
@@ -251,11 +332,12 @@ class EndpointEngine:
                 async for chunk in _chunks(answer):
                     progress = _progress(key, chunk, num_top)
                     if progress is not None:
+                        self._has_sent = self._has_sent or bool(progress.tokens)
                         self._made.put_nowait(progress)
                         if progress.finish_reason is not None:
                             return
         except (httpx.HTTPError, msgspec.MsgspecError, NoTokenIds) as error:
-            await self._cut(key, repr(error))
+            await self._cut(key, _why(error) if isinstance(error, httpx.HTTPError) else str(error))
         else:
             await self._cut(key, "the stream ended without a reason")
         finally:
@@ -268,12 +350,13 @@ class EndpointEngine:
         try:
             await self._served()
         except httpx.HTTPError as error:
-            self._made.put_nowait(EngineFailed(f"{self._url} cannot be reached: {error!r}"))
+            self._lost(_why(error))
         except EngineFailed as error:
-            self._made.put_nowait(error)
+            self._lost(str(error))
 
     def _refused(self, key: str, status: int, body: bytes) -> None:
         code = ErrorCode.UNAVAILABLE if status >= 500 or status in (408, 429) else ErrorCode.BAD_REQUEST
+        self._has_refused = self._has_refused or status >= 500
         self._made.put_nowait(_given_up(key, code, f"The server of the model refused: {_error_of(body, status)}"))
 
     def _body(self, message: Generate) -> dict[str, Any]:
@@ -364,6 +447,18 @@ def _logprobs(told: _Logprobs, tokens: list[int], num_top: int) -> tuple[TokenLo
 
 def _given_up(key: str, code: ErrorCode, why: str) -> Progress:
     return Progress(key=key, finish_reason=FinishReason.ERROR, error=ErrorInfo(code, why[:500]))
+
+
+def _why(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"it answers with status {error.response.status_code}"
+    if isinstance(error, httpx.ConnectError):
+        return f"no connection ({error})" if str(error) else "no connection"
+    if isinstance(error, httpx.TimeoutException):
+        return str(error) or "no answer in time"
+    if isinstance(error, httpx.TransportError):
+        return "the connection broke"
+    return str(error)
 
 
 def _error_of(body: bytes, status: int) -> str:

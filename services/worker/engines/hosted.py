@@ -33,6 +33,9 @@ STOP_TIMEOUT_S = 3.0
 class HostedEngine:
     """`command`: the adapter's argument vector; `environment`: of its process, beside the socket."""
 
+    comes_back = False
+    problem = ""
+
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = list(command)
         self._environment = dict(environment)

@@ -202,36 +202,48 @@ class EngineInstance:
         return found
 
     async def _run_engine(self) -> None:
-        try:
-            facts = await self._engine.start()
-            book = self._book = Book(self._spec.name, facts)
-            self._metrics.set_model(self._spec.name, facts.block_size, facts.num_blocks)
-            for note in facts.notes:
-                log.warning("%s", note)
-            log.info(
-                "%s %s serves %s: %d blocks of %d tokens, lacks %s",
-                self._spec.engine, facts.version, self._spec.name, facts.num_blocks, facts.block_size,
-                ", ".join(facts.lacks) or "nothing",
-            )  # fmt: skip
-            await self._start_moves(book)
-            self.touch()
-            while True:
-                message = await self._engine.next_step()
-                if isinstance(message, Step):
-                    self._on_step(book, message)
-                elif self._moves is not None:
-                    self._moves.on_moved(message)
-        except EngineFailed as error:
-            log.error("the engine %s failed: %s", self._spec.engine, error)
-            self._error, self._is_final = str(error), error.is_final
-            self._is_ending = True
-            if self._book is not None and not self._spec.is_endpoint:
-                BlackBox(self._settings.black_box).note(self._book.unproven())
-            self._give_up(ErrorInfo(ErrorCode.GONE, f"the engine of instance {self._id} failed"))
-            self._reporter.publish()
-            self.touch()
-            if not error.is_final:
-                self.failed.set()
+        while True:
+            try:
+                await self._serve_engine()
+            except EngineFailed as error:
+                log.error("the engine %s failed: %s", self._spec.engine, error)
+                comes_back = self._engine.comes_back and not error.is_final
+                if not comes_back:
+                    self._error, self._is_final = str(error), error.is_final
+                    self._is_ending = True
+                if (book := self._book) is not None and not self._spec.is_endpoint:
+                    BlackBox(self._settings.black_box).note(book.unproven())
+                self._give_up(ErrorInfo(ErrorCode.GONE, f"the engine of instance {self._id} failed"))
+                if comes_back and book is not None:
+                    self._book = None
+                    self._metrics.remove_model(self._spec.name, book.facts.block_size, book.facts.num_blocks)
+                self._reporter.publish()
+                self.touch()
+                if not comes_back:
+                    if not error.is_final:
+                        self.failed.set()
+                    return
+
+    async def _serve_engine(self) -> None:
+        """From its start until it fails. Raises `EngineFailed`."""
+        facts = await self._engine.start()
+        book = self._book = Book(self._spec.name, facts)
+        self._metrics.set_model(self._spec.name, facts.block_size, facts.num_blocks)
+        for note in facts.notes:
+            log.warning("%s", note)
+        log.info(
+            "%s %s serves %s: %d blocks of %d tokens, lacks %s",
+            self._spec.engine, facts.version, self._spec.name, facts.num_blocks, facts.block_size,
+            ", ".join(facts.lacks) or "nothing",
+        )  # fmt: skip
+        await self._start_moves(book)
+        self.touch()
+        while True:
+            message = await self._engine.next_step()
+            if isinstance(message, Step):
+                self._on_step(book, message)
+            elif self._moves is not None:
+                self._moves.on_moved(message)
 
     async def _start_moves(self, book: Book) -> None:
         """Lets requests move, if the engine and the settings do."""
@@ -497,7 +509,7 @@ class EngineInstance:
         if self._error:
             return LoadedModel(name=name, state="failed", error=self._error, is_final=self._is_final)
         if (book := self._book) is None:
-            return LoadedModel(name=name, state="loading")
+            return LoadedModel(name=name, state="loading", error=self._engine.problem)
         (load,) = book.load(self._bus.now()).models
         return LoadedModel(
             name=name,

@@ -19,6 +19,16 @@ class EngineFailed(Exception):
 
 
 class ForeignEngine(Protocol):
+    @property
+    def comes_back(self) -> bool:
+        """Whether it is started again here after a failure that is not final; else its instance ends with it."""
+        ...
+
+    @property
+    def problem(self) -> str:
+        """Why `start` has not returned yet, if that is more than the usual time; empty: it is not."""
+        ...
+
     async def start(self) -> EngineFacts:
         """Returns when it serves its model. Raises `EngineFailed`."""
         ...

@@ -146,6 +146,14 @@ def test_what_would_fail_again_is_not_loaded_again() -> None:
     assert state.step(300.0) == [unload("n-0", "b")], "added again it is loaded again"
 
 
+def test_a_model_that_waits_for_its_server_is_a_problem_and_left_alone() -> None:
+    state = started(instance_plan(0, "a"))
+    waiting = LoadedModel(name="a", state="loading", error="it is down")
+    state.on_registry("n-0", msgspec.structs.replace(info(instance_plan(0)), models=[waiting]), 3.0)
+    assert all(state.step(float(now)) == [] for now in range(3, 25))
+    assert state.problems() == ["n-0 waits with 'a': it is down"]
+
+
 def test_a_changed_source_is_unloaded_then_loaded() -> None:
     state = started(instance_plan(0, "a"))
     changed = InstancePlan("n-0", "n", [spec("a", 2)], 8 * MIB, 2 * MIB)

@@ -17,10 +17,16 @@ STEP_S = 0.001
 
 class CompletionsServer:
     """`gate`: streams go on while it is set. `cut_after`: tokens after which a stream ends without a word; 0: never.
-    `names_ids`: whether tokens are named by their ids. `text`: of each."""
+    `names_ids`: whether tokens are named by their ids. `text`: of each. `hangs`: it answers nothing. `status`: of all its
+    answers, `completions_status`: of those to completions, where that is not 200. `model`: the name of its model.
+    `max_model_len`: as it says before its first token."""
 
     def __init__(self, *, names_ids: bool = True, text: str = "") -> None:
         self._text = text
+        self.hangs = False
+        self.status = self.completions_status = 200
+        self.model = "there"
+        self.max_model_len: int | None = 600
         self.gate = asyncio.Event()
         self.gate.set()
         self.cut_after = 0
@@ -54,8 +60,15 @@ class CompletionsServer:
                 lines = head.decode().split("\r\n")
                 length = next((int(one[15:]) for one in lines if one.lower().startswith("content-length:")), 0)
                 body = await reader.readexactly(length)
-                if lines[0].startswith("GET"):
-                    models = msgspec.json.encode({"data": [{"id": "there", "max_model_len": 600}]})
+                if self.hangs:
+                    await asyncio.sleep(3600)
+                is_models = lines[0].startswith("GET")
+                status = self.status if is_models or self.status != 200 else self.completions_status
+                if status != 200:
+                    writer.write(b"HTTP/1.1 %d Bad\r\nContent-Length: 0\r\n\r\n" % status)
+                    await writer.drain()
+                elif is_models:
+                    models = msgspec.json.encode({"data": [{"id": self.model, "max_model_len": self.max_model_len}]})
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models))
                     await writer.drain()
                 else:
@@ -73,6 +86,7 @@ class CompletionsServer:
             tokens: list[int] = list(body["prompt"])
             for number in range(1, body["max_tokens"] + 1):
                 await self.gate.wait()
+                self.max_model_len = 600
                 await asyncio.sleep(STEP_S)
                 token = next_token(tokens)
                 tokens.append(token)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker import black_box
+from services.worker.engines import endpoint
 from services.worker.engines.endpoint import EndpointEngine, EndpointOptions
 from services.worker.engines.interface import EngineFailed
 from shared.messages.requests import ErrorCode, FinishReason, RequestClass, pack_tokens
@@ -138,23 +139,125 @@ async def test_a_stream_that_ends_without_a_reason_is_given_up_and_the_server_go
             assert not stage.service.failed.is_set()
 
 
-async def test_a_server_that_dies_ends_the_instance_which_another_waits_for(nats_settings):
+@pytest.fixture
+def watched_closely(monkeypatch):
+    """Servers are asked often, and given up soon."""
+    for name, seconds in (("RETRY_S", 0.05), ("WATCH_INTERVAL_S", 0.1), ("HANG_S", 0.5), ("CONNECT_TIMEOUT_S", 0.3)):
+        monkeypatch.setattr(endpoint, name, seconds)
+
+
+async def shows(stage, state, error=""):
+    """Until the registry has the model so."""
+
+    def is_so():
+        info = stage.instances.entries.get("node-0")
+        model = info and info.models[0]
+        return model and model.state == state and bool(model.error) == bool(error) and error in model.error and model
+
+    await stage.until(is_so, 15)
+    return is_so()
+
+
+async def serves_again(stage, name):
+    sent = request(name, [1, 2], 20)
+    await stage.submit(sent)
+    await stage.until(lambda: stage.end(name))
+    assert stage.output(name) == expected_output(sent, 600)
+
+
+def dies(server):
+    return server.stop()
+
+
+async def hangs(server):
+    server.hangs = True
+
+
+async def fails(server):
+    server.status = 500
+
+
+async def swaps_its_model(server):
+    server.model = "another"
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(
+    ("befalls", "why"),
+    [
+        (dies, "no connection"),
+        (hangs, "no answer in time"),
+        (fails, "it answers with status 500"),
+        (swaps_its_model, "it does not serve there; it serves another"),
+    ],
+)
+async def test_a_server_that_serves_no_more_is_named_and_waited_for(
+    nats_settings, watched_closely, befalls, why, is_streaming
+):
     async with completions_server() as server:
-        async with engine_instance_on(
-            nats_settings, EndpointEngine(server.url, EndpointOptions()), "endpoint"
-        ) as stage:
-            await stage.submit(request("r1", [1, 2], 500))
-            await stage.until(lambda: len(stage.output("r1")) > 3)
-            await server.stop()
-            await stage.until(stage.service.failed.is_set)
-            assert stage.end("r1").error.code in (ErrorCode.UNAVAILABLE, ErrorCode.GONE)
-        again = EndpointEngine(server.url, EndpointOptions())
-        starting = asyncio.create_task(again.start())
-        await asyncio.sleep(0.2)
-        assert not starting.done()
-        await server.start()
-        assert (await asyncio.wait_for(starting, 10)).max_model_len == 600
-        await again.stop()
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
+            if is_streaming:
+                await stage.submit(request("r1", [1, 2], 500))
+                await stage.until(lambda: len(stage.output("r1")) > 3)
+                server.gate.clear()
+            await befalls(server)
+            shown = await shows(stage, "loading", why)
+            assert server.url in shown.error and "unavailable since 20" in shown.error
+            assert not shown.is_final and not stage.service.failed.is_set()
+            assert stage.instances.entries["node-0"].state == "starting"
+            if is_streaming:
+                assert stage.end("r1").error.code in (ErrorCode.UNAVAILABLE, ErrorCode.GONE)
+            server.hangs, server.status, server.model = False, 200, "there"
+            server.gate.set()
+            if befalls is dies:
+                await server.start()
+            await shows(stage, "ready")
+            await serves_again(stage, "r2")
+
+
+async def test_a_server_that_is_not_there_at_the_start_is_named_and_waited_for(nats_settings, watched_closely):
+    async with completions_server() as server:
+        await server.stop()
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint", until_ready=False) as stage:
+            await shows(stage, "loading", "no connection")
+            await server.start()
+            await shows(stage, "ready")
+            await serves_again(stage, "r1")
+
+
+async def test_a_server_that_does_not_know_its_models_length_before_it_is_loaded(nats_settings, watched_closely):
+    async with completions_server() as server:
+        server.max_model_len = None
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
+            assert (await shows(stage, "ready")).max_model_len == 600
+
+
+async def test_a_server_that_lists_its_model_but_fails_all_requests_is_given_up(nats_settings, watched_closely):
+    async with completions_server() as server:
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
+            server.completions_status = 500
+            await stage.submit(request("r1", [1, 2], 20))
+            await shows(stage, "loading", "it answers with status 500")
+            server.completions_status = 200
+            await shows(stage, "ready")
+            await serves_again(stage, "r2")
+
+
+async def test_a_busy_server_that_refuses_some_is_not_given_up(nats_settings, watched_closely):
+    async with completions_server() as server:
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
+            server.completions_status = 503
+            await stage.submit(request("r1", [1, 2], 20))
+            await stage.until(lambda: stage.end("r1"))
+            server.completions_status = 200
+            await asyncio.sleep(0.8)
+            assert stage.instances.entries["node-0"].models[0].state == "ready"
+            await serves_again(stage, "r2")
 
 
 async def test_a_server_without_token_ids_is_refused_by_name(nats_settings):
