@@ -89,7 +89,7 @@ async def test_lines_of_batches_have_forms_too(stack: Stack) -> None:
     lines = [
         line(0, CHATS, messages=HI, **json_schema(SCHEMA)),
         line(1, CHATS, messages=HI, guided_choice=["yes", "no"]),
-        line(2, CHATS, messages=HI, **json_schema({"type": "strng"})),
+        line(2, CHATS, messages=HI, **json_schema({"type": "string", "pattern": "("})),
     ]
     batch = await reach(client, (await start(client, lines, endpoint=CHATS)).id, ended)
     answered = await read(client, batch.output_file_id)
@@ -98,7 +98,7 @@ async def test_lines_of_batches_have_forms_too(stack: Stack) -> None:
     assert all(grammars) and len(set(grammars)) == 2
     assert follows(stack, grammars[0], '{"a": 1}') or follows(stack, grammars[1], '{"a": 1}')
     (refused,) = await read(client, batch.error_file_id)
-    assert refused["custom_id"] == "id-2" and "strng" in refused["response"]["body"]["error"]["message"]
+    assert refused["custom_id"] == "id-2" and "unclosed group" in refused["response"]["body"]["error"]["message"]
 
 
 JSON_SCHEMA = "response_format.json_schema.schema"

@@ -137,8 +137,14 @@ async def test_calls_that_are_asked_for_are_a_grammar(tools: Stack) -> None:
 async def test_a_bad_schema_is_told_without_the_grammar_around_it(tools: Stack) -> None:
     for parameters, reason in (
         ({"properties": {"city": "Rome"}}, "schema must be an object or boolean"),
-        ({"properties": {"city": {"type": "strng"}}}, "Invalid type: strng"),
-        ({"properties": {"city": {"type": "string", "pattern": "("}}}, "error: unclosed group"),
+        (
+            {"properties": {"city": {"type": "strng"}}},
+            "'properties.city.type' is 'strng'; expected array, boolean, integer, null, number, object, string.",
+        ),
+        (
+            {"properties": {"city": {"type": "string", "pattern": "("}}},
+            "'properties.city.pattern' is '(', no regular expression: unclosed group.",
+        ),
     ):
         tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
         answer = await tools.post("/v1/chat/completions", messages=HI, tools=[tool], tool_choice="required")
@@ -233,3 +239,91 @@ async def test_what_is_refused(tools: Stack) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param), answer.text
         assert words in error["message"], error["message"]
+
+
+APIS = {
+    "/v1/chat/completions": (
+        {"messages": HI},
+        lambda schema: {"type": "function", "function": {"name": "f", "parameters": schema}},
+        "tools[1].function.parameters",
+    ),
+    "/v1/responses": (
+        {"input": "Hi"},
+        lambda schema: {"type": "function", "name": "f", "parameters": schema},
+        "tools[1].parameters",
+    ),
+    "/v1/messages": (
+        {"messages": HI, "max_tokens": 5},
+        lambda schema: {"name": "f", "input_schema": schema},
+        "tools[1].input_schema",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "name"),
+    [
+        ({"type": "objekt"}, "type", "objekt"),
+        ({"type": "object", "properties": {"a": {"type": "int"}}}, "properties.a.type", "int"),
+        (
+            {"type": "object", "properties": {"a": {"items": {"type": ["string", "nul"]}}}},
+            "properties.a.items.type",
+            "nul",
+        ),
+        ({"type": "object", "properties": {"a": {"anyOf": [{}, {"type": "X"}]}}}, "properties.a.anyOf[1].type", "X"),
+        ({"type": "object", "$defs": {"d": {"type": "STRING"}}}, "$defs.d.type", "STRING"),
+    ],
+)
+@pytest.mark.parametrize("path", APIS)
+async def test_a_type_that_there_is_not_is_refused_by_name(
+    tools: Stack, path: str, schema: dict[str, Any], place: str, name: str
+) -> None:
+    body, tool, param = APIS[path]
+    answer = await tools.post(path, **body, tools=[tool({"type": "object"}) | {"name": "g"}, tool(schema)])
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400, answer.text
+    assert f"'{param}': '{place}' is '{name}'; expected array, boolean, integer" in message
+    if path != "/v1/messages":
+        assert answer.json()["error"]["param"] == param
+
+
+async def test_schemas_that_others_take_are_taken(tools: Stack) -> None:
+    tools.say("Hi")
+    schemas: list[dict[str, Any]] = [
+        {"type": "object", "properties": {"type": {"type": "string"}, "enum": {"enum": [{"type": "objekt"}]}}},
+        {"type": "object", "properties": {"a": {"type": None}, "b": True, "c": {"default": {"type": "objekt"}}}},
+        {"type": "object", "properties": {"a": {"type": ["integer", "number", "boolean", "null", "array"]}}},
+        {"properties": {"a": {"const": {"type": "x"}, "examples": [{"type": "y"}]}}},
+        {"type": "object", "x-note": {"type": "objekt"}},
+        {},
+    ]
+    for schema in schemas:
+        for path, (body, tool, _) in APIS.items():
+            answer = await tools.post(path, **body, tools=[tool(schema)])
+            assert answer.status_code == 200, (path, schema, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (
+            {"properties": {"a": {"pattern": "^[a-"}}},
+            "'properties.a.pattern' is '^[a-', no regular expression: unclosed character class",
+        ),
+        ({"patternProperties": {"x\n(": {}}}, "'patternProperties' is 'x\\n(', no regular expression: unclosed group"),
+    ],
+)
+async def test_an_expression_that_cannot_be_read_is_named_in_one_line(
+    tools: Stack, schema: dict[str, Any], reason: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
+    answer = await tools.post("/v1/chat/completions", messages=HI, tools=[tool], tool_choice="required")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (400, f"Invalid value for 'tools': {reason}.")
+    answer = await tools.post("/v1/chat/completions", messages=HI, guided_json=schema)
+    assert answer.json()["error"]["message"] == f"Invalid value for 'guided_json': {reason}."
+    answer = await tools.post("/v1/chat/completions", messages=HI, guided_regex="(a")
+    assert (
+        answer.json()["error"]["message"]
+        == "Invalid value for 'guided_regex': '(a' is no regular expression: unclosed group."
+    )

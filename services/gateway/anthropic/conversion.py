@@ -20,6 +20,7 @@ from services.gateway.anthropic.messages import (
 from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.conversations import not_served
 from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
+from services.gateway.openai.structured import check_types
 
 _LEFT_OUT = (
     "tool_use",
@@ -123,6 +124,7 @@ def _generation(request: MessageRequest) -> dict[str, Any]:
 def _tool(tool: MessageTool, place: int) -> dict[str, Any]:
     if tool.name is None:
         raise invalid(f"tools[{place}].name", f"Missing required parameter: 'tools[{place}].name'.")
+    check_types(tool.input_schema, f"tools[{place}].input_schema")
     fields = {
         "name": tool.name,
         "description": tool.description,

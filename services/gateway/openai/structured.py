@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from services.gateway.http.errors import invalid
 from services.gateway.openai.json_schemas.preparing import prepared
 from services.gateway.openai.json_schemas.shortfalls import SchemaError
+from services.gateway.openai.json_schemas.types import KNOWN, unknown_type
 from services.gateway.openai.schemas import (
     MAX_NESTING,
     GenerationFields,
@@ -71,6 +72,7 @@ def json_grammar(
     if len(msgspec.json.encode(schema)) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"'{param}' has more than {MAX_SCHEMA_BYTES} bytes.")
     spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
+    check_types(schema, param)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     try:
@@ -78,6 +80,16 @@ def json_grammar(
     except SchemaError as error:
         raise invalid(param, f"'{param}' cannot be had: {error}.", "unsupported_value") from None
     return {"json_schema": {**schema, "x-guidance": {**spacing, "lenient": left_out is not None}}}
+
+
+def check_types(schema: Any, param: str) -> None:
+    """Refuses a schema with a type that there is not, at which a model would be told of it and never follow it. `param`: the
+    schema's field. Raises `ApiError`."""
+    if (found := unknown_type(schema)) is not None:
+        place, name = found
+        raise invalid(
+            param, f"Invalid value for '{param}': '{place}' is '{name[:100]}'; expected {', '.join(sorted(KNOWN))}."
+        )
 
 
 def lark_grammar(source: str) -> dict[str, Any]:

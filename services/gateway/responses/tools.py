@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.schemas import CUSTOM_ARGUMENT, custom_parameters
+from services.gateway.openai.structured import check_types
 from services.gateway.responses.messages import ResponseTool, ToolChoice
 
 HOSTED_TOOLS = (
@@ -76,6 +77,7 @@ def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) ->
         if tool.type == "namespace":
             yield from _called(tool.tools or (), f"{where}.tools", chat_name(tool.name, namespace))
             continue
+        check_types(tool.parameters, f"{where}.parameters")
         is_custom = tool.type == "custom"
         fields = {
             "name": chat_name(tool.name, namespace),

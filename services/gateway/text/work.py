@@ -11,12 +11,14 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
+import json
 import os
 import re
 import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,6 +114,9 @@ def _tokenizer(spec: ModelSpec) -> Any:
 
 _OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| |\Z)", re.DOTALL)
 
+_OF_EXPRESSION = re.compile(r"regex parse error:\n {4}(.*)\n +\^+\nerror: (.*)")
+"""The engine's drawing of an expression that it cannot read: the expression, and why."""
+
 
 def work(task: Render | Encode | TryGrammar) -> Result:
     try:
@@ -155,6 +160,8 @@ def _tried(task: TryGrammar) -> Result:
     taken_s = time.process_time() - begun_s
     if of_schema := _OF_SCHEMA.match(reason):  # the lines of the grammar around it are of our making
         reason = of_schema[1]
+    if (of_expression := _OF_EXPRESSION.search(reason)) is not None:
+        reason = _why_no_expression(text, *of_expression.groups())
     if "coerce_one_of" in reason:
         reason = "oneOf: it cannot be shown that its schemas exclude each other; anyOf can be had"
     if not reason and taken_s > MAX_GRAMMAR_CPU_S:
@@ -164,6 +171,39 @@ def _tried(task: TryGrammar) -> Result:
     if reason:
         return Result(refusal=Refusal(reason, None, None))
     return Result() if text is task.text else Result(text)
+
+
+def _why_no_expression(grammar: str, expression: str, why: str) -> str:
+    """One line on an expression that cannot be read, with its place in the schema that has it."""
+    for schema in _schemas_of(grammar):
+        for keyword, place in _expressions_of(schema):
+            if keyword.replace("\n", "\\n") == expression:
+                return f"'{place}' is '{expression}', no regular expression: {why}."
+    return f"'{expression}' is no regular expression: {why}."
+
+
+def _schemas_of(grammar: str) -> Iterator[Any]:
+    """Schemas of a grammar: whole ones, and those within rules in Lark."""
+    for one in msgspec.json.decode(grammar)["grammars"]:
+        if "json_schema" in one:
+            yield one["json_schema"]
+        for rest in one.get("lark_grammar", "").split("%json ")[1:]:
+            with contextlib.suppress(ValueError):
+                yield json.JSONDecoder().raw_decode(rest)[0]
+
+
+def _expressions_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """What may be an expression in a schema, with its place."""
+    if isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _expressions_of(one, f"{place}[{number}]")
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        inner_place = f"{place}.{name}" if place else name
+        if name == "pattern" and isinstance(inner, str):
+            yield inner, inner_place
+        elif name == "patternProperties" and isinstance(inner, dict):
+            yield from ((expression, inner_place) for expression in inner)
+        yield from _expressions_of(inner, inner_place)
 
 
 def _why_no_token(grammar: str) -> str:

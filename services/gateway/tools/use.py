@@ -16,7 +16,7 @@ from services.gateway.openai.schemas import (
     NamedTool,
     Tool,
 )
-from services.gateway.openai.structured import Grammar, encoded, lark_grammar
+from services.gateway.openai.structured import Grammar, check_types, encoded, lark_grammar
 from services.gateway.tools.formats import ToolFormat
 
 
@@ -72,6 +72,8 @@ def tool_use_of(request: ChatRequest) -> ToolUse | None:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
         return None
+    for number, tool in enumerate(tools):
+        check_types(tool.function.parameters, f"tools[{number}].function.parameters")
     ((name, count),) = Counter(tool.function.name for tool in tools).most_common(1)
     if count > 1:
         raise invalid("tools", f"'tools' has two functions of the name '{name}'.")
