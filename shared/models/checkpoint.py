@@ -19,7 +19,8 @@ import msgspec
 
 from shared.engine.memory.slab import KvGeometry
 from shared.models import sentencepiece
-from shared.models.families import ENCODERS, TRANSFORMERS, ModelFamily, families, family_of
+from shared.models.config_values import wrong_value
+from shared.models.families import ENCODERS, FAMILIES, TRANSFORMERS, ModelFamily, families, family_of
 from shared.models.pooling import BARE, CLASSIFIER, MODULES_FILE, Pooling, PoolingError, pooling_of
 from shared.models.quantization import (
     QUANTIZATIONS,
@@ -176,6 +177,8 @@ def _describe(path: Path, config: dict[str, Any]) -> CheckpointShape:
                 f"{file}: quantization_config: {architecture} runs through transformers, where quantised weights are not "
                 "supported."
             )
+    elif family in FAMILIES:
+        _check_values(file, config, architecture)
     _check_is_supported(file, config, None if family is TRANSFORMERS else config.get(keys.activation))
     hidden_size = positive_int(config, keys.hidden_size, file)
     num_heads = positive_int(config, keys.num_heads, file)
@@ -381,6 +384,14 @@ def _sentencepiece(path: Path) -> sentencepiece.SentencePieceModel:
         raise CheckpointError(
             f"{error}. Without tokenizer.json it has to be one (Git LFS leaves a note in its place until it is fetched)."
         ) from None
+
+
+def _check_values(file: Path, config: Mapping[str, Any], architecture: str) -> None:
+    """Checks what only the native torch modules read. Raises `CheckpointError`."""
+    if wrong := wrong_value(config):
+        raise CheckpointError(f"{file}: {wrong}.")
+    if architecture.startswith("Gemma"):
+        _check_is_supported(file, config, config.get("hidden_activation"))
 
 
 def _check_is_supported(file: Path, config: Mapping[str, Any], activation: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shared.models import checkpoint
+from shared.models import checkpoint, config_values
 from shared.models.checkpoint import CheckpointError
 
 LLAMA: dict[str, Any] = {
@@ -422,7 +423,32 @@ def test_weights_that_are_not_those_of_the_config(
     ("changes", "reason"),
     [
         ({"hidden_size": "big"}, "config.json has a value of the wrong kind: .*'big'"),
-        ({"rope_scaling": "yarn"}, "config.json has a value of the wrong kind"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object, but is 'yarn'"),
+        ({"rope_parameters": [1]}, r"rope_parameters must be an object, but is \[1\]"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number, but is 'x'"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a number, but is True"),
+        ({"rms_norm_eps": [1e-6]}, "rms_norm_eps must be a number, but is"),
+        ({"rope_theta": "x"}, "rope_theta must be a number, but is 'x'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": "x"}}},
+            "rope_parameters.full_attention.rope_theta must be",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling.factor must be a number, but is 'x'"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": ["x"]}},
+            "rope_scaling.short_factor must be a list of numbers",
+        ),
+        ({"tie_word_embeddings": 3}, "tie_word_embeddings must be true or false, but is 3"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be true or false, but is 'true'"),
+        ({"eos_token_id": "x"}, "eos_token_id 'x' is no token id"),
+        ({"intermediate_size": "128"}, "intermediate_size must be a whole number, but is '128'"),
+        ({"sliding_window": "x"}, "sliding_window must be a whole number, but is 'x'"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list of texts"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, where num_hidden_layers is 2"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "x"},
+            "activation 'x' is not supported",
+        ),
         ({"num_key_value_heads": "two"}, "num_key_value_heads must be a positive integer, but is 'two'"),
         ({"head_dim": -16}, "head_dim must be a positive integer, but is -16"),
     ],
@@ -430,6 +456,28 @@ def test_weights_that_are_not_those_of_the_config(
 def test_values_of_the_wrong_kind(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         checkpoint.describe(make(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": "1e-5", "rope_theta": 500000, "tie_word_embeddings": False, "intermediate_size": 128.0},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "sliding_window": 0, "layer_types": ["a", "b", "c"]},
+        {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "mlp_only_layers": []},
+    ],
+)
+def test_values_of_the_right_kind(tmp_path: Path, changes: dict[str, Any]) -> None:
+    checkpoint.describe(make(tmp_path, **changes))
+
+
+def test_all_that_the_native_modules_read_of_a_config_is_looked_at() -> None:
+    modules = [
+        Path(__file__).parents[2] / "services/worker/models" / f"{name}.py" for name in ("llama", "opt", "parts")
+    ]
+    read = {key for module in modules for key in re.findall(r'config\.get\("(\w+)"', module.read_text())}
+    read -= {"hidden_act", "hidden_activation", "activation_function", "layer_types", "mlp_only_layers"}
+    looked_at = {*config_values.COUNTS, *config_values.NUMBERS, *config_values.FLAGS, *config_values._ROPE_OF_CONFIG}
+    assert len(read) > 15 and read <= looked_at
 
 
 def test_a_layer_that_is_missing(tmp_path: Path) -> None:
