@@ -678,7 +678,8 @@ def _check_encoding(arguments: Iterable[str]) -> None:
 
 
 def main() -> NoReturn:
-    """Runs the command. Exit code 2 and one sentence where the operator must change something."""
+    """Runs the command. Exit code 2 and one sentence where the operator must change something; that of SIGPIPE, which other
+    programs end with, where nobody reads on (behind `| head`): what the command was doing may not be done."""
     # The console's lines are made in this package; a library's warnings would run into them.
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     try:
@@ -695,7 +696,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as ended:
-        # With it typer ends where nobody reads on, as behind `| head`.
-        if not isinstance(ended.__context__, BrokenPipeError):
-            raise
+        if isinstance(ended.__context__, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
+        raise
     sys.exit(0)

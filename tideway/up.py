@@ -434,7 +434,5 @@ def _engine(spec: ModelSpec) -> tuple[str, str, str]:
 
 def _told(spec: ModelSpec) -> str:
     engine = "" if spec.is_native else f" on the engine {spec.engine}"
-    options = "".join(
-        f", {name.replace('_', ' ')} {value}" for name in _OPTIONS if (value := getattr(spec, name))
-    )
+    options = "".join(f", {name.replace('_', ' ')} {value}" for name in _OPTIONS if (value := getattr(spec, name)))
     return f"{spec.source}{options}{engine}" + (f", on demand and idle for {spec.idle_s:g} s" if spec.on_demand else "")

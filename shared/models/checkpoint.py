@@ -156,7 +156,9 @@ def describe(path: Path) -> CheckpointShape:
     try:
         return _describe(path, config)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise CheckpointError(f"{path / 'config.json'} has a value of the wrong kind: {error}.") from error
+        raise CheckpointError(
+            f"{path}: config.json, or a file beside it, has a value of the wrong kind: {error}."
+        ) from error
 
 
 def _describe(path: Path, config: dict[str, Any]) -> CheckpointShape:
@@ -218,7 +220,8 @@ def check_shapes(path: Path) -> None:
     if family in (TRANSFORMERS, ENCODERS):
         return
     num_heads = positive_int(config, family.keys.num_heads, path / "config.json")
-    width = int(config.get("word_embed_proj_dim") or shape.hidden_size)
+    of_words = "word_embed_proj_dim"
+    width = positive_int(config, of_words, path / "config.json") if config.get(of_words) else shape.hidden_size
     expected = {
         "embed_tokens.weight": [shape.vocab_size, width],
         "lm_head.weight": [shape.vocab_size, width],
@@ -555,8 +558,10 @@ def _max_model_len(config: Mapping[str, Any], architecture: str, length: int) ->
 
 
 def positive_int(config: Mapping[str, Any], key: str, file: Path) -> int:
-    """`config[key]`, which must be a positive integer; `file` is named where it is not."""
+    """`config[key]`, which must be a positive integer, also written as 16.0; `file` is named where it is not."""
     value = config.get(key)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise CheckpointError(f"{file}: {key} must be a positive integer, but is {value!r}.")
     return value

@@ -80,7 +80,8 @@ def pooling_of(path: Path, config: Mapping[str, Any], read: Callable[[Path], dic
     file. Raises `PoolingError`, and whatever `read` raises."""
     names = [str(name) for name in config.get("architectures") or []]
     modules = _modules(path / MODULES_FILE)
-    hidden_size = int(config.get("hidden_size") or config.get("n_embd") or config.get("dim") or 0)
+    width = config.get("hidden_size") or config.get("n_embd") or config.get("dim")
+    hidden_size = int(width) if isinstance(width, int | float) else 0
     if modules is not None:
         found = _of_modules(path, config, modules, hidden_size, read)
     elif config.get(_FROM_TOKENS) or any(name.endswith(CLASSIFIER) for name in names):

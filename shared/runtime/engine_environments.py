@@ -97,7 +97,8 @@ def install(
         if not (venv / "bin" / "python").exists():
             _run([sys.executable, "-m", "venv", str(venv)], say)
         pip = [str(venv / "bin" / "python"), "-m", "pip"]
-        _run([*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off", *recipe.requirements], say)
+        options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+        _run([*pip, "install", *options, *recipe.requirements], say)
         if recipe.removed:
             _run([*pip, "uninstall", "-q", "-y", *recipe.removed], say)
         if recipe.renamed[0]:

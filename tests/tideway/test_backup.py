@@ -13,7 +13,7 @@ from shared.messages.catalogue import FILE_CONTENTS, MODELS
 from shared.runtime.settings import BusSettings
 from tests.tideway.test_up import Run
 from tideway.backup import backup, restore
-from tideway.data_folder import OperatorError
+from tideway.data_folder import DataFolder, OperatorError
 
 CONTENT = b"a line\n" * 50_000
 
@@ -58,11 +58,30 @@ def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="is not a data folder"):
         backup(tmp_path / "backup.tar", tmp_path / "none")
     (tmp_path / "file").write_bytes(b"nothing")
-    with pytest.raises(OperatorError, match=r"could not be restored into .*: it is not a backup of Tideway\.$"):
+    with pytest.raises(
+        OperatorError, match=r"could not be restored into .*: it is not a backup of Tideway, or not a whole one\.$"
+    ):
         restore(tmp_path / "file", tmp_path / "data")
     with pytest.raises(OperatorError, match="No such file"):
         restore(tmp_path / "missing", tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_that_somebody_else_makes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, data = tmp_path / "backup.tar", DataFolder(tmp_path / "data")
+    backup(archive, data_folder(tmp_path / "old"))
+    names = tarfile.TarFile.getnames
+
+    def slow(tar: tarfile.TarFile) -> list[str]:
+        data.prepare()
+        data.acquire()
+        return names(tar)
+
+    monkeypatch.setattr(tarfile.TarFile, "getnames", slow)
+    with pytest.raises(OperatorError, match="runs here already"):
+        restore(archive, data.path)
+    assert data.logs.is_dir()
+    data.release()
 
 
 def data_folder(path: Path) -> Path:

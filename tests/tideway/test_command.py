@@ -188,13 +188,13 @@ def test_a_view_that_cannot_be_written_is_one_sentence(admin_url: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("up", "--help")])
-def test_a_reader_that_ends_is_no_error(arguments: tuple[str, ...]) -> None:
+def test_a_reader_that_ends_is_told_as_by_other_programs(arguments: tuple[str, ...]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "tideway", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    assert (process.stderr.read(), process.wait(60)) == (b"", 128 + signal.SIGPIPE)
 
 
 def test_sigterm_leaves_the_terminal_as_it_was(admin_url: str) -> None:

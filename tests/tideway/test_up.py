@@ -36,7 +36,7 @@ from tideway.first_request import first_request
 from tideway.preflight import REPOSITORY, free_ports
 from tideway.supervisor import KILL_WAIT_S, Backoff, ProcessSpec
 from tideway.tree import Service, UpOptions
-from tideway.up import Up
+from tideway.up import Up, _wanted
 
 ROLES = {"scheduler": "plain", "placement": "placement", "worker": "worker", "gateway": "gateway"}
 MODELS = [ModelSpec(name="tide", source="org/tide"), ModelSpec(name="ebb", source="org/ebb")]
@@ -349,6 +349,15 @@ async def test_a_name_that_is_asked_for_with_other_options_has_them(tmp_path: Pa
     await run.stop()
     assert "model tide is org/tide, quantization int8 now, and was org/tide" in run.text
     assert "model ebb is org/ebb, tool format hermes, draft org/d now, and was org/ebb" in run.text
+
+
+def test_what_a_later_start_does_not_say_stays() -> None:
+    earlier = ModelSpec("tide", "org/tide", quantization="int8", draft="org/d", replicas=2)
+    assert _wanted(earlier, ModelSpec("tide", "org/tide")) == earlier
+    with_format = msgspec.structs.replace(earlier, tool_format="hermes")
+    assert _wanted(earlier, ModelSpec("tide", "org/tide", tool_format="hermes")) == with_format
+    other = ModelSpec("tide", "org/other", tool_format="hermes")
+    assert _wanted(earlier, other) == other
 
 
 async def test_what_was_drained_is_named_and_may_be_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

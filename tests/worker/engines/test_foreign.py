@@ -305,5 +305,5 @@ def test_an_installation_tells_what_pip_does(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CODE", "0")
     command.install_engine("vllm", "cpu")
     said = capsys.readouterr().out
-    assert said.count("  choosing versions: torch\n") + said.count("  installing 2 packages\n") >= 2
+    assert "installing 2 packages" in said
     assert said.endswith(f"vllm for cpu is installed: {pip}\n")
