@@ -35,7 +35,7 @@ def list_models(
 
 
 def _table(models: list[ModelState]) -> Table:
-    table = Table("model", "state", "instances", "on demand", "requests", "source", "note", **LOOK)
+    table = Table("model", "state", "instances", "on demand", "run+wait+queued", "source", "note", **LOOK)
     for model in models:
         num_ready = sum(state == "ready" for state in model.instances.values())
         cells = (

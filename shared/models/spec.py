@@ -18,6 +18,10 @@ MAX_IDLE_S = 30 * 86_400.0
 MAX_NAME_LENGTH = 128
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9_:-][A-Za-z0-9._:-]*)*"
 """No part between slashes is empty or begins with a dot: names stand in paths of URLs, whose `..` clients resolve."""
+NAME_RULE = (
+    f"1 to {MAX_NAME_LENGTH} letters, digits and . _ : / -, the first a letter or digit, no / at the end or before another "
+    "or a dot"
+)
 
 
 def refuse(message: str, param: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ServiceError:
@@ -32,11 +36,7 @@ def is_name(text: str) -> bool:
 def check_name(name: str) -> None:
     """Checks a model's or an adapter's name. Raises `ServiceError`."""
     if not is_name(name):
-        raise refuse(
-            f"{name!r} is no model name: 1 to {MAX_NAME_LENGTH} letters, digits and . _ : / -, the first a letter or digit, "
-            "no / at the end or before another or a dot",
-            "name",
-        )
+        raise refuse(f"{name!r} is no model name: {NAME_RULE}", "name")
 
 
 def check_slo_scale(scale: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shared.messages.requests import Adapter, RequestClass
 from tests.gateway.batching import ended, line, reach, start
 from tests.gateway.conftest import MODEL, Stack
@@ -78,3 +80,17 @@ async def test_a_batch_of_an_adapter_and_its_base_model_asks_for_tokens_of_one_m
     assert done.status == "completed" and len(stack.peer.submitted) == 3, done
     assert {demand.model for query in stack.peer.grant_queries for demand in query.demands} == {MODEL}
     assert sorted(request.public_model for request in stack.peer.submitted) == ["poet", "poet", MODEL]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/models", {"name": "a b", "source": "org/a"}),
+        ("/v1/load_lora_adapter", {"lora_name": "a/.b", "lora_path": "org/a"}),
+    ],
+)
+async def test_a_name_that_cannot_be_is_told_in_words(stack: Stack, path: str, body: dict[str, str]) -> None:
+    answer = await stack.client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, next(iter(body)))
+    assert "1 to 128 letters, digits and . _ : / -" in error["message"] and "regex" not in error["message"]

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.models.spec import NAME_PATTERN, NAME_RULE
 from shared.runtime.nearest import nearest
 
 MODEL_FAILED = "model_failed"
@@ -222,6 +223,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             raise invalid(param, f"Unknown parameter: '{param}'{nearest(name, known)}", "unknown_parameter") from None
         if sentence.startswith(("Invalid enum value", "Invalid value")) and (choices := _choices(decoder.type, param)):
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
+        if NAME_PATTERN in sentence:
+            sentence = f"expected {NAME_RULE}"
         sentence = sentence.replace(_STRICT_END, "$")
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None
