@@ -308,6 +308,47 @@ def test_a_name_that_is_nested_deep_is_content() -> None:
     assert read(FORMATS["hermes"].parser(NAMES), [text]) == (text, [])
 
 
+SEED_ARGUMENT = ("seed", "<seed:tool_call>\n<function=code>\n<parameter=text>{}</function>\n</seed:tool_call>")
+GLM_ARGUMENT = ("glm", "<tool_call>code\n<arg_key>text</arg_key>\n<arg_value>{}</tool_call>")
+MINIMAX_ARGUMENT = (
+    "minimax",
+    '<minimax:tool_call>\n<invoke name="code">\n<parameter name="text">{}</invoke>\n</minimax:tool_call>',
+)
+CODED_ARGUMENT = ("qwen3-coder", "<tool_call>\n<function=code>\n<parameter=text>{}</function>\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "arguments"),
+    [
+        (SEED_ARGUMENT, "\nfoo\n<parameter=n>\n5\n", {"text": "foo", "n": 5}),
+        (SEED_ARGUMENT, "foo\n<parameter=n>5\n", {"text": "foo", "n": 5}),
+        (SEED_ARGUMENT, "\n\n<parameter=n>5</parameter>\n", {"text": "", "n": 5}),
+        (SEED_ARGUMENT, "\nfoo\n\n<parameter=n>5</parameter>\n", {"text": "foo\n", "n": 5}),
+        (SEED_ARGUMENT, "\nfoo</parameter>\n", {"text": "foo"}),
+        (SEED_ARGUMENT, "foo\n</parameter>\n", {"text": "foo\n"}),
+        (SEED_ARGUMENT, "\nfoo\n</parameter>\n", {"text": "foo"}),
+        (MINIMAX_ARGUMENT, '\nfoo\n<parameter name="n">\n5\n', {"text": "foo", "n": 5}),
+        (MINIMAX_ARGUMENT, "\nfoo\n", {"text": "foo"}),
+        (MINIMAX_ARGUMENT, "\nfoo</parameter>\n", {"text": "foo"}),
+        (MINIMAX_ARGUMENT, "foo\n</parameter>\n", {"text": "foo\n"}),
+        (GLM_ARGUMENT, "\nfoo</arg_value>\n", {"text": "foo"}),
+        (GLM_ARGUMENT, "foo\n</arg_value>\n", {"text": "foo\n"}),
+        (GLM_ARGUMENT, "\n\nfoo</arg_value>\n", {"text": "\nfoo"}),
+        (GLM_ARGUMENT, "\n</arg_value>\n", {"text": "\n"}),
+        (CODED_ARGUMENT, "\n\n</parameter>\n", {"text": ""}),
+        (CODED_ARGUMENT, "\nfoo\n\n</parameter>\n", {"text": "foo\n"}),
+        (CODED_ARGUMENT, "\nfoo\n<parameter=n>\n5\n", {"text": "foo", "n": 5}),
+    ],
+)
+def test_line_breaks_of_marks_are_not_of_the_value(
+    family: tuple[str, str], written: str, arguments: dict[str, Any]
+) -> None:
+    name, frame = family
+    text = frame.format(written)
+    for cut in range(len(text)):
+        assert read(FORMATS[name].parser(NAMES), [text[:cut], text[cut:]]) == ("", [("code", arguments)])
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = FORMATS["hermes"].parser(NAMES)
     assert [delta.name for delta in parser.feed('<tool_call>\n{"name": "weather"').calls] == ["weather"]

@@ -155,18 +155,28 @@ class KeyedParser(ToolParser):
         value, found, after = parted(self._rest, (marks.value_end, *others))
         if not found:
             return False
-        self._tell_value(key, value)
+        self._tell_value(key, value, found)
         self._key = None
         self._rest = after if found == marks.value_end else found + after
         return True
 
-    def _tell_value(self, key: str, text: str) -> None:
+    def _tell_value(self, key: str, text: str, end: str = "") -> None:
+        """`end`: the mark behind it."""
         value: Any = text
         if not self._is_text:
-            is_on_lines = self._marks.has_value_on_lines or (text[:1] == text[-1:] == "\n" and len(text) > 1)
-            own = _without_line_breaks(text) if is_on_lines else text
-            value = typed(own, self._schemas.get(self._name), key)
+            value = typed(self._without_line_breaks(text, end), self._schemas.get(self._name), key)
         self._tell_arguments(self._told.put(key, value))
+
+    def _without_line_breaks(self, text: str, end: str) -> str:
+        """The value's own text. A line break before it belongs to the marks; one behind it does where one is before it too,
+        or always is: else it is the last of a text, of a file perhaps. `end` may have taken that one."""
+        is_end_taken, is_on_lines = end.startswith("\n"), self._marks.has_value_on_lines
+        if text == "\n" and not is_end_taken and not is_on_lines:
+            return text
+        own = text.removeprefix("\n")
+        if is_end_taken or (own == text and not is_on_lines):
+            return own
+        return own.removesuffix("\n")
 
     def _end_call(self, *, is_last: bool) -> None:
         self._tell_arguments(self._told.end())
@@ -187,11 +197,6 @@ class KeyedParser(ToolParser):
 
 _NAME = re.compile(r"[\w.:-]+")
 _NAME_BEGUN = re.compile(r"\s*[\w.:-]*\s*")
-
-
-def _without_line_breaks(text: str) -> str:
-    """One at each end belongs to the marks."""
-    return text.removeprefix("\n").removesuffix("\n")
 
 
 def typed(text: str, schema: Any, key: str) -> Any:
