@@ -34,7 +34,7 @@ class Parsed:
 
 class ToolParser(ABC):
     """Parses one output. `feed` is called with each piece of its text and `flush` once at its end; every character is
-    of a call, of the marks around it, or content."""
+    of a call, of the marks around it (so are brackets and commas too many before a mark), or content."""
 
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the tools that there are."""
@@ -172,33 +172,47 @@ class TaggedParser(ToolParser):
     """`<tool_call>{...}</tool_call>`, any number of times, among other text (Hermes, Qwen)."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    BETWEEN = " \t\r\n,}]"
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._is_closing = False
+        self._is_marked = False
+        """A mark of its own precedes the object that is read, which is a call of whatever name."""
+        self._behind = ""
+        """Brackets and white space behind a call; content if no mark or call follows."""
 
     def _advance(self) -> bool:
         if self._is_closing:
             return self._close()
         if self._call is None:
-            if not self._say_until(self.OPEN):
-                return False
-            self._begin_call(self.OPEN)
-            return True
-        ended = self._read_call(is_certain=True)
+            self._is_marked = bool(self._say_until(self.OPEN))
+            if self._is_marked:
+                self._begin_call(self.OPEN)
+            return self._is_marked
+        ended = self._read_call(is_certain=self._is_marked)
         self._is_closing = ended is True
         return ended is not None
 
     def _close(self) -> bool:
-        """Takes the closing mark, and brackets too many before it. Another call may come without marks of its own."""
-        self._rest = self._rest.lstrip(" \t\r\n,}]")
-        if len(self._rest) < len(self.CLOSE) and self.CLOSE.startswith(self._rest):
+        """Takes the closing mark, and brackets too many before it. A call of a known tool may come without marks of its
+        own."""
+        rest = self._rest.lstrip(self.BETWEEN)
+        self._behind += self._rest[: len(self._rest) - len(rest)]
+        self._rest = rest
+        if any(len(rest) < len(mark) and mark.startswith(rest) for mark in (self.OPEN, self.CLOSE)):
             return False
-        if self._rest.startswith("{"):
-            self._begin_call()
-        self._rest = self._rest.removeprefix(self.CLOSE)
-        self._is_closing = False
+        if rest.startswith("{"):
+            self._begin_call(self._behind)
+            self._is_marked = False
+        elif not rest.startswith((self.OPEN, self.CLOSE)):
+            self._say(self._behind)
+        self._rest = rest.removeprefix(self.CLOSE)
+        self._is_closing, self._behind = False, ""
         return True
+
+    def _is_call_begun(self) -> bool:
+        return self._is_marked or _begins_call(self._call_text.lstrip(self.BETWEEN), self._names)
 
     def flush(self, is_cut: bool = False) -> Parsed:
         if self._is_closing:
