@@ -274,8 +274,8 @@ def test_results_of_tools_that_anthropic_runs_are_left_out(kind: str, content: A
     ]
     chat = chat_request(msgspec.convert({"max_tokens": 7, "messages": messages}, MessageRequest))
     assert [message.content for message in chat.messages] == ["Q", "A", "On"]
-    of_client = [{"role": "user", "content": [{**result, "type": "tool_result"}]}]
     if isinstance(content, dict):
+        of_client = [{"role": "user", "content": [{**result, "type": "tool_result"}]}]
         with pytest.raises(msgspec.ValidationError, match=r"got `object` - at `\$.content` - at `\$.messages"):
             msgspec.convert({"max_tokens": 7, "messages": of_client}, MessageRequest)
 
@@ -286,6 +286,10 @@ def test_a_choice_of_a_tool_that_is_left_out_is_none() -> None:
         chat = chat_request(msgspec.convert({**body, "tool_choice": {"type": "tool", "name": name}}, MessageRequest))
         choice = msgspec.to_builtins(chat.tool_choice)
         assert (choice and choice["function"]) == chosen
+    beside = [WEATHER, {**HOSTED, "name": WEATHER["name"]}]
+    asked = {**body, "tools": beside, "tool_choice": {"type": "tool", "name": WEATHER["name"]}}
+    chat = chat_request(msgspec.convert(asked, MessageRequest))
+    assert msgspec.to_builtins(chat.tool_choice)["function"] == {"name": WEATHER["name"]}, "the function of that name"
 
 
 def test_documents_of_text_are_read_and_a_text_stands_for_what_a_tool_returned_beside_it() -> None:

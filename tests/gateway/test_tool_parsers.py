@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from services.gateway.openai.schemas import FunctionDefinition, Tool
 from services.gateway.tools.call_reader import StringMender
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
-from services.gateway.tools.keyed import typed
+from services.gateway.tools.keyed import MAX_LITERAL, literal, typed
 from services.gateway.tools.output_reader import OutputReader
 from services.gateway.tools.parsers import Parsed, ToolParser
 from services.gateway.tools.use import ToolUse
@@ -128,8 +129,8 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>{call()}\n, and then }})", "\n, and then })", [WEATHER]),
     ("hermes", f"<tool_call>{call()}}} <tool_call>{call('now', '{}')}}}", "", [WEATHER, NOW]),
     ("hermes", f"<tool_call>{call()},\n{call('now', '{}')}]\n</tool_call>", "", [WEATHER, NOW]),
-    ("hermes", call("code", '{"text": "a\n\t\\d C:\\users \\\\ \\u0041\\n"}').join(("<tool_call>", "</tool_call>")), "",
-     [("code", {"text": "a\n\t\\d C:\\users \\ A\n"})]),
+    ("hermes", call("code", '{"text": "\n\\d C:\\users \\\\ \\u0041\\n it\\\'s"}').join(("<tool_call>", "</tool_call>")), "",
+     [("code", {"text": "\n\\d C:\\users \\ A\n it's"})]),
     ("llama3", call(key="parameters"), "", [WEATHER]),
     ("llama3", f"<|python_tag|>{call(key='parameters')}; {call('now', '{}', 'parameters')}", "", [WEATHER, NOW]),
     ("llama3", f'{{"type": "function", "name": "weather", "parameters": {ARGUMENTS}}}\n', "", [WEATHER]),
@@ -300,7 +301,7 @@ def test_a_chunk_has_one_entry_a_call_however_much_comes_at_once(
         assert (said, [(called, json.loads(text)) for called, text in found.values()]) == (content, calls)
 
 
-@given(st.text(st.sampled_from('ab"\\\n\tu0012{}: \x01\u6f6e'), max_size=14), st.text(max_size=9), st.integers(0, 14))
+@given(st.text(st.sampled_from("ab\"'\\\n\tu0012{}: \x01\u6f6e"), max_size=14), st.text(max_size=9), st.integers(0, 14))
 def test_strings_are_mended_the_same_however_they_come_and_valid_ones_stay(text: str, valid: str, cut: int) -> None:
     whole, cut_mender = StringMender().feed(text), StringMender()
     assert cut_mender.feed(text[:cut]) + cut_mender.feed(text[cut:]) == whole
@@ -596,3 +597,11 @@ def test_a_template_without_tools_tells_of_them_in_words() -> None:
         {"role": "assistant", "content": '[{"name": "now", "arguments": {}}]'},
         {"role": "user", "content": "12:00"},
     ]
+
+
+def test_literals_of_python_are_read_in_silence_up_to_a_length() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert literal("['\\d', None, True]") == ["\\d", None, True]
+    long = str(["a"] * MAX_LITERAL)
+    assert literal(long) == long

@@ -140,7 +140,8 @@ def _choice(request: Prompted) -> Any:
         return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
         raise invalid("tool_choice.name", "Missing required parameter: 'tool_choice.name'.")
-    if any(tool.is_left_out and tool.name == choice.name for tool in request.tools or ()):
+    named = [tool for tool in request.tools or () if tool.name == choice.name]
+    if named and all(tool.is_left_out for tool in named):
         return None
     return {"type": "function", "function": {"name": choice.name}}
 

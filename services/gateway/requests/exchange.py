@@ -375,7 +375,7 @@ class Exchange(Call):
             noted.note_unenforced(self.request, [f"{param}.{keyword}" for keyword in grammar.left_out])
 
     def note_left_out(self, are_left_out: Iterable[bool]) -> None:
-        """Has the client told which of its tools the model is not told of."""
+        """Tells the client which of its tools the model is not told of."""
         if (noted := self.context.bodies.ignored_fields) is not None:
             noted.note_left_out(
                 self.request, [f"tools.{i}" for i, is_left_out in enumerate(are_left_out) if is_left_out]

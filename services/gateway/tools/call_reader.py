@@ -93,6 +93,10 @@ class StringMender:
                 if self._ESCAPE_BEGUN.fullmatch(text, place):
                     self._rest = text[place:]
                     break
+                if text.startswith("'", place + 1):  # as Python escapes it
+                    parts.append("'")
+                    place += 2
+                    continue
                 found = self._ESCAPE.match(text, place)
                 parts.append(found[0] if found else "\\\\")
                 place = found.end() if found else place + 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -226,14 +227,18 @@ def literal(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         pass
-    if not _PYTHON.match(text):
+    if len(text) > MAX_LITERAL or not _PYTHON.match(text):
         return text
     try:
-        return json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that there are none of, as in a pattern
+            return json.loads(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
+MAX_LITERAL = 1 << 16
+"""Characters of a Python literal that is read; longer ones are texts, since reading them would take too long."""
 _PYTHON = re.compile(r"\s*(?:[\[{]|(?:True|False|None)\s*$)")
 
 
