@@ -356,6 +356,10 @@ def test_arguments_of_a_call_may_be_an_object() -> None:
     for name, wrong in (("arguments", 7), ("output", {"a": 1}), ("output", [{"text": "x"}])):
         with pytest.raises(msgspec.ValidationError, match=rf"at `\$.{name}.*` - at `\$.input"):
             request_of(input=[{**call, name: wrong}, {**result, name: wrong}])
+    custom = {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "x"}
+    for item, name, wrong in (({"role": "user", "content": "Q"}, "output", 5), (custom, "arguments", {"a": 1})):
+        with pytest.raises(msgspec.ValidationError, match=rf"at `\$.{name}"):
+            request_of(input=[{**item, name: wrong}])
 
 
 def test_a_text_stands_for_what_tools_returned_beside_text() -> None:

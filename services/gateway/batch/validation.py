@@ -26,7 +26,7 @@ from services.gateway.openai.schemas import ChatRequest, CompletionRequest, Embe
 from services.gateway.requests.answers import Operation
 from services.gateway.requests.pooling import PooledRequest, of_embedding
 from services.gateway.responses import conversion as responses
-from services.gateway.responses.messages import ResponseRequest
+from services.gateway.responses.messages import REFERENCE, ResponseRequest
 from shared.messages.batches import BatchProblem
 
 MAX_PROBLEMS = 100
@@ -73,8 +73,8 @@ def _body_of_response(asked: ResponseRequest) -> ChatRequest:
         if getattr(asked, name):
             raise invalid(name, f"'{name}' is not possible in a batch.", "unsupported_value")
     items = responses.items_of(asked)
-    if any(item.type == responses.REFERENCE for item in items):
-        message = f"'{responses.REFERENCE}' is not possible in a batch: a line has its whole input."
+    if any(item.type == REFERENCE for item in items):
+        message = f"'{REFERENCE}' is not possible in a batch: a line has its whole input."
         raise invalid("input", message, "unsupported_value")
     return responses.chat_request(asked, items)
 

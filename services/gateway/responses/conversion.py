@@ -15,6 +15,7 @@ from services.gateway.openai.conversations import check_parts
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatRequest
 from services.gateway.responses.messages import (
+    NEEDED,
     Conversed,
     InputItem,
     OutputItem,
@@ -31,7 +32,6 @@ from services.gateway.streams.generation import Prompt
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-REFERENCE = "item_reference"
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -52,10 +52,10 @@ def items_of(request: Conversed) -> list[InputItem]:
     if isinstance(request.input, str):
         return [InputItem(role="user", content=request.input)]
     for index, item in enumerate(request.input):
-        needed = _NEEDED.get(item.type)
+        needed = NEEDED.get(item.type)
         if needed is None and not item.type.endswith(_HOSTED_ITEMS):
             param = f"input[{index}].type"
-            raise invalid(param, f"Invalid value for '{param}': '{item.type[:100]}' is not {', '.join(_NEEDED)}.")
+            raise invalid(param, f"Invalid value for '{param}': '{item.type[:100]}' is not {', '.join(NEEDED)}.")
         if missing := next((name for name in needed or () if getattr(item, name) is None), None):
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")
@@ -64,23 +64,10 @@ def items_of(request: Conversed) -> list[InputItem]:
     return [
         _unsealed(item, f"input[{index}].encrypted_content")
         for index, item in enumerate(request.input)
-        if item.type in _NEEDED
+        if item.type in NEEDED
     ]
 
 
-_NEEDED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name"),
-    "function_call_output": ("call_id", "output"),
-    "custom_tool_call": ("call_id", "name", "input"),
-    "custom_tool_call_output": ("call_id", "output"),
-    "reasoning": (),
-    REFERENCE: ("id",),
-    "additional_tools": ("tools",),
-    "compaction": ("encrypted_content",),
-    "compaction_summary": ("encrypted_content",),
-}
-"""Fields that an item must have, by its type."""
 _COMPACTED = ("compaction", "compaction_summary")
 _HOSTED_ITEMS = (
     "program",

@@ -43,6 +43,22 @@ class TextPart(msgspec.Struct, frozen=True, omit_defaults=True):
         return unseen(self.type) or self.text or self.refusal or ""
 
 
+REFERENCE = "item_reference"
+NEEDED: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "reasoning": (),
+    REFERENCE: ("id",),
+    "additional_tools": ("tools",),
+    "compaction": ("encrypted_content",),
+    "compaction_summary": ("encrypted_content",),
+}
+"""Fields that an item must have, by its type; items of other types are left out."""
+
+
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """An item of the conversation: a message, reasoning, a call of a tool, or what that returned. Those of tools that
     OpenAI runs itself are left out."""
@@ -76,7 +92,9 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
             arguments = _converted("arguments", self.arguments, dict[str, Any] | None)
             written = None if arguments is None else msgspec.json.encode(arguments).decode()
             msgspec.structs.force_setattr(self, "arguments", written)
-        if self.type in ("function_call_output", "custom_tool_call_output"):
+        elif self.type in NEEDED:
+            _converted("arguments", self.arguments, str | None)
+        if self.type in NEEDED:
             output = _converted("output", self.output, str | list[TextPart] | None)
             msgspec.structs.force_setattr(self, "output", output)
 

@@ -11,8 +11,8 @@ from services.gateway.batch.files import is_id
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.requests.writes import ELECTION_S, patiently
-from services.gateway.responses.conversion import REFERENCE, items_of_output
-from services.gateway.responses.messages import InputItem, ResponseFailure, ResponseObject, ResponseStatus
+from services.gateway.responses.conversion import items_of_output
+from services.gateway.responses.messages import REFERENCE, InputItem, ResponseFailure, ResponseObject, ResponseStatus
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict
 from shared.messages.catalogue import RESPONSES
 from shared.messages.channels import MAX_MESSAGE_BYTES
