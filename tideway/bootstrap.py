@@ -33,6 +33,8 @@ LINE_INTERVAL_S = 10.0
 """Between progress lines where the output is not a terminal."""
 LONG_PHASES = ("making", "installing", "compiling")
 """What takes minutes on a busy machine without a word from the program that does it."""
+TOLD_AGAIN = (*LONG_PHASES, "downloading")
+"""What is told again every so often while it lasts. Downloads are too many for a line each at their beginning."""
 DOWNLOAD_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 15
 
@@ -236,7 +238,7 @@ class Progress:
             if self._is_terminal:
                 width = shutil.get_terminal_size().columns
                 print("\r\x1b[K" + f"  {elapsed_s:.0f} s · {text}"[: width - 1], end="", flush=True)
-            elif text.startswith((*LONG_PHASES, "downloading")):
+            elif text.startswith(TOLD_AGAIN):
                 print(f"  {text} ({elapsed_s:.0f} s)", flush=True)
 
 

@@ -85,7 +85,7 @@ def view_model(
     ]
     num_ready = sum(model.state == "ready" and state == "ready" for state, model in loaded)
     errors = [model.error or "no reason given" for _, model in loaded if model.state == "failed"]
-    waits = [model.error for _, model in loaded if model.state == "loading" and model.error]
+    waits = [model.error for _, model in loaded if model.is_held_up]
     if num_ready and num_ready + len(errors) == len(planned):
         state = ModelState.READY
     elif len(errors) == len(planned):

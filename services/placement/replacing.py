@@ -40,7 +40,6 @@ from shared.messages.requests import ErrorCode
 from shared.models.spec import refuse
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement.carry_out import CarryOutSettings, Held, View
-from shared.placement.node import WAITS
 from shared.placement.plan import Group, Prediction, told_left_behind
 from shared.placement.planner import DoesNotFit
 from shared.placement.problem import Problem, ProblemError, Proposal
@@ -411,10 +410,8 @@ class Replacing:
                 problems[info.instance_id] = "; ".join(failed)
         registered = self._registered().values()
         for node in registered:
-            for text in filter(None, node.problem.split("; ")):
-                instance_id, _, reason = text.partition(" ")
-                if not reason.startswith(("could not load", WAITS)):  # which the instance says itself
-                    problems.setdefault(instance_id, reason)
+            for instance_id, reason in node.crashes.items():
+                problems.setdefault(instance_id, reason)
         return View(
             held=held,
             fetched={(node.node_id, source) for node in registered for source in node.fetched},

@@ -20,8 +20,7 @@ the one whose requests take longest, and that one has to be served as well.
 
 from __future__ import annotations
 
-import math
-from math import inf
+from math import exp, inf
 from typing import NamedTuple
 
 from shared.engine.memory.allocator import Allocator
@@ -61,7 +60,7 @@ class _Served(NamedTuple):
     at_s: float
 
     def at(self, now: float) -> float:
-        return self.seconds * math.exp((self.at_s - now) / RECENT_S)
+        return self.seconds * exp((self.at_s - now) / RECENT_S)
 
 
 class _Known:
@@ -122,7 +121,7 @@ class Favours:
         """Models that had more than 1/n² of the time lately, where n have requests: all that are favoured lead at most a
         quarter of it."""
         served = {name: served.at(now) for name, served in self._served.items()}
-        most_s = sum(served.values()) / max(1, self._memory.models.num_tenants) ** 2
+        most_s = sum(served.values()) / self._memory.models.num_tenants**2
         return {name for name, seconds in served.items() if seconds > most_s}
 
     def serve(self, model: str, seconds: float, now: float) -> None:

@@ -162,6 +162,11 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     """Names of its LoRA adapters that are loaded."""
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it is being loaded, but waits for what may take any time (`error`), as for a server that is down."""
+        return self.state == "loading" and self.error != ""
+
 
 class Role(StrEnum):
     """What the scheduler prefers to send to an instance. Any instance does everything that it is asked."""
@@ -509,6 +514,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Those of them that cannot be had, with the reason."""
     device_name: str = ""
     """Name of its GPUs, under which step times are stored; empty: it has none, several kinds, or does not say."""
+    crashes: dict[str, str] = {}
+    """How each instance ended last that has not been ready since: `exited with code 1 (3 times in a row)`."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):

@@ -59,9 +59,6 @@ PLANNED_AFTER_S = 5.0
 """Time from the first step: placement has heard of a node by then, and planned what it gets."""
 
 
-WAITS = "waits with"
-"""Begins a problem that no change of the plan has to end with: a model's server is down, and is waited for."""
-
 Query = LoadModel | UnloadModel | Drain
 
 
@@ -406,19 +403,28 @@ class NodeState:
                 return 0
         return self._plan.version
 
+    def crashes(self) -> dict[str, str]:
+        """How each planned instance ended last that has not been ready since, in ascending order."""
+        instances = {instance_id: self._instances[instance_id] for instance_id in sorted(self._desired)}
+        return {
+            instance_id: f"{instance.failure} ({instance.num_failures} times in a row)"
+            for instance_id, instance in instances.items()
+            if instance.num_failures and instance.phase != "ready"
+        }
+
     def problems(self) -> list[str]:
         """Why the plan is not carried out whole, a sentence each."""
-        found = []
+        found, crashes = [], self.crashes()
         for instance_id, desired in sorted(self._desired.items()):
             instance = self._instances[instance_id]
-            if instance.num_failures and instance.phase != "ready":
-                found.append(f"{instance_id} {instance.failure} ({instance.num_failures} times in a row)")
+            if instance_id in crashes:
+                found.append(f"{instance_id} {crashes[instance_id]}")
             planned = {spec.name for spec in desired.models}
             for model in instance.process.loaded().values() if instance.process is not None else ():
                 if model.state == "failed" and model.name in planned:
                     found.append(f"{instance_id} could not load {model.name!r}: {model.error}")
-                elif model.state == "loading" and model.error and model.name in planned:
-                    found.append(f"{instance_id} {WAITS} {model.name!r}: {model.error}")
+                elif model.is_held_up and model.name in planned:
+                    found.append(f"{instance_id} waits with {model.name!r}: {model.error}")
         return found
 
     def unready(self, now: float) -> list[str]:

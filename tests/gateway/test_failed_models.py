@@ -82,10 +82,8 @@ async def test_a_model_whose_instances_end_while_they_load_it_is_shown_with_the_
     instance = InstancePlan("a", "node", [stack.gateway.context.catalog.spec(MODEL)], pool_bytes=0, merged_bytes=1)
     plan = msgspec.structs.replace(stack.peer.plan, instances=[instance])
     await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
-    problem = "b could not load 'x': y; a exited with code 1 (3 times in a row)"
-    node = NodeInfo(
-        node_id="node", hostname="h", num_instances=1, memory_bytes=1, device="cpu", max_instances=1, problem=problem
-    )
+    crashes = {"a": "exited with code 1 (3 times in a row)"}
+    node = NodeInfo(node_id="node", hostname="h", num_instances=1, memory_bytes=1, crashes=crashes)
     await (await stack.peer.bus.key_value(NODES)).put("node", node)
     await set_state(stack, LoadedModel(name=MODEL, state="loading"))
 

@@ -145,6 +145,7 @@ class ScriptedNode:
         info = NodeInfo(
             node_id=self.node_id, hostname="host", num_instances=self.num_devices, memory_bytes=self.memory_bytes,
             plan_version=self._state.plan_version, problem="; ".join(self._state.problems()),
+            crashes=self._state.crashes(),
             devices=("cpu",) * self.num_devices, groups=self.groups,
             fetched=tuple(s for s in wanted if s not in self.fetch_problems) if self.is_fetching else (),
             fetch_problems={s: text for s, text in self.fetch_problems.items() if s in wanted},

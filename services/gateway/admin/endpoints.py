@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
@@ -102,9 +101,6 @@ ROLE_TIMEOUT_S = 3.0
 PLAN_TIMEOUT_S = 2.0
 TRAFFIC_TIMEOUT_S = 2.0
 
-CRASHED = re.compile(r" \(\d+ times in a row\)$")
-"""End of a node's problem that tells how an instance ended (`NodeState.problems`)."""
-
 Q = TypeVar("Q")
 T = TypeVar("T")
 
@@ -168,21 +164,14 @@ async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, Mode
     return {traffic.model: traffic for traffic in reply.models}
 
 
-async def _crashes(context: GatewayContext, plan: PlacementPlan | None) -> dict[str, str]:
-    """How an instance ended last that is to load a model, of models whose instances end again and again."""
+async def _crashes(context: GatewayContext) -> dict[str, str]:
+    """How each instance ended last that has not been ready since; {}: it cannot be read now."""
     try:
         nodes = await (await context.bus.key_value(NODES)).entries()
     except BusError as error:
         logger.info("what ended instances is not known: %s", error)
         return {}
-    problems = [text for entry in nodes.values() for text in entry.value.problem.split("; ") if text]
-    ends = {text.split(" ")[0]: text for text in problems if CRASHED.search(text)}
-    return {
-        spec.name: ends[instance.instance_id]
-        for instance in (() if plan is None else plan.instances)
-        if instance.instance_id in ends
-        for spec in instance.models
-    }
+    return {name: text for entry in nodes.values() for name, text in entry.value.crashes.items()}
 
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
@@ -190,8 +179,15 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     bounds = int(DEFAULT_INTERVAL_S), int(LEAST_INTERVAL_S), int(MAX_INTERVAL_S)
     interval_s = whole_number_of(request.query_params, "interval_s", *bounds)
-    plan, traffic = await asyncio.gather(api_errors(_stored_plan(context)), _traffic(context, interval_s))
-    crashes = await _crashes(context, plan)
+    plan, traffic, crashes = await asyncio.gather(
+        api_errors(_stored_plan(context)), _traffic(context, interval_s), _crashes(context)
+    )
+    ends = {
+        spec.name: f"{instance.instance_id} {crashes[instance.instance_id]}"
+        for instance in (() if plan is None else plan.instances)
+        if instance.instance_id in crashes
+        for spec in instance.models
+    }
     num_queued = context.loads.num_queued()
     unplaced = {} if plan is None else plan.unplaced
     states = []
@@ -201,7 +197,10 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
             for info in context.catalog.alive.values()
             if (loaded := loaded_model(info, spec.name)) is not None
         }
-        state, failure = context.catalog.state(spec.name), context.catalog.failure(spec.name)
+        state, found = context.catalog.state(spec.name), context.catalog.failure(spec.name)
+        failure = None if found is None else found.message
+        if failure is None and state == LOADING:
+            failure = ends.get(spec.name)
         states.append(
             ModelState(
                 name=spec.name,
@@ -217,11 +216,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 draft=spec.draft,
                 instances={instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced=unplaced.get(spec.name),
-                failure=failure.message
-                if failure is not None
-                else crashes.get(spec.name)
-                if state == LOADING
-                else None,
+                failure=failure,
                 num_running=sum(model.num_running for model in on_instances.values()),
                 num_waiting=sum(model.num_waiting for model in on_instances.values()),
                 num_queued=None if num_queued is None else num_queued.get(spec.name, 0),

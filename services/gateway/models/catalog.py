@@ -177,7 +177,7 @@ class Catalog:
         """Why no instance can serve the model, if that is known and none is loading it, but those that wait for a server
         that is down."""
         found = [loaded for info in self.alive.values() if (loaded := loaded_model(info, model)) is not None]
-        if any(loaded.state != FAILED and not (loaded.state == LOADING and loaded.error) for loaded in found):
+        if any(loaded.state != FAILED and not loaded.is_held_up for loaded in found):
             return None
         reason, is_final = "", False
         if found:
@@ -190,7 +190,7 @@ class Catalog:
         if not reason:
             return None
         code = ErrorCode.MODEL_FAILED if is_final else ErrorCode.UNAVAILABLE
-        can_not = "be served now" if any(loaded.state == LOADING for loaded in found) else "be loaded"
+        can_not = "be served now" if any(loaded.is_held_up for loaded in found) else "be loaded"
         return ErrorInfo(code, f"The model '{model}' cannot {can_not}: {reason}", "model")
 
     @property

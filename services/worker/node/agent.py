@@ -365,14 +365,15 @@ class NodeAgent:
         self._unready = self._state.unready(self._bus.now())
         self._metrics.ready.set(not self._unready)
         problem = "; ".join(self._state.problems())[:MAX_PROBLEM_CHARACTERS]
+        crashes = {name: text[:MAX_PROBLEM_CHARACTERS] for name, text in self._state.crashes().items()}
         version = self._state.plan_version or self._info.plan_version
         if self._state.plan_version:
             self._end_plan_span()
-        if (version, problem) == (self._info.plan_version, self._info.problem):
+        if (version, problem, crashes) == (self._info.plan_version, self._info.problem, self._info.crashes):
             return
         if version != self._info.plan_version:
             logger.info("plan %d is carried out", version)
-        self._info = msgspec.structs.replace(self._info, plan_version=version, problem=problem)
+        self._info = msgspec.structs.replace(self._info, plan_version=version, problem=problem, crashes=crashes)
         self._metrics.plan_version.set(version)
         self._info_changed.set()
 

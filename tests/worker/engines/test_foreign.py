@@ -142,8 +142,17 @@ async def test_a_stream_that_ends_without_a_reason_is_given_up_and_the_server_go
 @pytest.fixture
 def watched_closely(monkeypatch):
     """Servers are asked often, and given up soon."""
-    for name, seconds in (("RETRY_S", 0.05), ("WATCH_INTERVAL_S", 0.1), ("HANG_S", 0.5), ("CONNECT_TIMEOUT_S", 0.3)):
+    for name, seconds in (("RETRY_S", 0.05), ("WATCH_INTERVAL_S", 0.1), ("HANG_S", 1.0), ("CONNECT_TIMEOUT_S", 1.0)):
         monkeypatch.setattr(endpoint, name, seconds)
+
+
+@pytest.fixture
+async def watched(nats_settings, watched_closely):
+    """A server, and the instance that serves its model."""
+    async with completions_server() as server:
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
+            yield server, stage
 
 
 async def shows(stage, state, error=""):
@@ -191,29 +200,25 @@ async def swaps_its_model(server):
         (swaps_its_model, "it does not serve there; it serves another"),
     ],
 )
-async def test_a_server_that_serves_no_more_is_named_and_waited_for(
-    nats_settings, watched_closely, befalls, why, is_streaming
-):
-    async with completions_server() as server:
-        engine = EndpointEngine(server.url, EndpointOptions())
-        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
-            if is_streaming:
-                await stage.submit(request("r1", [1, 2], 500))
-                await stage.until(lambda: len(stage.output("r1")) > 3)
-                server.gate.clear()
-            await befalls(server)
-            shown = await shows(stage, "loading", why)
-            assert server.url in shown.error and "unavailable since 20" in shown.error
-            assert not shown.is_final and not stage.service.failed.is_set()
-            assert stage.instances.entries["node-0"].state == "starting"
-            if is_streaming:
-                assert stage.end("r1").error.code in (ErrorCode.UNAVAILABLE, ErrorCode.GONE)
-            server.hangs, server.status, server.model = False, 200, "there"
-            server.gate.set()
-            if befalls is dies:
-                await server.start()
-            await shows(stage, "ready")
-            await serves_again(stage, "r2")
+async def test_a_server_that_serves_no_more_is_named_and_waited_for(watched, befalls, why, is_streaming):
+    server, stage = watched
+    if is_streaming:
+        await stage.submit(request("r1", [1, 2], 500))
+        await stage.until(lambda: len(stage.output("r1")) > 3)
+        server.gate.clear()
+    await befalls(server)
+    shown = await shows(stage, "loading", why)
+    assert server.url in shown.error and "unavailable since 20" in shown.error
+    assert not shown.is_final and not stage.service.failed.is_set()
+    assert stage.instances.entries["node-0"].state == "starting"
+    if is_streaming:
+        assert stage.end("r1").error.code in (ErrorCode.UNAVAILABLE, ErrorCode.GONE)
+    server.hangs, server.status, server.model = False, 200, "there"
+    server.gate.set()
+    if befalls is dies:
+        await server.start()
+    await shows(stage, "ready")
+    await serves_again(stage, "r2")
 
 
 async def test_a_server_that_is_not_there_at_the_start_is_named_and_waited_for(nats_settings, watched_closely):
@@ -235,29 +240,25 @@ async def test_a_server_that_does_not_know_its_models_length_before_it_is_loaded
             assert (await shows(stage, "ready")).max_model_len == 600
 
 
-async def test_a_server_that_lists_its_model_but_fails_all_requests_is_given_up(nats_settings, watched_closely):
-    async with completions_server() as server:
-        engine = EndpointEngine(server.url, EndpointOptions())
-        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
-            server.completions_status = 500
-            await stage.submit(request("r1", [1, 2], 20))
-            await shows(stage, "loading", "it answers with status 500")
-            server.completions_status = 200
-            await shows(stage, "ready")
-            await serves_again(stage, "r2")
+async def test_a_server_that_lists_its_model_but_fails_all_requests_is_given_up(watched):
+    server, stage = watched
+    server.completions_status = 500
+    await stage.submit(request("r1", [1, 2], 20))
+    await shows(stage, "loading", "it answers with status 500")
+    server.completions_status = 200
+    await shows(stage, "ready")
+    await serves_again(stage, "r2")
 
 
-async def test_a_busy_server_that_refuses_some_is_not_given_up(nats_settings, watched_closely):
-    async with completions_server() as server:
-        engine = EndpointEngine(server.url, EndpointOptions())
-        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
-            server.completions_status = 503
-            await stage.submit(request("r1", [1, 2], 20))
-            await stage.until(lambda: stage.end("r1"))
-            server.completions_status = 200
-            await asyncio.sleep(0.8)
-            assert stage.instances.entries["node-0"].models[0].state == "ready"
-            await serves_again(stage, "r2")
+async def test_a_busy_server_that_refuses_some_is_not_given_up(watched):
+    server, stage = watched
+    server.completions_status = 503
+    await stage.submit(request("r1", [1, 2], 20))
+    await stage.until(lambda: stage.end("r1"))
+    server.completions_status = 200
+    await asyncio.sleep(1.5)
+    assert stage.instances.entries["node-0"].models[0].state == "ready"
+    await serves_again(stage, "r2")
 
 
 async def test_a_server_without_token_ids_is_refused_by_name(nats_settings):
