@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,9 @@ from xml.etree import ElementTree
 
 import httpx
 
-TIMEOUT_S = 1200
+TIMEOUT_S = 3600.0
+STOP_S = 60
+"""How long an interrupted pytest has for its report."""
 _DROPPED = ("-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", "--disable-warnings")
 
 
@@ -246,17 +249,27 @@ def read_report(file: Path) -> list[Case]:
 
 
 def reason_of(case: Case) -> str:
-    """Empty: none of those known. A server's fault has none."""
+    """Empty: none of those known. A server's fault and an answer that did not come in time have none."""
     told = f"{case.name}\n{case.told}"
-    if re.search(r"InternalServerError|Error code: 5\d\d|assert 5\d\d ==", told):
+    if re.search(
+        r"InternalServerError|Error code: 5\d\d|assert 5\d\d ==|Timeout (\(>|>)\d|APITimeoutError|ReadTimeout", told
+    ):
         return ""
     return next((reason for reason, pattern in REASONS.items() if re.search(pattern, told)), "")
 
 
 def run(
-    suite: Suite, checkout: Path, url: str, python: str, model: str = "", admin_key: str = "", tokenizer: str = ""
+    suite: Suite,
+    checkout: Path,
+    url: str,
+    python: str,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    model: str = "",
+    admin_key: str = "",
+    tokenizer: str = "",
 ) -> list[Case]:
-    """Its tests, one after the other. `model`, `admin_key`, `tokenizer`: for its plug-in."""
+    """Its tests, one after the other, up to `timeout_s`. `model`, `admin_key`, `tokenizer`: for its plug-in."""
     root = checkout / suite.root
     tests = [test for test in suite.tests if (root / test).exists()]
     with tempfile.TemporaryDirectory() as folder:
@@ -283,14 +296,28 @@ def run(
             *(("-p", suite.plugin) if suite.plugin else ()),
             *suite.options,
         ]
-        done = subprocess.run(
-            [*command, *tests], cwd=root, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        if not report.is_file() or done.returncode not in (0, 1):
-            raise RuntimeError(
-                f"{suite.name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
+        log = Path(folder) / "log"
+        is_stopped = False
+        with log.open("w") as output:
+            running = subprocess.Popen(
+                [*command, *tests], cwd=root, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT
             )
-        return read_report(report)
+            try:
+                status = running.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                # An interrupted pytest still writes its report.
+                is_stopped = True
+                print(f"{suite.name}: stopped after {timeout_s:.0f} s; tests after the last one counted did not run")
+                running.send_signal(signal.SIGINT)
+                try:
+                    running.wait(STOP_S)
+                    status = 0
+                finally:
+                    running.kill()
+        if not report.is_file() or status not in (0, 1):
+            raise RuntimeError(f"{suite.name}: pytest ended with {status}\n{log.read_text()[-5000:]}")
+        # An interrupted test stands there as one that passed.
+        return read_report(report)[: -1 if is_stopped else None]
 
 
 class Routes:
@@ -336,6 +363,7 @@ def main() -> None:
     )
     parser.add_argument("--python", default=sys.executable, help="with what the suites import")
     parser.add_argument("--admin-key", default="")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a suite, default %(default).0f")
     parser.add_argument(
         "--suite", action="append", choices=[suite.name for suite in SUITES], help="some; all by default"
     )
@@ -352,8 +380,16 @@ def main() -> None:
         if arguments.embedding_model:
             model_of |= dict.fromkeys(suite.embedding_models, arguments.embedding_model)
         with Routes(arguments.url, model_of, arguments.admin_key):
-            asked = (arguments.model, arguments.admin_key, arguments.tokenizer)
-            cases = run(suite, checkout, arguments.url, arguments.python, *asked)
+            cases = run(
+                suite,
+                checkout,
+                arguments.url,
+                arguments.python,
+                timeout_s=arguments.timeout,
+                model=arguments.model,
+                admin_key=arguments.admin_key,
+                tokenizer=arguments.tokenizer,
+            )
             are_explained &= show(suite.name, cases)
     sys.exit(0 if are_explained else 1)
 

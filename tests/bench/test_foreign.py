@@ -68,6 +68,18 @@ def test_a_suite_runs_unchanged_and_is_explained(tmp_path: Path, capsys: pytest.
     assert "NOT EXPLAINED" in told and "test_it::test_fault" in told and "test_it::test_mock" not in told
 
 
+def test_a_suite_over_its_limit_keeps_the_results_that_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import time\n\ndef test_first():\n    pass\n\ndef test_second():\n    time.sleep(600)\n"
+    )
+    suite = Suite(name="theirs", tests=("test_it.py",))
+    cases = run(suite, tmp_path, "http://127.0.0.1:81", sys.executable, timeout_s=5)
+    assert [(case.name, case.outcome) for case in cases] == [("test_it::test_first", "passed")]
+    assert "theirs: stopped after 5 s" in capsys.readouterr().out
+
+
 def test_vllms_tests_ask_the_server_by_routes_that_are_made_with_the_admin_key(tmp_path: Path) -> None:
     asked: list[tuple[str, str, str | None, bytes]] = []
 
@@ -93,7 +105,7 @@ def test_vllms_tests_ask_the_server_by_routes_that_are_made_with_the_admin_key(t
         threading.Thread(target=server.serve_forever).start()
         try:
             url = f"http://127.0.0.1:{server.server_port}"
-            cases = run(suite, tmp_path, url, sys.executable, "tide", admin_key="root")
+            cases = run(suite, tmp_path, url, sys.executable, model="tide", admin_key="root")
         finally:
             server.shutdown()
     assert {case.name.rpartition("::")[2]: case.outcome for case in cases} == {
@@ -110,6 +122,10 @@ def test_vllms_tests_ask_the_server_by_routes_that_are_made_with_the_admin_key(t
 def test_a_fault_is_not_explained_away() -> None:
     assert reason_of(Case("t::x", "failed", "openai.InternalServerError: Error code: 500 - Internal error.")) == ""
     assert reason_of(Case("t::x", "failed", "There is no batch 'batch_17'.")) == ""
+    weak = "test_include_reasoning::test_include_reasoning_true"
+    assert "weak" in reason_of(Case(weak, "failed", "assert None"))
+    for late in ("Failed: Timeout (>120.0s) from pytest-timeout.", "openai.APITimeoutError: Request timed out."):
+        assert reason_of(Case(weak, "failed", late)) == ""
 
 
 def test_a_reason_is_what_failed_and_not_a_word_of_the_answer() -> None:
