@@ -5,8 +5,9 @@
 
 Each client has a program in `python/` or `node/`, written as its users write it, which runs with what is installed in
 `--python` or `--node-modules`; a client that is not there is skipped with a word. Calls are forced where the client can do
-so, so any model will do; the tool really runs, and its result goes back where the client does that. The table is Markdown;
-status 1: a check failed.
+so, so any model will do; for Codex and Claude Code, which are programs, a proxy in between forces the first call to a command that
+only reads a file. The tool really runs, and its result goes back where the client does that. The table is Markdown; status 1: a
+check failed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,20 +23,29 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CHECKS = ("stream", "tool", "structured")
+SHARED = ("checks", "forced")
+"""What programs import; none is a client."""
 TIMEOUT_S = 300
 
 
 def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """What a program tells in its last line: the version of its client, and of each check "ok", or what went wrong."""
+    program = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        return dict(json.loads(done.stdout.strip().split("\n")[-1]))
+        told, complained = program.communicate(timeout=TIMEOUT_S)
+        return dict(json.loads(told.strip().split("\n")[-1]))
     except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)  # Agents have processes of their own.
         return dict.fromkeys(CHECKS, f"no end within {TIMEOUT_S} s")
     except ValueError:
-        return dict.fromkeys(CHECKS, done.stderr.strip()[-300:] or f"ended with {done.returncode}")
+        return dict.fromkeys(CHECKS, complained.strip()[-300:] or f"ended with {program.returncode}")
 
 
 def main() -> None:
@@ -55,7 +66,7 @@ def main() -> None:
     failures = []
     for interpreter, file in programs:
         name = file.stem.replace("_", "-")
-        if file.stem == "checks" or (arguments.client and name not in arguments.client):
+        if file.stem in SHARED or (arguments.client and name not in arguments.client):
             continue
         told = run([interpreter, str(file)], environment)
         if "absent" in told:

@@ -35,9 +35,10 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}}
 
 
-def check(package: str, **checks: Callable[[], object]) -> None:
-    """Runs the checks, each of which raises where it fails, and tells what came of them."""
-    told = {"version": version(package)}
+def check(package: str, *, of_version: str = "", **checks: Callable[[], object]) -> None:
+    """Runs the checks, each of which raises where it fails, and tells what came of them. `of_version`: of what is no Python
+    package."""
+    told = {"version": of_version or version(package)}
     for name, run in checks.items():
         CALLED.clear()
         try:
@@ -49,7 +50,7 @@ def check(package: str, **checks: Callable[[], object]) -> None:
     os._exit(0)  # Some clients leave threads behind.
 
 
-def absent(error: ImportError) -> None:
+def absent(error: ImportError | str) -> None:
     print(json.dumps({"absent": str(error)}))
     raise SystemExit(0)
 
