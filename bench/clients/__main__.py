@@ -5,9 +5,9 @@
 
 Each client has a program in `python/` or `node/`, written as its users write it, which runs with what is installed in
 `--python` or `--node-modules`; a client that is not there is skipped with a word. Calls are forced where the client can do
-so, so any model will do; for Codex and Claude Code, which are programs, a proxy in between forces the first call to a command that
-only reads a file. The tool really runs, and its result goes back where the client does that. The table is Markdown; status 1: a
-check failed.
+so, so any model will do; for Codex and Claude Code, which are programs, a proxy in between forces the first call to a
+command that only reads a file. The tool really runs, and its result goes back where the client does that. The table is
+Markdown; status 1: a check failed.
 """
 
 from __future__ import annotations

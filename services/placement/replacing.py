@@ -410,8 +410,8 @@ class Replacing:
                 problems[info.instance_id] = "; ".join(failed)
         registered = self._registered().values()
         for node in registered:
-            for instance_id, reason in node.crashes.items():
-                problems.setdefault(instance_id, reason)
+            for instance_id, crash in node.crashes.items():
+                problems.setdefault(instance_id, str(crash))
         return View(
             held=held,
             fetched={(node.node_id, source) for node in registered for source in node.fetched},

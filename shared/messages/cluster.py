@@ -482,6 +482,22 @@ class AttentionFacts(msgspec.Struct, frozen=True, array_like=True):
         return fits and dtype in self.dtypes and head_dim % self.head_dim_step == 0
 
 
+class InstanceCrash(msgspec.Struct, frozen=True, array_like=True):
+    """How an instance ended that should have stayed."""
+
+    reason: str
+    """Completes "the instance ...": `exited with code 1`."""
+    num_in_a_row: Amount = 1
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether another start will probably end in the same way."""
+        return self.num_in_a_row > 1
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.num_in_a_row} times in a row)" if self.num_in_a_row > 1 else self.reason
+
+
 class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A node agent in the registry (bucket with TTL)."""
 
@@ -514,8 +530,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Those of them that cannot be had, with the reason."""
     device_name: str = ""
     """Name of its GPUs, under which step times are stored; empty: it has none, several kinds, or does not say."""
-    crashes: dict[str, str] = {}
-    """How each instance ended last that has not been ready since: `exited with code 1 (3 times in a row)`."""
+    crashes: dict[str, InstanceCrash] = {}
+    """How each instance ended last that has not been ready since."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
     ONE_DEVICE,
+    InstanceCrash,
     InstanceInfo,
     InstancePlan,
     LoadedModel,
@@ -403,11 +404,11 @@ class NodeState:
                 return 0
         return self._plan.version
 
-    def crashes(self) -> dict[str, str]:
+    def crashes(self) -> dict[str, InstanceCrash]:
         """How each planned instance ended last that has not been ready since, in ascending order."""
         instances = {instance_id: self._instances[instance_id] for instance_id in sorted(self._desired)}
         return {
-            instance_id: f"{instance.failure} ({instance.num_failures} times in a row)"
+            instance_id: InstanceCrash(instance.failure, instance.num_failures)
             for instance_id, instance in instances.items()
             if instance.num_failures and instance.phase != "ready"
         }

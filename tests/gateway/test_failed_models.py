@@ -12,7 +12,7 @@ import pytest
 from services.gateway.streams import recovery
 from shared.messages.catalogue import MODELS, NODES, PLANS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, NodeInfo
+from shared.messages.cluster import InstanceCrash, InstanceInfo, InstancePlan, LoadedModel, NodeInfo
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack
 from tests.gateway.peer import until
@@ -78,20 +78,50 @@ async def test_requests_for_a_model_whose_server_is_down_are_refused_with_the_re
     assert shown["state"] == "failed" and REASON in shown["failure"]
 
 
+async def put_crash(stack: Stack, num_in_a_row: int) -> None:
+    """The node of instance "a" tells how often it ended; 0: it is ready."""
+    crashes = {"a": InstanceCrash("exited with code 1", num_in_a_row)} if num_in_a_row else {}
+    node = NodeInfo(node_id="node", hostname="h", num_instances=1, memory_bytes=1, crashes=crashes)
+    await (await stack.peer.bus.key_value(NODES)).put("node", node)
+    await until(lambda: stack.gateway.context.catalog.crashes == crashes, "the node")
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+async def test_requests_for_a_model_whose_instance_crashes_again_and_again_are_refused_with_its_end(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    monkeypatch.setattr(recovery, "PATIENCE_S", 1.0)
+    stack.peer.automatic = False
+    instance = InstancePlan("a", "node", [stack.gateway.context.catalog.spec(MODEL)], pool_bytes=0, merged_bytes=1)
+    plan = msgspec.structs.replace(stack.peer.plan, instances=[instance])
+    await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
+    await set_state(stack, *([LoadedModel(name=MODEL, state="loading")] if is_alive else []))
+    await put_crash(stack, 1)
+    waiting = stack.read()
+    await stack.next_request()
+    assert stack.gateway.context.catalog.failure(MODEL) is None, "once may be chance"
+    await put_crash(stack, 2)
+    await waiting.end()
+    assert waiting.status == 503 and b"exited with code 1 (2 times in a row)" in waiting.failed_body
+    error = (await stack.post("/v1/completions", prompt="x")).json()["error"]
+    assert error["code"] == "unavailable"
+    assert error["message"] == f"The model '{MODEL}' cannot be served now: a exited with code 1 (2 times in a row)"
+    await put_crash(stack, 0)
+    assert stack.gateway.context.catalog.failure(MODEL) is None
+
+
 async def test_a_model_whose_instances_end_while_they_load_it_is_shown_with_the_last_end(stack: Stack) -> None:
     instance = InstancePlan("a", "node", [stack.gateway.context.catalog.spec(MODEL)], pool_bytes=0, merged_bytes=1)
     plan = msgspec.structs.replace(stack.peer.plan, instances=[instance])
     await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
-    crashes = {"a": "exited with code 1 (3 times in a row)"}
-    node = NodeInfo(node_id="node", hostname="h", num_instances=1, memory_bytes=1, crashes=crashes)
-    await (await stack.peer.bus.key_value(NODES)).put("node", node)
+    await put_crash(stack, 1)
     await set_state(stack, LoadedModel(name=MODEL, state="loading"))
 
     async def shown() -> dict[str, object]:
         [model] = (await stack.client.get("/admin/models")).json()["models"]
         return {name: model[name] for name in ("state", "failure")}
 
-    assert await shown() == {"state": "loading", "failure": "a exited with code 1 (3 times in a row)"}
+    assert await shown() == {"state": "loading", "failure": "a exited with code 1"}
     await set_state(stack, LoadedModel(name=MODEL, state="ready"))
     assert await shown() == {"state": "ready", "failure": None}
 

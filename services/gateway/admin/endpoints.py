@@ -164,24 +164,13 @@ async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, Mode
     return {traffic.model: traffic for traffic in reply.models}
 
 
-async def _crashes(context: GatewayContext) -> dict[str, str]:
-    """How each instance ended last that has not been ready since; {}: it cannot be read now."""
-    try:
-        nodes = await (await context.bus.key_value(NODES)).entries()
-    except BusError as error:
-        logger.info("what ended instances is not known: %s", error)
-        return {}
-    return {name: text for entry in nodes.values() for name, text in entry.value.crashes.items()}
-
-
 async def list_models(context: GatewayContext, request: Request) -> Response:
     """Models, where they are, and what their traffic was like in the last `interval_s`."""
     authenticate_operator(context, request)
     bounds = int(DEFAULT_INTERVAL_S), int(LEAST_INTERVAL_S), int(MAX_INTERVAL_S)
     interval_s = whole_number_of(request.query_params, "interval_s", *bounds)
-    plan, traffic, crashes = await asyncio.gather(
-        api_errors(_stored_plan(context)), _traffic(context, interval_s), _crashes(context)
-    )
+    plan, traffic = await asyncio.gather(api_errors(_stored_plan(context)), _traffic(context, interval_s))
+    crashes = context.catalog.crashes
     ends = {
         spec.name: f"{instance.instance_id} {crashes[instance.instance_id]}"
         for instance in (() if plan is None else plan.instances)

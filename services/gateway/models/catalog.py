@@ -16,10 +16,12 @@ from shared.messages.catalogue import ADAPTERS, INSTANCE_EXITED, INSTANCES, MODE
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
     AdapterSpec,
+    InstanceCrash,
     InstanceExited,
     InstanceInfo,
     LoadedModel,
     ModelSpec,
+    NodeInfo,
     PlacementPlan,
     WhyAsleep,
 )
@@ -62,6 +64,7 @@ class Catalog:
         self._adapters_changed = asyncio.Event()
         self._instance_watch: Watch[InstanceInfo] | None = None
         self._plan_watch: Watch[PlacementPlan] | None = None
+        self._node_watch: Watch[NodeInfo] | None = None
         self._exited: set[tuple[str, str]] = set()
         """Ids and incarnations."""
         self._exits: Subscription | None = None
@@ -72,11 +75,18 @@ class Catalog:
         self._model_watch = await (await self._bus.key_value(MODELS)).watch(self._on_model)
         self._adapter_watch = await (await self._bus.key_value(ADAPTERS)).watch(lambda *_: self._adapters_changed.set())
         self._plan_watch = await (await self._bus.key_value(PLANS)).watch()
-        await self._bus.key_value(NODES)  # for those who look into it later, and do not wait
+        self._node_watch = await (await self._bus.key_value(NODES)).watch()
         self._exits = await self._bus.subscribe(INSTANCE_EXITED, self._on_exited)
 
     async def stop(self) -> None:
-        for source in (self._exits, self._model_watch, self._adapter_watch, self._plan_watch, self._instance_watch):
+        for source in (
+            self._exits,
+            self._model_watch,
+            self._adapter_watch,
+            self._plan_watch,
+            self._node_watch,
+            self._instance_watch,
+        ):
             if source is not None:
                 await source.stop()
 
@@ -102,6 +112,12 @@ class Catalog:
         """The instances without those that are known to have exited: the registry lists what crashed until its entry
         expires."""
         return {i: info for i, info in self.instances.items() if (i, info.incarnation) not in self._exited}
+
+    @property
+    def crashes(self) -> dict[str, InstanceCrash]:
+        """How each planned instance ended last that has not been ready since."""
+        nodes = {} if self._node_watch is None else self._node_watch.entries
+        return {instance_id: crash for node in nodes.values() for instance_id, crash in node.crashes.items()}
 
     def has(self, model: str) -> bool:
         """Whether it is the name of a model, or of an adapter of one."""
@@ -175,22 +191,31 @@ class Catalog:
 
     def failure(self, model: str) -> ErrorInfo | None:
         """Why no instance can serve the model, if that is known and none is loading it, but those that wait for a server
-        that is down."""
-        found = [loaded for info in self.alive.values() if (loaded := loaded_model(info, model)) is not None]
-        if any(loaded.state != FAILED and not loaded.is_held_up for loaded in found):
-            return None
-        reason, is_final = "", False
+        that is down and those that crash again and again."""
+        crashes = self.crashes
+        loops = {instance_id: f"{instance_id} {crash}" for instance_id, crash in crashes.items() if crash.is_in_loop}
+        found = {i: loaded for i, info in self.alive.items() if (loaded := loaded_model(info, model)) is not None}
+        reason, is_final, can_not = "", False, "be loaded"
+        for instance_id, loaded in found.items():
+            if loaded.state == FAILED:
+                reason = reason or loaded.error
+            elif loaded.is_held_up or (loaded.state == LOADING and instance_id in loops):
+                reason, can_not = reason or loaded.error or loops[instance_id], "be served now"
+            else:
+                return None
         if found:
-            reason, is_final = found[0].error, all(loaded.is_final for loaded in found)
+            is_final = all(loaded.is_final for loaded in found.values())
         elif (plan := self._plan) is not None:
             reason = plan.unusable.get(model, "")
             is_final = bool(reason)
+            planned = [one.instance_id for one in plan.instances if any(spec.name == model for spec in one.models)]
             if not reason and plan.asleep.get(model) == WhyAsleep.NO_ROOM:
                 reason = "no instance has memory for it beside the models that are always loaded"
+            elif not reason and planned and all(instance_id in loops for instance_id in planned):
+                reason, can_not = loops[planned[0]], "be served now"
         if not reason:
             return None
         code = ErrorCode.MODEL_FAILED if is_final else ErrorCode.UNAVAILABLE
-        can_not = "be served now" if any(loaded.is_held_up for loaded in found) else "be loaded"
         return ErrorInfo(code, f"The model '{model}' cannot {can_not}: {reason}", "model")
 
     @property

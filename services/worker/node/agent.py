@@ -365,7 +365,10 @@ class NodeAgent:
         self._unready = self._state.unready(self._bus.now())
         self._metrics.ready.set(not self._unready)
         problem = "; ".join(self._state.problems())[:MAX_PROBLEM_CHARACTERS]
-        crashes = {name: text[:MAX_PROBLEM_CHARACTERS] for name, text in self._state.crashes().items()}
+        crashes = {
+            name: msgspec.structs.replace(crash, reason=crash.reason[:MAX_PROBLEM_CHARACTERS])
+            for name, crash in self._state.crashes().items()
+        }
         version = self._state.plan_version or self._info.plan_version
         if self._state.plan_version:
             self._end_plan_span()
