@@ -17,10 +17,12 @@ let isAsking = false;
 let numReady = 0;
 /** Instances that serve and are not drained. */
 
-function say(text, isBad = false) {
+/** `passes`: looking again, with success, takes it away. */
+function say(text, isBad = false, passes = false) {
   const news = byId("news");
   put(news, text);
   news.className = isBad ? "bad" : "";
+  news.dataset.passes = passes;
 }
 
 /** Runs an action of the operator, and says what came of it. */
@@ -113,10 +115,9 @@ async function turn() {
   try {
     await look();
     if (performance.now() - slowAt > SLOW_MS) { await lookSlowly(); slowAt = performance.now(); }
-    if (byId("news").dataset.problem) { delete byId("news").dataset.problem; say(""); }
+    if (byId("news").dataset.passes === "true") say("");
   } catch (error) {
-    say(error.message, true);
-    byId("news").dataset.problem = "yes";
+    say(error.message, true, true);
     if (error.status === 401) askForKeys();
   } finally { isAsking = false; }
 }
