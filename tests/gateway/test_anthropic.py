@@ -15,6 +15,7 @@ import pytest
 from services.gateway.anthropic.conversion import chat_request
 from services.gateway.anthropic.messages import MessageRequest
 from services.gateway.http.errors import ApiError
+from services.gateway.http.ignored_fields import IGNORED_HEADER
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
 from shared.runtime.settings import BusSettings
@@ -32,6 +33,8 @@ WEATHER = {
 }
 BEGUN = [*HI, {"role": "assistant", "content": "One:"}]
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+EDITS = ["view", "create", "str_replace", "insert"]
+EDITOR_FIELDS = ["command", "path", "view_range", "file_text", "old_str", "new_str", "insert_line"]
 HOSTED = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 
 
@@ -290,6 +293,56 @@ def test_a_choice_of_a_tool_that_is_left_out_is_none() -> None:
     asked = {**body, "tools": beside, "tool_choice": {"type": "tool", "name": WEATHER["name"]}}
     chat = chat_request(msgspec.convert(asked, MessageRequest))
     assert msgspec.to_builtins(chat.tool_choice)["function"] == {"name": WEATHER["name"]}, "the function of that name"
+
+
+@pytest.mark.parametrize(
+    ("kind", "required", "fields", "commands"),
+    [
+        ("bash_20241022", [], ["command", "restart"], None),
+        ("bash_20250124", [], ["command", "restart"], None),
+        ("text_editor_20241022", ["command", "path"], EDITOR_FIELDS, [*EDITS, "undo_edit"]),
+        ("text_editor_20250124", ["command", "path"], EDITOR_FIELDS, [*EDITS, "undo_edit"]),
+        ("text_editor_20250429", ["command", "path"], [*EDITOR_FIELDS, "insert_text"], EDITS),
+        ("text_editor_20250728", ["command", "path"], [*EDITOR_FIELDS, "insert_text"], EDITS),
+        ("text_editor_20990101", ["command", "path"], [*EDITOR_FIELDS, "insert_text"], EDITS),
+        ("memory_20250818", ["command"], [*EDITOR_FIELDS, "insert_text", "old_path", "new_path"],
+         [*EDITS, "delete", "rename"]),
+    ],
+)  # fmt: skip
+def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(
+    kind: str, required: list[str], fields: list[str], commands: list[str] | None
+) -> None:
+    tools = [{"type": kind, "name": "it", "max_characters": 9, "cache_control": {"type": "ephemeral"}}, HOSTED]
+    body = {"max_tokens": 7, "messages": HI, "tools": tools, "tool_choice": {"type": "tool", "name": "it"}}
+    chat = chat_request(msgspec.convert(body, MessageRequest))
+    ((tool,), choice) = chat.tools or [], msgspec.to_builtins(chat.tool_choice)
+    assert tool.function.name == choice["function"]["name"] == "it" and tool.function.description
+    parameters = tool.function.parameters or {}
+    assert (parameters["required"], list(parameters["properties"])) == (required, fields)
+    assert parameters["properties"]["command"].get("enum") == commands
+    assert all(one["description"] for one in parameters["properties"].values())
+
+
+async def test_calls_of_such_tools_come_back_as_any(claude: Stack) -> None:
+    edit = {"command": "view", "path": "/a", "view_range": [1, -1]}
+    claude.say(f"<tool_call>\n{json.dumps({'name': 'str_replace_based_edit_tool', 'arguments': edit})}\n</tool_call>")
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "computer_20250124", "name": "computer", "display_width_px": 1, "display_height_px": 1},
+    ]
+    asked = {"max_tokens": 500, "messages": HI, "tools": tools}
+    answer = await claude.post("/v1/messages", **asked, tool_choice={"type": "any"})
+    assert answer.headers[IGNORED_HEADER] == "tools.2"
+    (call,) = answer.json()["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "str_replace_based_edit_tool", edit)
+    assert '"restart"' in prompt_of(claude) and "display_width_px" not in prompt_of(claude)
+    grammar = claude.peer.submitted[-1].sampling.grammar
+    for command, is_one in (("view", True), ("undo_edit", False)):
+        written = {"name": "str_replace_based_edit_tool", "arguments": {**edit, "command": command}}
+        assert follows(claude, grammar, f"<tool_call>\n{json.dumps(written)}\n</tool_call>") is is_one
+    counted = await claude.post("/v1/messages/count_tokens", messages=HI, tools=tools)
+    assert counted.json()["input_tokens"] == len(unpack_tokens(claude.peer.submitted[-1].prompt))
 
 
 def test_documents_of_text_are_read_and_a_text_stands_for_what_a_tool_returned_beside_it() -> None:

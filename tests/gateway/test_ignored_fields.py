@@ -25,8 +25,26 @@ async def test_they_are_named_to_the_client_and_once_in_the_log(stack: Stack, ca
         ("/v1/messages", {"messages": hi, "max_tokens": 9, "betas": []}, "betas"),
         (
             "/v1/messages",
-            {"messages": hi, "max_tokens": 9, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            {"messages": hi, "max_tokens": 9, "tools": [{"type": "web_fetch_20250910", "name": "web_fetch"}]},
             "tools.0",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": "n",
+                        "tools": [
+                            {"type": "function", "name": "f"},
+                            {"type": "mcp"},
+                            {"type": "namespace", "name": "m", "tools": [{"type": "web_search"}]},
+                        ],
+                    }
+                ],
+            },
+            "tools.0.tools.1, tools.0.tools.2.tools.0",
         ),
         ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f"}, {"type": "mcp"}]}, "tools.1"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
@@ -36,7 +54,7 @@ async def test_they_are_named_to_the_client_and_once_in_the_log(stack: Stack, ca
             answer = await stack.client.post(path, json={"model": MODEL, **body})
             assert (answer.status_code, answer.headers.get(IGNORED_HEADER)) == (200, named), answer.text
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == len(bodies) + 1
+    assert len(told) == len(bodies) + 2, "two of the bodies have two such fields"
     assert told[0] == (
         "/v1/chat/completions: the field 'max_token' is not known and has no effect; is 'max_tokens' meant?"
     )

@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from services.gateway.openai.replies import FunctionChunk, ToolCallChunk
+from services.gateway.responses.client_tools import client_tool
 from services.gateway.responses.conversion import chat_request, items_of, sealed
-from services.gateway.responses.messages import ResponseRequest
+from services.gateway.responses.messages import OutputItem, ResponseRequest, ResponseTool
 from services.gateway.responses.writing import ResponseBuilder
 from services.gateway.streams.generation import Delta
 from services.gateway.text.logprobs import ShownToken
@@ -254,6 +255,7 @@ CODEX_TOOLS = [
     {"type": "web_search", "external_web_access": True},
     {"type": "web_search_preview_2025_03_11"},
     {"type": "local_shell"},
+    {"type": "shell", "environment": {"type": "container_auto"}},
 ]
 
 
@@ -264,7 +266,8 @@ def request_of(**fields: Any) -> ResponseRequest:
 def test_tools_of_codex_become_functions() -> None:
     request = request_of(tools=CODEX_TOOLS, reasoning={"effort": "high", "summary": "auto"})
     chat = chat_request(request, items_of(request))
-    assert [tool.function.name for tool in chat.tools or ()] == ["weather", "apply_patch", "mcp__docs__find"]
+    names = ["weather", "apply_patch", "mcp__docs__find", "local_shell"]
+    assert [tool.function.name for tool in chat.tools or ()] == names
     patch = (chat.tools or [])[1].function
     assert "start: /x/" in (patch.description or "") and (patch.parameters or {})["required"] == ["input"]
     assert chat.reasoning_effort == "high"
@@ -292,6 +295,14 @@ def test_tools_of_codex_become_functions() -> None:
             },
         ),
         ({"type": "web_search"}, None),
+        ({"type": "local_shell"}, {"type": "function", "function": {"name": "local_shell"}}),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "local_shell"}, {"type": "shell"}]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "local_shell"}}]},
+            },
+        ),
         ("required", "required"),
     ],
 )
@@ -336,8 +347,10 @@ def test_what_codex_sends_again_becomes_messages() -> None:
         {"type": "tool_search_output", "execution": "client", "tools": []},
         {"type": "computer_call_output", "output": {"type": "computer_screenshot", "image_url": "data:"}},
         {
-            "type": "shell_call_output",
-            "output": [{"stdout": "1", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
+            "type": "code_interpreter_call",
+            "container_id": "c",
+            "code": "1",
+            "outputs": [{"type": "logs", "logs": "1"}],
         },
         {"type": "mcp_call", "name": "f", "arguments": "{}", "output": None, "error": {"type": "http_error"}},
     ],
@@ -345,6 +358,97 @@ def test_what_codex_sends_again_becomes_messages() -> None:
 def test_items_of_tools_that_openai_runs_are_left_out_whatever_they_have(item: dict[str, Any]) -> None:
     request = request_of(input=[{"role": "user", "content": "Q"}, {"call_id": "1", **item}])
     assert [message.content for message in chat_request(request, items_of(request)).messages] == ["Q"]
+
+
+CLIENT_TOOLS: list[Any] = [
+    {"type": "local_shell"},
+    {"type": "shell", "environment": {"type": "local"}},
+    {"type": "apply_patch"},
+]
+PRINTED = [
+    {"stdout": "a\n", "stderr": "b\n", "outcome": {"type": "exit", "exit_code": 1}},
+    {"stdout": "", "stderr": "", "outcome": {"type": "timeout"}},
+]
+
+
+async def test_tools_that_openai_defines_and_the_client_runs(nats_settings: BusSettings, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "shells", byte_level_tokenizer(), TEMPLATE, MAX_LEN)
+    ran = {"command": ["ls", "-l"], "working_directory": "/tmp"}
+    patch = {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"}
+    written = [
+        {"name": "local_shell", "arguments": ran},
+        {"name": "shell", "arguments": {"commands": ["ls", "pwd"], "timeout_ms": 9}},
+        {"name": "apply_patch", "arguments": patch},
+        {"name": "local_shell", "arguments": {"command": "ls | wc"}},
+    ]
+    async with with_room(nats_settings, folder) as stack, stack.openai() as client:
+        stack.say("".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in written))
+        whole = await client.responses.create(model=MODEL, input="Hi", tools=CLIENT_TOOLS)
+        assert "working_directory" in prompt_of(stack) and "max_output_length" in prompt_of(stack)
+        async with client.responses.stream(model=MODEL, input="Hi", tools=CLIENT_TOOLS) as stream:
+            events = [event async for event in stream]
+        added = [event.item for event in events if event.type == "response.output_item.added"]
+        assert [item.status for item in added] == ["in_progress"] * 4 and added[0].action.command == []  # type: ignore[union-attr]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        for items in (whole.output, done):
+            shell, commands, change, line = items
+            assert shell.type == line.type == "local_shell_call" and shell.status == "completed"
+            assert shell.action.to_dict() == {"type": "exec", "env": {}, **ran}
+            assert line.action.command == ["bash", "-lc", "ls | wc"]
+            assert commands.type == "shell_call" and commands.action.commands == ["ls", "pwd"]
+            assert (commands.action.timeout_ms, commands.action.max_output_length) == (9, None)
+            assert change.type == "apply_patch_call" and change.operation.to_dict() == patch
+            assert all(item.call_id and "arguments" not in item.to_dict() for item in items)
+        results: list[Any] = [
+            {"type": "local_shell_call_output", "id": shell.call_id, "output": '{"output": "x"}'},
+            {"type": "shell_call_output", "call_id": commands.call_id, "output": PRINTED, "max_output_length": None},
+            {"type": "apply_patch_call_output", "call_id": change.call_id, "status": "failed", "output": "No a."},
+            {"type": "apply_patch_call_output", "call_id": line.call_id, "status": "completed"},
+        ]
+        stack.say("Done.")
+        returned = ['{"output": "x"}', "a\nb\nExit code: 1\nIt took too long, and was ended.", "No a.", "completed"]
+        replayed: Any = [{"role": "user", "content": "Hi"}, *[item.to_dict() for item in whole.output], *results]
+        for body in ({"input": results, "previous_response_id": whole.id}, {"input": replayed}):
+            again = await client.responses.create(model=MODEL, tools=CLIENT_TOOLS, **body)
+            assert again.output_text == "Done."
+            called = "local_shell()shell()apply_patch()local_shell()<|end|>"
+            assert prompt_of(stack).endswith(called + "".join(f"<|tool|>{text}<|end|>" for text in returned))
+        shown = await client.responses.input_items.list(again.id, order="asc")
+        kinds = [call["type"] for call in replayed[1:5]]
+        assert [item.type for item in shown.data[1:5]] == kinds
+        assert shown.data[1].action.command == ["ls", "-l"]  # type: ignore[union-attr]
+
+
+def test_calls_of_such_tools_in_the_history_have_their_arguments() -> None:
+    action = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": None}
+    items = [
+        {"type": "local_shell_call", "id": "i", "call_id": None, "status": "completed", "action": action},
+        {"type": "apply_patch_call", "call_id": "2", "operation": {"type": "delete_file", "path": "a"}},
+    ]
+    request = request_of(input=items)
+    calls = chat_request(request, items_of(request)).messages[0].tool_calls or ()
+    told = [(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    assert told == [
+        ("i", "local_shell", {"command": ["ls"]}),
+        ("2", "apply_patch", {"type": "delete_file", "path": "a"}),
+    ]
+    for wrong in ({"type": "shell_call", "call_id": "1", "action": "ls"}, {"type": "shell_call_output", "output": [7]}):
+        with pytest.raises(msgspec.ValidationError, match=r"at `\$.(action|output)"):
+            request_of(input=[wrong])
+
+
+def test_what_a_model_writes_wrong_becomes_a_call_all_the_same() -> None:
+    for name, arguments, value in (
+        ("local_shell", "{", {"type": "exec", "command": [], "env": {}}),
+        ("local_shell", '{"command": ["a", 1], "timeout_ms": "x"}', {"type": "exec", "command": ["a", "1"], "env": {}}),
+        ("shell", '{"commands": "ls"}', {"commands": ["ls"], "timeout_ms": None, "max_output_length": None}),
+        ("apply_patch", '{"type": "x"}', {"type": "update_file", "path": "", "diff": ""}),
+    ):
+        tool = client_tool(ResponseTool(name))
+        assert tool is not None
+        item = OutputItem(id="1", type=tool.item, status="in_progress")
+        tool.finish(item, arguments)
+        assert getattr(item, tool.field) == value
 
 
 def test_arguments_of_a_call_may_be_an_object() -> None:

@@ -17,6 +17,7 @@ from services.gateway.anthropic.messages import (
     Prompted,
     Source,
 )
+from services.gateway.anthropic.tools import client_tool
 from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.conversations import not_served
 from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
@@ -124,13 +125,9 @@ def _generation(request: MessageRequest) -> dict[str, Any]:
 def _tool(tool: MessageTool, place: int) -> dict[str, Any]:
     if tool.name is None:
         raise invalid(f"tools[{place}].name", f"Missing required parameter: 'tools[{place}].name'.")
-    check_types(tool.input_schema, f"tools[{place}].input_schema")
-    fields = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
+    description, schema = client_tool(tool.type) or (tool.description, tool.input_schema)
+    check_types(schema, f"tools[{place}].input_schema")
+    fields = {"name": tool.name, "description": description, "parameters": schema, "strict": tool.strict}
     return {"type": "function", "function": fields}
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.anthropic.tools import client_tool
 from services.gateway.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ServedName, StopString, TopP, check_nesting
 
 ID_PREFIX = "msg_"
@@ -59,7 +60,8 @@ class InputMessage(msgspec.Struct, frozen=True):
 
 
 class MessageTool(msgspec.Struct, frozen=True):
-    """One of another type than custom is one that Anthropic runs itself, and left out."""
+    """A function, or a tool that Anthropic defines: one that the client runs is a function whose schema is known by its
+    type, one that Anthropic runs itself is left out."""
 
     name: str | None = None
     type: str | None = None
@@ -72,7 +74,7 @@ class MessageTool(msgspec.Struct, frozen=True):
 
     @property
     def is_left_out(self) -> bool:
-        return self.type not in (None, "custom")
+        return self.type not in (None, "custom") and client_tool(self.type) is None
 
 
 class MessageToolChoice(msgspec.Struct, frozen=True):

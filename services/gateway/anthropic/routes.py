@@ -67,7 +67,7 @@ def _with_key(request: Request) -> dict[str, str]:
 async def _create(exchange: Exchange) -> Response:
     exchange.authenticate(_with_key(exchange.request))
     message = await read_message(exchange.request, _REQUEST, exchange.context.bodies)
-    exchange.note_left_out(tool.is_left_out for tool in message.tools or ())
+    exchange.note_left_out(f"tools.{i}" for i, tool in enumerate(message.tools or ()) if tool.is_left_out)
     keep_alive = keep_alive_of(exchange)
     wish = exchange.wish(message)
 

@@ -374,12 +374,10 @@ class Exchange(Call):
         if (noted := self.context.bodies.ignored_fields) is not None:
             noted.note_unenforced(self.request, [f"{param}.{keyword}" for keyword in grammar.left_out])
 
-    def note_left_out(self, are_left_out: Iterable[bool]) -> None:
-        """Tells the client which of its tools the model is not told of."""
+    def note_left_out(self, names: Iterable[str]) -> None:
+        """Tells the client of tools that the model is not told of. `names`: their places."""
         if (noted := self.context.bodies.ignored_fields) is not None:
-            noted.note_left_out(
-                self.request, [f"tools.{i}" for i, is_left_out in enumerate(are_left_out) if is_left_out]
-            )
+            noted.note_left_out(self.request, list(names))
 
     def resume(self, record: KeptCall) -> None:
         if self.metrics is None:

@@ -14,6 +14,7 @@ from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.conversations import check_parts
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatRequest
+from services.gateway.responses.client_tools import is_client_result, returned_text, tool_of_item
 from services.gateway.responses.messages import (
     NEEDED,
     Conversed,
@@ -142,6 +143,8 @@ def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
                     arguments=item.arguments or None,
                     namespace=item.namespace or None,
                     input=None if item.input is msgspec.UNSET else item.input,
+                    action=item.action or None,
+                    operation=item.operation or None,
                 )
             )
     return found
@@ -152,7 +155,16 @@ def shown_items(response_id: str, items: Sequence[InputItem]) -> list[ShownItem]
     return [_shown(f"{_ITEM_PREFIXES.get(item.type, 'item')}_{response_id}_{i}", item) for i, item in enumerate(items)]
 
 
-_ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+_ITEM_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
+    "reasoning": "rs",
+}
+_SHOWN_FIELDS = ("call_id", "name", "namespace", "arguments", "input", "output", "action", "operation")
 
 
 def _shown(item_id: str, item: InputItem) -> ShownItem:
@@ -163,7 +175,7 @@ def _shown(item_id: str, item: InputItem) -> ShownItem:
         "role": item.role,
         "content": content,
         "summary": (item.summary or []) if item.type == "reasoning" else None,
-        **{name: getattr(item, name) for name in ("call_id", "name", "namespace", "arguments", "input", "output")},
+        **{name: getattr(item, name) for name in _SHOWN_FIELDS},
     }
     return ShownItem(id=item_id, type=item.type, **{name: value for name, value in fields.items() if value is not None})
 
@@ -258,12 +270,13 @@ def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict
             continue
         if item.type == "message":
             messages.append({"role": item.role, "content": _text(item.content)})
-        elif item.type in ("function_call", "custom_tool_call"):
+        elif item.type in ("function_call", "custom_tool_call") or tool_of_item(item.type) is not None:
             if reasoning or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(_call(item))
         else:
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            content = returned_text(item) if is_client_result(item.type) else _text(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id or item.id, "content": content})
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
@@ -274,8 +287,11 @@ def _call(item: InputItem) -> dict[str, Any]:
     arguments = item.arguments
     if item.type == "custom_tool_call":
         arguments = json.dumps({CUSTOM_ARGUMENT: item.input}, ensure_ascii=False)
-    function = {"name": chat_name(item.name or "", item.namespace), "arguments": arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+    name = item.name or ""
+    if (client := tool_of_item(item.type)) is not None:
+        name, arguments = client.name, client.arguments(item)
+    function = {"name": chat_name(name, item.namespace), "arguments": arguments}
+    return {"id": item.call_id or item.id, "type": "function", "function": function}
 
 
 def _format(wanted: TextFormat | None) -> dict[str, Any] | None:

@@ -50,6 +50,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "function_call_output": ("call_id", "output"),
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
+    "local_shell_call": ("action",),
+    "local_shell_call_output": ("output",),
+    "shell_call": ("call_id", "action"),
+    "shell_call_output": ("call_id", "output"),
+    "apply_patch_call": ("call_id", "operation"),
+    "apply_patch_call_output": ("call_id",),
     "reasoning": (),
     REFERENCE: ("id",),
     "additional_tools": ("tools",),
@@ -57,6 +63,19 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "compaction_summary": ("encrypted_content",),
 }
 """Fields that an item must have, by its type; items of other types are left out."""
+
+
+class ShellOutcome(msgspec.Struct, frozen=True):
+    type: Literal["exit", "timeout"]
+    exit_code: int | None = None
+
+
+class ShellOutput(msgspec.Struct, frozen=True):
+    """What a command of the shell tool printed, and how it ended."""
+
+    stdout: str = ""
+    stderr: str = ""
+    outcome: ShellOutcome | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,7 +90,8 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: Annotated[Any, Meta(extra_json_schema={"type": ["string", "object", "null"]})] = None
     """JSON: the text of it, or the object."""
     output: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array", "null"]})] = None
-    """A text, or a list of `TextPart`, of what a function or a custom tool returned."""
+    """A text, or a list of `TextPart`, of what a function or a custom tool returned; of the shell tool a list of
+    `ShellOutput`."""
     namespace: str | None = None
     """Namespace of the tool that is called."""
     input: str | None = None
@@ -84,6 +104,12 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """Further tools, of an item `additional_tools`."""
     id: str | None = None
     """Id of an item of a stored response, for which an `item_reference` stands."""
+    action: Annotated[Any, Meta(extra_json_schema={"type": ["object", "null"]})] = None
+    """What a call of `local_shell` or `shell` runs."""
+    operation: Annotated[Any, Meta(extra_json_schema={"type": ["object", "null"]})] = None
+    """What a call of `apply_patch` does."""
+    status: str | None = None
+    """Outcome of a call of `apply_patch`, where it returned no text."""
 
     def __post_init__(self) -> None:
         """Checks fields that items of tools which OpenAI runs itself have in other shapes: those are left out whole."""
@@ -95,8 +121,11 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
         elif self.type in NEEDED:
             _converted("arguments", self.arguments, str | None)
         if self.type in NEEDED:
-            output = _converted("output", self.output, str | list[TextPart] | None)
-            msgspec.structs.force_setattr(self, "output", output)
+            parts: Any = list[ShellOutput] if self.type == "shell_call_output" else list[TextPart]
+            msgspec.structs.force_setattr(self, "output", _converted("output", self.output, str | parts | None))
+            for name in ("action", "operation"):
+                value = _converted(name, getattr(self, name), dict[str, Any] | None)
+                check_nesting(**{name: value})
 
 
 def _converted(name: str, value: Any, to: Any) -> Any:
@@ -109,8 +138,8 @@ def _converted(name: str, value: Any, to: Any) -> Any:
 
 
 class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function, a custom tool (a text instead of arguments), a namespace of tools, or one that OpenAI runs itself and
-    that is left out."""
+    """A function, a custom tool (a text instead of arguments), a namespace of tools, `local_shell`, `shell` or
+    `apply_patch`, or one that OpenAI runs itself and that is left out."""
 
     type: str
     name: FunctionName | None = None
@@ -121,9 +150,11 @@ class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
     """Format of a custom tool's input: a grammar is told to the model, and not enforced."""
     tools: list[ResponseTool] | None = None
     """Tools of a namespace."""
+    environment: dict[str, Any] | None = None
+    """Place where a shell runs: of type `local`, or none, with the client; others are OpenAI's own, and left out."""
 
     def __post_init__(self) -> None:
-        check_nesting(parameters=self.parameters, format=self.format)
+        check_nesting(parameters=self.parameters, format=self.format, environment=self.environment)
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -216,10 +247,18 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A message, reasoning, or a call of a function or a custom tool."""
+    """A message, reasoning, or a call of a tool."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    type: Literal[
+        "message",
+        "reasoning",
+        "function_call",
+        "custom_tool_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+    ]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: list[OutputText | ReasoningText] | msgspec.UnsetType = msgspec.UNSET
@@ -233,6 +272,10 @@ class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     namespace: str | msgspec.UnsetType = msgspec.UNSET
     input: str | msgspec.UnsetType = msgspec.UNSET
     """Input of a custom tool."""
+    action: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """What a call of `local_shell` or `shell` runs."""
+    operation: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """What a call of `apply_patch` does."""
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -309,7 +352,9 @@ class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     namespace: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     input: str | msgspec.UnsetType = msgspec.UNSET
-    output: str | list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    output: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array"]})] = msgspec.UNSET
+    action: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    operation: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
     """Content of a compaction."""
 

@@ -51,7 +51,7 @@ from services.gateway.responses.messages import (
     ResponseRequest,
 )
 from services.gateway.responses.store import ID_PREFIX, answered_of
-from services.gateway.responses.tools import called_tools, is_hosted
+from services.gateway.responses.tools import called_tools, left_out
 from services.gateway.responses.writing import ResponseBuilder, ResponseWriter, response_usage
 from services.gateway.streams.generation import Generation, Prompt
 from shared.bus.interface import BusError
@@ -81,7 +81,7 @@ async def _create(exchange: Exchange) -> Response | KeptCall:
     context, key = exchange.context, exchange.authenticate()
     exchange.field_names = NAMES
     message = await read_message(exchange.request, _REQUEST, context.bodies)
-    exchange.note_left_out(is_hosted(tool.type) for tool in message.tools or ())
+    exchange.note_left_out(left_out(message.tools))
     items = await _conversation(context, message, key.tenant)
     message.tools = tools_of(message, items)
     keep_alive = keep_alive_of(exchange)

@@ -1,7 +1,8 @@
 """Tools of the Responses API as functions of a chat, and back. Pure.
 
 A chat's model knows functions. A namespace's tools become functions with its name before theirs, a custom tool one with a
-text as its only argument; tools that OpenAI runs itself are left out.
+text as its only argument, a tool that OpenAI defines and the client runs one of its name; tools that OpenAI runs itself are
+left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.schemas import CUSTOM_ARGUMENT, custom_parameters
 from services.gateway.openai.structured import check_types
+from services.gateway.responses.client_tools import ClientTool, client_tool
 from services.gateway.responses.messages import ResponseTool, ToolChoice
 
 HOSTED_TOOLS = (
@@ -33,19 +35,30 @@ HOSTED_TOOLS = (
 _SEPARATOR = "__"
 
 
-def is_hosted(kind: str) -> bool:
+def _is_hosted(kind: str) -> bool:
     return kind.startswith(HOSTED_TOOLS)
+
+
+def left_out(tools: Sequence[ResponseTool] | None, path: str = "tools") -> Iterator[str]:
+    """Places of the tools that the model is not told of."""
+    for i, tool in enumerate(tools or ()):
+        if tool.type == "namespace":
+            yield from left_out(tool.tools, f"{path}.{i}.tools")
+        elif _is_hosted(tool.type) and client_tool(tool) is None:
+            yield f"{path}.{i}"
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
     """What a function of a chat is here."""
 
-    kind: Literal["function", "custom"]
+    kind: Literal["function", "custom", "client"]
     name: str
     namespace: str | None
     function: dict[str, Any]
     """The tool, as a chat is told of it."""
+    client: ClientTool | None = None
+    """Its kind, of a tool that OpenAI defines and the client runs."""
 
 
 def chat_name(name: str, namespace: str | None) -> str:
@@ -63,7 +76,10 @@ def called_tools(tools: Sequence[ResponseTool] | None) -> list[Called]:
 def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) -> Iterator[Called]:
     for i, tool in enumerate(tools):
         where = f"{param}[{i}]"
-        if is_hosted(tool.type):
+        if (client := client_tool(tool)) is not None:
+            yield Called("client", client.name, None, client.function(), client)
+            continue
+        if _is_hosted(tool.type):
             continue
         if tool.type not in ("function", "custom", "namespace"):
             known = ", ".join(HOSTED_TOOLS)
@@ -109,12 +125,13 @@ def chat_choice(choice: str | ToolChoice | None, called: Sequence[Called]) -> An
         named = [
             _named(tool.name, tool.namespace, called)
             for tool in choice.tools or ()
-            if tool.name is not None and not is_hosted(tool.type)
+            if tool.name is not None and not _is_hosted(tool.type)
         ]
+        named += [each for tool in choice.tools or () if (each := _of_client(tool.type, called)) is not None]
         allowed = {"mode": choice.mode or "auto", "tools": named}
         return {"type": "allowed_tools", "allowed_tools": allowed} if named else None
-    if is_hosted(choice.type):
-        return None
+    if _is_hosted(choice.type):
+        return _of_client(choice.type, called)
     raise _bad_choice(choice.type)
 
 
@@ -125,6 +142,12 @@ def _named(name: str, namespace: str | None, called: Sequence[Called]) -> dict[s
         found = [one.function["function"]["name"] for one in called if one.name == name]
         whole = found[0] if len(found) == 1 else whole
     return {"type": "function", "function": {"name": whole}}
+
+
+def _of_client(kind: str, called: Sequence[Called]) -> dict[str, Any] | None:
+    """The choice of a tool of this kind that the client runs; None: there is none."""
+    is_there = any(one.client is not None and one.name == kind for one in called)
+    return {"type": "function", "function": {"name": kind}} if is_there else None
 
 
 def _bad_choice(kind: str) -> ApiError:

@@ -17,6 +17,7 @@ from services.gateway.http.errors import CANCELLED, HANDED_OVER, ApiError
 from services.gateway.openai.conversations import custom_input
 from services.gateway.openai.replies import ToolCallChunk, Usage
 from services.gateway.requests.answers import event_tag, on_one_line
+from services.gateway.responses.client_tools import ClientTool, tool_of_item
 from services.gateway.responses.conversion import SEALED_REASONING, sealed
 from services.gateway.responses.messages import (
     IncompleteDetails,
@@ -102,6 +103,8 @@ class ResponseBuilder:
 
     def _call_item(self, call_id: str, name: str) -> OutputItem:
         called = self._called.get(name)
+        if called is not None and called.client is not None:
+            return self._client_item(call_id, called.client)
         is_custom = called is not None and called.kind == "custom"
         item = OutputItem(
             id=self._new_id("ctc_" if is_custom else "fc_"),
@@ -116,6 +119,11 @@ class ResponseBuilder:
             item.input = ""
         else:
             item.arguments = ""
+        return item
+
+    def _client_item(self, call_id: str, tool: ClientTool) -> OutputItem:
+        item = OutputItem(id=self._new_id(tool.id_prefix), type=tool.item, status="in_progress", call_id=call_id)
+        tool.begin(item)
         return item
 
     def _take_reasoning(self, text: str) -> list[Event]:
@@ -186,6 +194,9 @@ class ResponseBuilder:
             item.input, item.arguments = custom_input(item.arguments or ""), msgspec.UNSET
             events.append(("response.custom_tool_call_input.delta", {**place, "delta": item.input}))
             events.append(("response.custom_tool_call_input.done", {**place, "input": item.input}))
+        elif (client := tool_of_item(item.type)) is not None:
+            client.finish(item, item.arguments or "")
+            item.arguments = msgspec.UNSET
         else:
             assert item.content
             (whole,) = item.content
