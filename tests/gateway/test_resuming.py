@@ -201,6 +201,8 @@ async def test_the_rest_of_a_message_comes_after_whichever_event_was_last(kept: 
             await kept.client.post("/v1/messages", json=body, headers=headers | position),
         ):
             assert rest.status_code == 200 and message_events(rest.text) == whole[number + 1 :]
+    again = await kept.client.post("/v1/messages", json=body, headers=headers)
+    assert message_events(again.text) == whole and whole[0].data["message"]["usage"]["output_tokens"] == 0
     assert len(kept.peer.submitted) == 1
     other = await kept.client.post("/v1/messages", json=body | {"max_tokens": 9}, headers=headers)
     assert other.status_code == 422 and other.json()["type"] == "error"

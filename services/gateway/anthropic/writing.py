@@ -122,7 +122,8 @@ class MessageWriter:
         if self._num_events:
             return b""
         message = self._builder.message
-        message.usage = message_usage(self._usage())
+        # None of its tokens is told of yet, however many there are: whoever resumes the stream reads the same.
+        message.usage = msgspec.structs.replace(message_usage(self._usage()), output_tokens=0)
         return self._encoded([("message_start", {"message": message})])
 
     async def before_end(self, usage: Usage) -> None:
