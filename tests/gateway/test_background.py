@@ -85,6 +85,15 @@ async def test_a_cancelled_one_keeps_what_it_has(manual: Stack) -> None:
         await until(lambda: request.request_id in manual.peer.cancelled)
         assert (await client.responses.cancel(response.id)).model_dump() == cancelled.model_dump()
         assert (await client.responses.retrieve(response.id)).status == "cancelled"
+        # Its events are those of the stored response: whoever has some of before gets the last alone.
+        events = [event async for event in await client.responses.retrieve(response.id, stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert deltas == [cancelled.output_text] and events[0].response.output == []  # type: ignore[union-attr]
+        (rest,) = [e async for e in await client.responses.retrieve(response.id, stream=True, starting_after=3)]
+        for last, number in ((events[-1], len(events) - 1), (rest, 4)):
+            assert last.type == "response.failed" and last.sequence_number == number
+            assert last.response.model_dump() == cancelled.model_dump()
         # What it wrote so far may be gone on from.
         manual.peer.automatic = True
         await client.responses.create(model=MODEL, input="And?", previous_response_id=response.id)

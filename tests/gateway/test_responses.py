@@ -83,6 +83,38 @@ async def test_a_stream_has_openais_events(stack: Stack) -> None:
         assert (await client.responses.retrieve(final.id)).output_text == "Hello world"
 
 
+async def test_events_of_a_response_whose_tokens_are_kept_no_more(nats_settings: BusSettings, tmp_path: Path) -> None:
+    template = TEMPLATE + "{# </think> #}"
+    folder = write_checkpoint(tmp_path / "over", byte_level_tokenizer(), template, MAX_LEN)
+    written = [
+        {"name": "apply_patch", "arguments": {"input": "x"}},
+        {"name": "weather", "arguments": {"city": "Rome"}},
+        {"name": "local_shell", "arguments": {"command": ["ls"]}},
+    ]
+    calls = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in written)
+    async with with_room(nats_settings, folder) as stack, stack.openai() as client:
+        stack.say(f"<think>I see.</think>\nNow.\n{calls}")
+        asked: Any = {"model": MODEL, "input": "Hi", "tools": CODEX_TOOLS, "include": ["reasoning.encrypted_content"]}
+        live = [event async for event in await client.responses.create(**asked, stream=True)]
+        stored = await client.responses.create(**asked)
+        replayed = [event async for event in await client.responses.retrieve(stored.id, stream=True)]
+        assert replayed[-1].response.model_dump() == stored.model_dump()  # type: ignore[union-attr]
+
+        def told(events: list[Any]) -> list[Any]:
+            """All of them without ids and times, each text in one delta."""
+            made: list[Any] = []
+            for event in events:
+                plain = event.model_dump(exclude={"sequence_number", "item_id", "response", "logprobs"})
+                plain.get("item", {}).update(id="", call_id="")
+                if "delta" in plain and made and made[-1]["type"] == plain["type"]:
+                    made[-1]["delta"] += plain["delta"]
+                else:
+                    made.append(plain)
+            return made
+
+        assert told(replayed) == told(live)
+
+
 async def test_what_is_cut_is_incomplete_and_what_is_not_stored_is_nowhere(stack: Stack) -> None:
     stack.say("one two", FinishReason.LENGTH)
     async with stack.openai() as client:

@@ -56,7 +56,12 @@ def num_events_seen(request: Request, record: KeptCall) -> int:
     """How many events, which are numbered from 0, the client has of a response or message. Raises `ApiError` 400, 409."""
     if request.method == "POST" and not plan_of(record).options.is_stream:
         return 0  # it is asked for in one piece
-    text, param = position_of(request, record.call_id)
+    return num_seen_of(request, record.call_id)
+
+
+def num_seen_of(request: Request, call_id: str) -> int:
+    """How many events the client says that it has of the call. Raises `ApiError` 400, 409."""
+    text, param = position_of(request, call_id)
     return whole_number_of({param: text}, param, 0, 0, MAX_AFTER) + 1 if text else 0
 
 

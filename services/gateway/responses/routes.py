@@ -28,7 +28,7 @@ from services.gateway.requests.exchange import Exchange
 from services.gateway.requests.kept_calls import STREAM_HEADER, Plan, Wish, plan_of
 from services.gateway.requests.other_routes import json_response
 from services.gateway.requests.prompts import num_prompt_tokens
-from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen
+from services.gateway.requests.resuming import attach, nothing_seen, num_events_seen, num_seen_of
 from services.gateway.responses.compaction import compacted, summing_up
 from services.gateway.responses.conversion import (
     NAMES,
@@ -50,9 +50,9 @@ from services.gateway.responses.messages import (
     ResponseObject,
     ResponseRequest,
 )
-from services.gateway.responses.store import ID_PREFIX, answered_of
+from services.gateway.responses.store import ID_PREFIX, answered_of, response_of
 from services.gateway.responses.tools import called_tools, left_out
-from services.gateway.responses.writing import ResponseBuilder, ResponseWriter, response_usage
+from services.gateway.responses.writing import ResponseBuilder, ResponseWriter, replayed_events, response_usage
 from services.gateway.streams.generation import Generation, Prompt
 from shared.bus.interface import BusError
 from shared.messages.kept import KeptCall
@@ -362,8 +362,38 @@ async def get_stream(context: GatewayContext, request: Request) -> Response:
 
 async def resume_stream(context: GatewayContext, request: Request, call_id: str) -> Response:
     exchange = Exchange(context, request, "chat")
-    again = _answer_again if call_id.startswith(ID_PREFIX) else answer_again
-    return await answered(exchange, resumed(exchange, call_id, request.headers, again))
+    if call_id.startswith(ID_PREFIX):
+        return await answered(exchange, _resume_response(exchange, call_id))
+    return await answered(exchange, resumed(exchange, call_id, request.headers, answer_again))
+
+
+async def _resume_response(exchange: Exchange, response_id: str) -> Response:
+    """The events of a response, as they were told where its tokens are kept, else as the stored response has them."""
+    try:
+        return await resumed(exchange, response_id, exchange.request.headers, _answer_again)
+    except ApiError as error:
+        if error.code not in ("stream_not_found", "stream_expired"):
+            raise
+        if (response := await _over(exchange, response_id)) is None:
+            raise
+    events = replayed_events(response, num_seen_of(exchange.request, response_id))
+    exchange.end(None)
+    return Response(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+async def _over(exchange: Exchange, response_id: str) -> ResponseObject | None:
+    """A stored response whose call is kept no more; None: there is none, or it goes on. Raises `BusError`."""
+    context, key = exchange.context, exchange.key
+    assert key is not None
+    try:
+        stored = await context.responses.get(response_id, key.tenant)
+        if not answered_of(stored).is_over:
+            await context.background.wait(response_id)  # it was cancelled, and is being stored
+            await _taken_up(context, exchange.request, key, response_id)
+            stored = await context.responses.get(response_id, key.tenant)
+    except ApiError:
+        return None
+    return response_of(stored) if answered_of(stored).is_over else None
 
 
 async def delete_response(context: GatewayContext, request: Request) -> Response:

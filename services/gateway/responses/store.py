@@ -46,6 +46,10 @@ _ANSWERED = msgspec.json.Decoder(Answered)
 _RESPONSE = msgspec.json.Decoder(ResponseObject)
 
 
+def response_of(stored: StoredResponse) -> ResponseObject:
+    return _RESPONSE.decode(stored.body)
+
+
 def item_id(prefix: str, response_id: str, index: int) -> str:
     """Id of an item of a response's output, which says whose it is: whoever makes the response again makes the same."""
     return f"{prefix}{response_id.removeprefix(ID_PREFIX)}_{index}"

@@ -185,31 +185,15 @@ class ResponseBuilder:
         self._is_open = False
         item = self.response.output[-1]
         item.status = status
-        place = {**self._place, "item_id": item.id}
-        events: list[Event] = []
-        if item.type == "function_call":
-            fields = {"arguments": item.arguments, "name": item.name}
-            events.append(("response.function_call_arguments.done", {**place, **fields}))
-        elif item.type == "custom_tool_call":
+        if item.type == "custom_tool_call":
             item.input, item.arguments = custom_input(item.arguments or ""), msgspec.UNSET
-            events.append(("response.custom_tool_call_input.delta", {**place, "delta": item.input}))
-            events.append(("response.custom_tool_call_input.done", {**place, "input": item.input}))
         elif (client := tool_of_item(item.type)) is not None:
             client.finish(item, item.arguments or "")
             item.arguments = msgspec.UNSET
-        else:
+        elif item.type == "reasoning" and SEALED_REASONING in (self.response.include or ()):
             assert item.content
-            (whole,) = item.content
-            text: dict[str, Any] = {"content_index": 0, "text": whole.text}
-            if item.type == "reasoning" and SEALED_REASONING in (self.response.include or ()):
-                item.encrypted_content = sealed(whole.text, "tideway-reasoning")
-            if isinstance(whole, OutputText):
-                events.append(("response.output_text.done", {**place, **text, "logprobs": whole.logprobs}))
-            else:
-                events.append(("response.reasoning_text.done", {**place, **text}))
-            events.append(("response.content_part.done", {**place, "content_index": 0, "part": whole}))
-        events.append(("response.output_item.done", {**self._place, "item": item}))
-        return events
+            item.encrypted_content = sealed(item.content[0].text, "tideway-reasoning")
+        return _ended(len(self.response.output) - 1, item)
 
     def stop(self, status: Literal["cancelled", "failed"], failure: ResponseFailure | None = None) -> None:
         """It goes no further."""
@@ -224,6 +208,85 @@ class ResponseBuilder:
         response.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut else None
         response.usage = response_usage(usage)
         return events + self._close("incomplete" if is_cut else "completed")
+
+
+def _ended(output_index: int, item: OutputItem) -> list[Event]:
+    """What is told at the end of an item."""
+    at = {"output_index": output_index}
+    place = {**at, "item_id": item.id}
+    events: list[Event] = []
+    if item.type == "function_call":
+        fields = {"arguments": item.arguments, "name": item.name}
+        events.append(("response.function_call_arguments.done", {**place, **fields}))
+    elif item.type == "custom_tool_call":
+        events.append(("response.custom_tool_call_input.delta", {**place, "delta": item.input}))
+        events.append(("response.custom_tool_call_input.done", {**place, "input": item.input}))
+    elif item.content:
+        (whole,) = item.content
+        text: dict[str, Any] = {"content_index": 0, "text": whole.text}
+        if isinstance(whole, OutputText):
+            events.append(("response.output_text.done", {**place, **text, "logprobs": whole.logprobs}))
+        else:
+            events.append(("response.reasoning_text.done", {**place, **text}))
+        events.append(("response.content_part.done", {**place, "content_index": 0, "part": whole}))
+    events.append(("response.output_item.done", {**at, "item": item}))
+    return events
+
+
+def _replayed(output_index: int, item: OutputItem) -> list[Event]:
+    """What is told of an item that is whole: each text at once."""
+    place = {"output_index": output_index, "item_id": item.id}
+    begun = msgspec.structs.replace(item, status="in_progress")
+    begun.encrypted_content = msgspec.UNSET
+    if item.content:
+        begun.content = []
+    for name in ("arguments", "input"):
+        if getattr(item, name):
+            setattr(begun, name, "")
+    if (client := tool_of_item(item.type)) is not None:
+        client.begin(begun)
+    events: list[Event] = [("response.output_item.added", {"output_index": output_index, "item": begun})]
+    if item.content:
+        (whole,) = item.content
+        at = {**place, "content_index": 0}
+        is_text = isinstance(whole, OutputText)
+        events.append(("response.content_part.added", {**at, "part": OutputText() if is_text else ReasoningText()}))
+        delta: dict[str, Any] = {**at, "delta": whole.text}
+        if isinstance(whole, OutputText):
+            delta["logprobs"] = whole.logprobs
+        events.append((f"response.{'output' if is_text else 'reasoning'}_text.delta", delta))
+    elif item.type == "function_call" and item.arguments:
+        events.append(("response.function_call_arguments.delta", {**place, "delta": item.arguments}))
+    return events + _ended(output_index, item)
+
+
+def replayed_events(response: ResponseObject, num_seen: int) -> bytes:
+    """The events of a response that is over, whose tokens are not kept any more. `num_seen`: events that the client has of
+    those that were told of each token, which are other ones: it gets the last alone, which has the whole response."""
+    begun = msgspec.structs.replace(
+        response, status="in_progress", output=[], usage=None, error=None, incomplete_details=None
+    )
+    told = ("response.created", {"response": begun}), ("response.in_progress", {"response": begun})
+    events: list[Event] = list(told)
+    for output_index, item in enumerate(response.output):
+        events += _replayed(output_index, item)
+    status = "failed" if response.status == "cancelled" else response.status
+    last: Event = (f"response.{status}", {"response": response})
+    return _encoded([last] if num_seen else [*events, last], num_seen)
+
+
+def _encoded(events: Iterable[Event], number: int, tag: bytes = b"", num_seen: int = 0) -> bytes:
+    """`number`: that of the first. `tag`: of their ids; empty: they have none. `num_seen`: those before that number are left
+    out."""
+    parts = []
+    for kind, fields in events:
+        if number >= num_seen:
+            data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
+            if tag:
+                parts.append(b"id: %d%b\n" % (number, tag))
+            parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
+        number += 1
+    return b"".join(parts)
 
 
 class ResponseWriter:
@@ -279,12 +342,6 @@ class ResponseWriter:
         return b": keep-alive\n\n"
 
     def _encoded(self, events: list[Event]) -> bytes:
-        parts = []
-        for kind, fields in events:
-            if self._num_events >= self._num_seen:
-                data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
-                if self._tag:
-                    parts.append(b"id: %d%b\n" % (self._num_events, self._tag))
-                parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
-            self._num_events += 1
-        return b"".join(parts)
+        encoded = _encoded(events, self._num_events, self._tag, self._num_seen)
+        self._num_events += len(events)
+        return encoded
