@@ -2,8 +2,8 @@
 
 Each is created once under its own key, so a line has one answer whoever else may have answered it too. The files are a
 function of these results alone, hence may be made again, by anybody, until the batch is concluded. That a line was not run
-is no result: when a batch ends early, its lines without one get their place in the error file here, so that a batch can end
-where no more results can be stored.
+is no result: when a batch expires or fails, its lines without one get their place in the error file here, so that a batch can
+end where no more results can be stored. When it was cancelled they are in neither file.
 """
 
 from __future__ import annotations
@@ -67,17 +67,25 @@ class BatchOutput:
                 yield index, None if entry is None else entry.value
 
     async def assemble(
-        self, record: BatchRecord, num_lines: int, lines: AsyncIterator[InputLine], not_run: LineFailure | None
+        self,
+        record: BatchRecord,
+        num_lines: int,
+        lines: AsyncIterator[InputLine],
+        not_run: LineFailure | None,
+        *,
+        is_cancelled: bool = False,
     ) -> BatchFiles:
         """Writes the files in the order of the input. `lines`: the input, read as far as it is needed. `not_run`: why lines
-        without a result have none; None: all should have one. Raises `BusError`: CONFLICT where somebody else has concluded
-        the batch."""
+        without a result have none; None: all should have one. `is_cancelled`: lines without a result are left out. Raises
+        `BusError`: CONFLICT where somebody else has concluded the batch."""
         output, error = (_Part(file_id) for file_id in output_ids(self._batch_id))
         custom_ids = _CustomIds(lines)
         try:
             for part in (output, error):
                 part.writer = await self._files.writer(part.file_id)
             async for index, result in self.read(num_lines):
+                if result is None and is_cancelled:
+                    continue
                 if result is None and not_run is None:
                     raise self._conflict(f"line {index} has no result")
                 line, failure = b"", not_run or _LOST

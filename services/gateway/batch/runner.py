@@ -70,7 +70,6 @@ _NOT_OF_THE_LINE = frozenset(
 """Reasons that may be false while the bus is not whole: they do not count then."""
 _CODE_OF_STATUS = {408: ErrorCode.DEADLINE, 429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
 _EXPIRED = LineFailure("batch_expired", "This line could not be run before the batch's completion window was over.")
-_CANCELLED = LineFailure("batch_cancelled", "This line was not finished before the batch was cancelled.")
 _INPUT_LOST = LineFailure("input_lost", "This line was not run because the batch's input file is lost.")
 _STORE_FULL = "The server's storage for answers is full; what could be stored is in the output."
 _FULL = LineFailure("storage_full", "This line has no answer because the server's storage for answers is full.")
@@ -124,7 +123,7 @@ class BatchRun:
                 await self._change(lambda r: failed(r, [problem], time.time()))
             self._span.set_attribute("tideway.batch_status", self._record.status)
         logger.info(
-            "%s: %s, %d lines answered, %d not",
+            "%s: %s, %d lines answered, %d failed",
             record.batch_id,
             self._record.status,
             self._record.num_completed,
@@ -233,15 +232,17 @@ class BatchRun:
             if not (book.num_open and self._is_cancelled.is_set()):
                 await self._change(lambda r: book.counted(step(r, time.time())))
         not_run, problem = None, None
-        if book.num_open:
-            not_run = _CANCELLED if self._is_cancelled.is_set() else _EXPIRED
-            if self._must_answer and not self._is_cancelled.is_set() and self._stopped is not None:
+        is_cancelled = self._is_cancelled.is_set() and book.num_open > 0
+        if book.num_open and not is_cancelled:
+            not_run = _EXPIRED
+            if self._must_answer and self._stopped is not None:
                 problem, not_run = self._stopped
-        files = await self._assemble(not_run)
+        files = await self._assemble(not_run, is_cancelled=is_cancelled)
         if files is not None:
             await self._change(lambda r: _ended(book.counted(r), files, problem, time.time()))
-            if not_run is not None:
-                self._context.metrics.batch_lines.labels(not_run.code.removeprefix("batch_")).inc(book.num_open)
+            why = "cancelled" if not_run is None else not_run.code.removeprefix("batch_")
+            if book.num_open:
+                self._context.metrics.batch_lines.labels(why).inc(book.num_open)
         await insist(lambda: self._context.batches.results.purge(self._record.batch_id))
 
     @property
@@ -260,13 +261,15 @@ class BatchRun:
 
         await insist(read)
 
-    async def _assemble(self, not_run: LineFailure | None) -> BatchFiles | None:
+    async def _assemble(self, not_run: LineFailure | None, *, is_cancelled: bool) -> BatchFiles | None:
         """None: another gateway has concluded the batch."""
         backoff_s = FIRST_ASSEMBLY_BACKOFF_S
 
         async def assemble() -> BatchFiles | None:
             try:
-                return await self._output.assemble(self._record, len(self._book), self._lines(), not_run)
+                return await self._output.assemble(
+                    self._record, len(self._book), self._lines(), not_run, is_cancelled=is_cancelled
+                )
             except BusError as error:
                 current = await self._context.batches.record(self._record.batch_id)
                 if error.code is ErrorCode.CONFLICT and (current is None or is_terminal(current)):

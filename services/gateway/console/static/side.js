@@ -122,7 +122,7 @@ const wasEnded = (batch) => ["cancelled", "expired"].includes(batch.status);
 
 function told(batch) {
   const [done, failed] = [batch.num_completed, batch.num_failed];
-  if (wasEnded(batch)) return `${done} of ${batch.num_total}, ${failed} not`;
+  if (wasEnded(batch)) return `${done} of ${batch.num_total}, ${batch.num_total - done} not`;
   return `${done + failed} of ${batch.num_total}${failed ? ` (${failed} failed)` : ""}`;
 }
 
