@@ -394,6 +394,14 @@ async def test_continuous_usage(stack: Stack) -> None:
     assert [bool(chunk["choices"]) for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
 
 
+async def test_repeat_penalty_is_another_name(stack: Stack) -> None:
+    for more in ({}, {"repetition_penalty": 1.3}):
+        named = await stack.post("/v1/completions", prompt="x", repeat_penalty=1.3, **more)
+        assert named.status_code == 200 and stack.peer.submitted[-1].sampling.repetition_penalty == 1.3
+    both = await stack.post("/v1/completions", prompt="x", repeat_penalty=1.3, repetition_penalty=1.2)
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "repeat_penalty")
+
+
 async def test_explicit_nulls_and_unknown_fields_are_accepted(stack: Stack) -> None:
     nulls = dict.fromkeys({*ChatRequest.__struct_encode_fields__, *CompletionRequest.__struct_encode_fields__})
     for required in ("model", "prompt", "messages"):

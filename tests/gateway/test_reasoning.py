@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from services.gateway.http.ignored_fields import IGNORED_HEADER
 from services.gateway.tools.formats import FORMATS
 from services.gateway.tools.output_reader import OutputReader
 from services.gateway.tools.reasoning import REASONING_FORMATS, Opening, ReasoningSplitter, reasoning_format_of
@@ -157,6 +158,72 @@ async def test_efforts_reach_the_template(thinks: Stack) -> None:
         await thinks.post("/v1/chat/completions", messages=HI, reasoning_effort=effort)
     none, high = (thinks.tokenizer.decode(unpack_tokens(one.prompt), False) for one in thinks.peer.submitted)
     assert none.endswith("<think>\n\n</think>\n\nnone") and high.endswith("<|assistant|>high")
+
+
+ON, OFF, FREE = "<think>\n", "<think>\n\n</think>\n\n", ""
+SWITCHED: list[tuple[dict[str, Any], str, str, str | None]] = [
+    ({"enable_thinking": True}, ON, "", None),
+    ({"enable_thinking": False}, OFF, "", None),
+    ({"enable_thinking": None, "thinking": None, "reasoning": None}, FREE, "", None),
+    ({"thinking": {"type": "enabled", "clear_thinking": True}}, ON, "", None),
+    ({"thinking": {"type": "adaptive"}}, ON, "", None),
+    ({"thinking": {"type": "disabled"}}, OFF, "", None),
+    ({"thinking": {"type": ["disabled"]}}, FREE, "", "thinking"),
+    ({"thinking": True}, FREE, "", "thinking"),
+    ({"reasoning": {"enabled": False}}, OFF, "", None),
+    ({"reasoning": {"effort": "high"}}, ON, "high", None),
+    ({"reasoning": {"effort": "none"}}, OFF, "none", None),
+    ({"reasoning": {"effort": "high", "enabled": False}}, OFF, "high", None),
+    (
+        {"reasoning": {"effort": "X", "max_tokens": 9, "exclude": None}},
+        FREE,
+        "",
+        "reasoning.effort, reasoning.max_tokens",
+    ),
+    ({"reasoning": "high"}, FREE, "", "reasoning"),
+    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, FREE, "low", None),
+    ({"reasoning_effort": "none", "enable_thinking": True}, ON, "none", None),
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, OFF, "", None),
+]
+
+
+@pytest.mark.parametrize(("body", "begin", "effort", "named"), SWITCHED)
+async def test_reasoning_is_turned_on_and_off_by_whichever_field(
+    thinks: Stack, body: dict[str, Any], begin: str, effort: str, named: str | None
+) -> None:
+    thinks.say("Hi.")
+    answer = await thinks.post("/v1/chat/completions", messages=HI, **body)
+    assert (answer.status_code, answer.headers.get(IGNORED_HEADER)) == (200, named)
+    prompt = unpack_tokens(thinks.peer.submitted[-1].prompt)
+    assert thinks.tokenizer.decode(prompt, False).partition("<|assistant|>")[2] == begin + effort
+    assert (await thinks.post("/tokenize", messages=HI, **body)).json()["tokens"] == prompt
+
+
+async def test_what_a_template_has_no_switch_for_is_named(nats_settings: BusSettings, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"enable_thinking": False, "thinking": {"type": "disabled"}}
+    asked["reasoning"] = {"enabled": True, "effort": "low", "exclude": True}
+    switch = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
+    for name, template, named in (
+        ("none", "{{ messages[0].content }}", "enable_thinking, thinking, reasoning.enabled, reasoning.effort"),
+        ("effort", "{{ reasoning_effort }}", "enable_thinking, thinking, reasoning.enabled"),
+        ("deepseek", switch, None),
+    ):
+        folder = write_checkpoint(tmp_path / name, byte_level_tokenizer(), template)
+        async with running_stack(nats_settings, [ModelSpec(MODEL, str(folder))]) as stack:
+            stack.say("Hi.")
+            answer = await stack.post("/v1/chat/completions", messages=HI, **asked)
+            assert (answer.status_code, answer.headers.get(IGNORED_HEADER)) == (200, named)
+            if name == "deepseek":
+                for on in (True, False):
+                    await stack.post("/v1/chat/completions", messages=HI, enable_thinking=on)
+                    prompt = unpack_tokens(stack.peer.submitted[-1].prompt)
+                    assert stack.tokenizer.decode(prompt, False) == str(on)
+
+
+async def test_reasoning_may_be_left_out_as_openrouter_has_it(thinks: Stack) -> None:
+    thinks.say("<think>Let me see.</think>\n\nHi.")
+    answer = await thinks.post("/v1/chat/completions", messages=HI, reasoning={"exclude": True})
+    assert message_of(answer) == (None, "Hi.", "stop") and IGNORED_HEADER not in answer.headers
 
 
 async def test_reasoning_in_a_stream(thinks: Stack) -> None:

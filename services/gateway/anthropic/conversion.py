@@ -20,6 +20,7 @@ from services.gateway.anthropic.messages import (
 from services.gateway.anthropic.tools import client_tool
 from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.conversations import not_served
+from services.gateway.openai.parsing import SWITCHES
 from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
 from services.gateway.openai.structured import check_types
 
@@ -56,7 +57,7 @@ def chat_request(request: Prompted) -> ChatRequest:
     }
     if request.thinking is not None:
         is_on = request.thinking.type != "disabled"
-        fields |= {"chat_template_kwargs": {"enable_thinking": is_on}, "include_reasoning": is_on}
+        fields |= {"chat_template_kwargs": dict.fromkeys(SWITCHES, is_on), "include_reasoning": is_on}
     if isinstance(request, MessageRequest):
         fields |= _generation(request)
     if _is_begun(request.messages[-1]):

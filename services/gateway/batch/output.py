@@ -2,8 +2,8 @@
 
 Each is created once under its own key, so a line has one answer whoever else may have answered it too. The files are a
 function of these results alone, hence may be made again, by anybody, until the batch is concluded. That a line was not run
-is no result: when a batch expires or fails, its lines without one get their place in the error file here, so that a batch can
-end where no more results can be stored. When it was cancelled they are in neither file.
+is no result: when a batch expires or fails, its lines without one get their place in the error file here, so that a batch
+can end where no more results can be stored. When it was cancelled they are in neither file.
 """
 
 from __future__ import annotations

@@ -44,6 +44,10 @@ class IgnoredFields:
         """`names`: keywords of a schema, with their places."""
         self._note(request, names, "the keyword '%s' cannot be enforced and has no effect", ())
 
+    def note_without_effect(self, request: Request, names: Sequence[str]) -> None:
+        """`names`: fields that this model has no use for."""
+        self._note(request, names, "the field '%s' has no effect with this model", ())
+
     def note_left_out(self, request: Request, names: Sequence[str]) -> None:
         """`names`: tools that the model is not told of."""
         self._note(request, names, "the tool '%s' is of a kind that is left out", ())

@@ -44,6 +44,7 @@ FIELD_TEXTS = {
     "effort": "Reasoning effort, a variable of the chat template.",
     "reasoning": "Reasoning, or options for it.",
     "reasoning_effort": "Reasoning effort, a variable of the chat template.",
+    "enable_thinking": "Turns reasoning on or off, where the chat template has a switch for it.",
     "disable_any_whitespace": "Has no effect: JSON is on one line.",
     "tools": "Tools that the model may call.",
     "tool_choice": "Choice of tools: none, auto, required, or a tool.",

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,10 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
             raise invalid(
                 "max_tokens", "'max_tokens' must be at least 1 (0 is allowed with 'echo' or 'prompt_logprobs')."
             )
+    if None not in (penalties := {request.repetition_penalty, request.repeat_penalty}) and len(penalties) > 1:
+        raise invalid(
+            "repeat_penalty", "'repeat_penalty' is another name of 'repetition_penalty', which has another value."
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise invalid("prompt_logprobs", "'prompt_logprobs' cannot be had in a stream.")
     stream_options = request.stream_options
@@ -180,20 +184,69 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         echo=echo,
         prompt_logprobs=request.prompt_logprobs,
         parts_reasoning=request.separate_reasoning is not False and request.reasoning_format != "none",
-        shows_reasoning=request.include_reasoning is not False,
+        shows_reasoning=request.include_reasoning is not False and not _excludes_reasoning(request),
         names_token_ids=bool(request.return_tokens_as_token_ids),
         grammar=grammar,
         tools=tools,
     )
 
 
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn reasoning on and off: that of Qwen and GLM, that of DeepSeek and Granite."""
+_EFFORT = re.compile(r"[a-z]{1,16}")
+
+
 def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
-    """What a chat template is given beside the messages: what the request names, and its effort at reasoning."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return request.chat_template_kwargs
-    of_effort: dict[str, Any] = {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
-    return of_effort | (request.chat_template_kwargs or {})
+    """What a chat template is given beside the messages: what the request names, whether to reason, and its effort at that.
+    Templates ignore what they do not know."""
+    options = request.reasoning if isinstance(request.reasoning, dict) else {}
+    effort = request.reasoning_effort or _effort_of(options)
+    asked = (request.enable_thinking, _is_on(request.thinking), _flag(options.get("enabled")))
+    thinks = next((one for one in asked if one is not None), None)
+    if thinks is None and effort is not None and (effort == "none" or request.reasoning_effort is None):
+        thinks = effort != "none"
+    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if thinks is not None:
+        found |= dict.fromkeys(SWITCHES, thinks)
+    return found | (request.chat_template_kwargs or {}) if found else request.chat_template_kwargs
+
+
+def _is_on(thinking: Any) -> bool | None:
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    return {"enabled": True, "adaptive": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _effort_of(options: dict[str, Any]) -> str | None:
+    effort = options.get("effort")
+    return effort if isinstance(effort, str) and _EFFORT.fullmatch(effort) else None
+
+
+def fields_without_effect(request: ChatRequest, known: Collection[str]) -> list[str]:
+    """Fields about reasoning that change nothing. `known`: variables of the model's chat template."""
+    has_switch = not set(SWITCHES).isdisjoint(known)
+    works = {
+        "enable_thinking": has_switch,
+        "thinking": has_switch and _is_on(request.thinking) is not None,
+        "reasoning": isinstance(request.reasoning, dict),
+    }
+    names = [name for name, has_effect in works.items() if getattr(request, name) is not None and not has_effect]
+    if isinstance(options := request.reasoning, dict):
+        parts = {
+            "enabled": has_switch and _flag(options.get("enabled")) is not None,
+            "effort": (has_switch or "reasoning_effort" in known) and _effort_of(options) is not None,
+            "exclude": _flag(options.get("exclude")) is not None,
+        }
+        names += [f"reasoning.{name}" for name, value in options.items() if value is not None and not parts.get(name)]
+    return names
+
+
+def _excludes_reasoning(request: GenerationFields) -> bool:
+    options = request.reasoning if isinstance(request, ChatRequest) else None
+    return isinstance(options, dict) and options.get("exclude") is True
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str] | list[list[int]]:
@@ -339,7 +392,11 @@ def sampling_of(
         top_k=1 if request.top_p == 0 else max(0, top_k),
         top_p=or_default(request.top_p, defaults.top_p, 1.0) or 1.0,
         min_p=or_default(request.min_p, defaults.min_p, 0.0),
-        repetition_penalty=or_default(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        repetition_penalty=or_default(
+            request.repeat_penalty if request.repetition_penalty is None else request.repetition_penalty,
+            defaults.repetition_penalty,
+            1.0,
+        ),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=(secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK,

@@ -204,6 +204,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """-1 and 0 are off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    """Name of `repetition_penalty` in llama.cpp and Ollama."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
@@ -538,6 +540,8 @@ class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="all
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+Switch = Annotated[Any, Meta(extra_json_schema={"type": ["object", "null"]})]
+"""What is not understood of it has no effect, and a header of the answer names it."""
 ReasoningEffort = Annotated[str, Meta(pattern="^[a-z]{1,16}" + END)]
 """none, minimal, low, medium, high, or what else a template knows."""
 
@@ -554,7 +558,14 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
-    """Variable for the chat template; with none `enable_thinking` is false too."""
+    """Variable for the chat template; with none reasoning is turned off too."""
+    enable_thinking: bool | None = None
+    """Turns reasoning on or off, where the chat template has a switch for it (`enable_thinking` or `thinking`)."""
+    thinking: Switch = None
+    """Same as `enable_thinking`: {"type": "enabled"} or {"type": "disabled"}."""
+    reasoning: Switch = None
+    """OpenRouter's options: `enabled` and `effort`, as the fields above; `exclude`: true leaves reasoning out of the
+    answer."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -566,7 +577,7 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_nesting(chat_template_kwargs=self.chat_template_kwargs)
+        check_nesting(chat_template_kwargs=self.chat_template_kwargs, thinking=self.thinking, reasoning=self.reasoning)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -581,12 +592,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    thinking: Switch = None
+    reasoning: Switch = None
     return_token_strs: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """Tools that the chat template shows the model."""
 
     def __post_init__(self) -> None:
-        check_nesting(chat_template_kwargs=self.chat_template_kwargs)
+        check_nesting(chat_template_kwargs=self.chat_template_kwargs, thinking=self.thinking, reasoning=self.reasoning)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

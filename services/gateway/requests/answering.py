@@ -15,7 +15,13 @@ from starlette.responses import Response
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, of_info
-from services.gateway.openai.parsing import MAX_SEQUENCES, Options, check_num_sequences, options_of
+from services.gateway.openai.parsing import (
+    MAX_SEQUENCES,
+    Options,
+    check_num_sequences,
+    fields_without_effect,
+    options_of,
+)
 from services.gateway.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -224,6 +230,8 @@ async def begin(
 
     with context.telemetry.tracer.start_as_current_span("tokenize"):
         prompts, tokenizer = await exchange.unless_gone(prompts_in_time(context, spec, message, options, texts_or_ids))
+    if isinstance(message, ChatRequest):
+        exchange.note_without_effect(fields_without_effect(message, tokenizer.template_variables))
     num_tokens = sum(len(prompt.tokens) for prompt in prompts)
     if not isinstance(message, PooledRequest):
         prompts = fitted_prompts(key, prompts, options.num_choices, message)

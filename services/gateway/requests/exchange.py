@@ -374,6 +374,11 @@ class Exchange(Call):
         if (noted := self.context.bodies.ignored_fields) is not None:
             noted.note_unenforced(self.request, [f"{param}.{keyword}" for keyword in grammar.left_out])
 
+    def note_without_effect(self, names: Sequence[str]) -> None:
+        """Tells the client which of its fields the model has no use for."""
+        if (noted := self.context.bodies.ignored_fields) is not None:
+            noted.note_without_effect(self.request, [self.field_names.get(name, name) for name in names])
+
     def note_left_out(self, names: Iterable[str]) -> None:
         """Tells the client of tools that the model is not told of. `names`: their places."""
         if (noted := self.context.bodies.ignored_fields) is not None:

@@ -80,8 +80,11 @@ class ChatTemplate:
         self._source = source
         self.tool_source = tool_source or source
         self.sources = source if tool_source is None else source + tool_source
-        self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
+        variables = meta.find_undeclared_variables(environment.parse(self.tool_source))
+        self.takes_tools = "tools" in variables
         """It tells the model of them."""
+        self.variables = frozenset(variables | meta.find_undeclared_variables(environment.parse(source)))
+        """All that it looks at."""
         self._special_tokens = special_tokens
 
     @functools.cached_property

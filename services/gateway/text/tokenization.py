@@ -81,14 +81,15 @@ class ModelTokenizer:
         vocab_size: int,
         tool_format: ToolFormat = PLAIN,
         takes_tools: bool = False,
+        template_variables: frozenset[str] = frozenset(),
         reasoning_format: ReasoningFormat | None = None,
         defaults: SamplingDefaults | None = None,
         pooling: Pooling | None = None,
     ) -> None:
         """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
         tokenizer_config.json. `spec`: with the checkpoint's folder as its source. `tool_format`: of the calls that the model
-        writes; `takes_tools`: its chat template tells it of tools. `reasoning_format`: of its reasoning, where it has
-        some."""
+        writes. `takes_tools`: its chat template tells it of tools; `template_variables`: all that this looks at.
+        `reasoning_format`: of its reasoning, where it has some."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -99,6 +100,7 @@ class ModelTokenizer:
         self.vocab_size = vocab_size
         self.tool_format = tool_format
         self.takes_tools = takes_tools
+        self.template_variables = template_variables
         self.reasoning_format = reasoning_format
         self.defaults = defaults or SamplingDefaults()
         """Sampling defaults of the checkpoint's maker."""
@@ -260,6 +262,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
             vocab_size=shape.vocab_size,
             tool_format=format_of(template.tool_source, spec.tool_format),
             takes_tools=template.takes_tools,
+            template_variables=template.variables,
             reasoning_format=reasoning_format_of(template.sources),
             defaults=sampling_defaults(folder),
             pooling=shape.pooling,
