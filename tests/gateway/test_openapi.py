@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,15 +47,9 @@ async def test_no_input_makes_a_server_error(stack: Stack, tmp_path: Path, phase
     assert 'tideway_gateway_requests_total{class="online",model="tide",outcome="ok"}' in answered, "some are valid"
 
 
-async def test_each_field_of_a_request_is_described_and_each_operation_has_its_place(stack: Stack) -> None:
-    description = (await stack.client.get("/openapi.json")).json()
-    schemas = description["components"]["schemas"]
-    pending, seen, bare = [], set(), []
-    for path in description["paths"].values():
-        for operation in path.values():
-            assert operation["summary"] and len(operation["tags"]) == 1
-            for content in operation.get("requestBody", {}).get("content", {}).values():
-                pending.append(content["schema"])
+def bare_fields(pending: list[Any], schemas: dict[str, Any]) -> tuple[int, list[str]]:
+    """Number of components that the schemas name, directly or not, and those of their fields that have no description."""
+    seen, bare = set(), []
     while pending:
         schema = pending.pop()
         if isinstance(schema, list):
@@ -67,7 +62,30 @@ async def test_each_field_of_a_request_is_described_and_each_operation_has_its_p
                 bare += [f"{name}.{field}" for field, one in fields.items() if not one.get("description")]
                 pending.append(schemas[name])
             pending += schema.values()
-    assert len(seen) > 30 and bare == []
+    return len(seen), bare
+
+
+async def test_each_field_is_described_and_each_operation_has_its_place(stack: Stack) -> None:
+    description = (await stack.client.get("/openapi.json")).json()
+    schemas = description["components"]["schemas"]
+    asked: list[Any] = []
+    answered: list[Any] = []
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            assert operation["summary"] and len(operation["tags"]) == 1
+            contents = [*operation.get("requestBody", {}).get("content", {}).values()]
+            asked += [content["schema"] for content in contents]
+            if not path.startswith("/admin"):
+                contents = [
+                    each for answer in operation["responses"].values() for each in answer.get("content", {}).values()
+                ]
+                answered += [content["schema"] for content in contents if "schema" in content]
+    for fields, least in ((asked, 30), (answered, 60)):
+        number, bare = bare_fields(fields, schemas)
+        assert number > least and bare == []
+    choice = schemas["ChatTokenLogprob"]["properties"]
+    assert choice["top_logprobs"]["description"] == "Most likely tokens at this place.", "and not as in a request"
+    assert schemas["ChatRequest"]["properties"]["top_logprobs"]["description"].startswith("Number of")
 
 
 async def test_the_examples_work(stack: Stack) -> None:

@@ -151,11 +151,14 @@ class OutputBlock(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: Literal["text", "thinking", "tool_use"]
     text: str | msgspec.UnsetType = msgspec.UNSET
     thinking: str | msgspec.UnsetType = msgspec.UNSET
+    """Reasoning."""
     signature: str | msgspec.UnsetType = msgspec.UNSET
     """Signature of reasoning; always empty."""
     id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the tool that is called."""
     input: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """Arguments of the call."""
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -167,6 +170,9 @@ class MessageObject(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[OutputBlock]
+    """Blocks of text, reasoning and calls, in order."""
     stop_reason: StopReason | None = None
+    """Reason of the end; null in a stream that has just begun."""
     stop_sequence: str | None = None
+    """Text of `stop_sequences` that ended the answer."""
     usage: MessageUsage

@@ -1,4 +1,5 @@
-"""Descriptions of request fields whose structs have none: by name, since a name means the same everywhere."""
+"""Descriptions of fields whose structs have none: by name, since a name means the same in all requests, and in all
+answers."""
 
 FIELD_TEXTS = {
     "model": "Name of a model, an adapter or a route, as in GET /v1/models.",
@@ -108,3 +109,61 @@ FIELD_TEXTS = {
     "namespace": "Namespace of the tool.",
     "replicas": "Number of instances that serve the model; default: all where it fits.",
 }
+"""Descriptions of fields of requests."""
+
+ANSWER_TEXTS = {
+    "annotations": "Always empty.",
+    "arguments": "Arguments of the call, as JSON.",
+    "background": "Says whether it is made without a client.",
+    "choices": "Answers: `n` of each prompt.",
+    "code": "Code of the error, for programs.",
+    "completion_tokens": "Number of tokens of the answers.",
+    "completion_tokens_details": "Parts of that number.",
+    "count": "Number of tokens.",
+    "created": "Time at which it was made, in Unix seconds.",
+    "created_at": "Time at which it was made, in Unix seconds.",
+    "cached_tokens": "Number of prompt tokens that were in the prefix cache.",
+    "cache_creation_input_tokens": "Always 0: nobody pays for what is put into the prefix cache.",
+    "cache_read_input_tokens": "Number of prompt tokens that were in the prefix cache.",
+    "data": "Items of the list.",
+    "decoded_token": "Text of the token.",
+    "deleted": "Says that it is gone.",
+    "error": "Error; null: there is none.",
+    "finish_reason": "Reason of the end: stop, length (the limit of tokens, or the context's end) or tool_calls.",
+    "first_id": "Id of the first item; null: the list is empty.",
+    "has_more": "Says whether more items follow.",
+    "id": "Identifier.",
+    "index": "Place in the list, counted from 0.",
+    "input_tokens": "Number of prompt tokens.",
+    "input_tokens_details": "Parts of that number.",
+    "last_id": "Id of the last item; null: the list is empty.",
+    "logprob": "Log-probability of the token.",
+    "logprobs": "Log-probabilities of the answer's tokens; null: they were not asked for.",
+    "max_model_len": "Largest number of tokens of prompt and answer.",
+    "message": "Message of the error, a sentence.",
+    "metadata": "Metadata of the request.",
+    "model": "Name of the model as the request has it.",
+    "object": "Kind of the object.",
+    "output_tokens": "Number of tokens of the answer.",
+    "output_tokens_details": "Parts of that number.",
+    "param": "Field of the request that is at fault; null: none is.",
+    "prompt_logprobs": "Log-probabilities of the prompt's tokens, by token id; null in the place of the first.",
+    "prompt_tokens": "Number of prompt tokens.",
+    "prompt_tokens_details": "Parts of that number.",
+    "reasoning_content": "Reasoning before the answer.",
+    "reasoning_tokens": "Number of tokens of reasoning, among those of the answer.",
+    "refusal": "Always null.",
+    "role": "Role of the speaker.",
+    "service_tier": "Tier that was used.",
+    "status": "State of the object.",
+    "summary": "Summary of reasoning.",
+    "text": "Text.",
+    "tool_calls": "Calls of tools.",
+    "token": "Text of the token.",
+    "top_logprobs": "Most likely tokens at this place.",
+    "total_tokens": "Number of tokens of prompts and answers.",
+    "type": "Kind of the object.",
+    "usage": "Numbers of tokens.",
+    "version": "Version of the server.",
+}
+"""Descriptions of fields of answers, where they differ or no request has them."""

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 
 from services.gateway.http.errors import forms_of
-from services.gateway.openai.field_texts import FIELD_TEXTS
+from services.gateway.openai.field_texts import ANSWER_TEXTS, FIELD_TEXTS
 from services.gateway.openai.replies import ErrorReply
 
 _REF = "#/components/schemas/{name}"
@@ -119,7 +119,8 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     for name, schema in components.items():
         schema.update(_RULES_OVER_FIELDS.get(name, {}))
-    _describe_fields(ordered, components)
+    requests = [route.request for route in routes if route.request is not None]
+    _describe_fields(ordered, components, _structs(requests).keys())
     schema_of = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -137,18 +138,29 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
     }
 
 
-def _describe_fields(types: Sequence[type[Any]], components: dict[str, dict[str, Any]]) -> None:
-    """Each by the text below it in its struct, else by what is said of its name everywhere."""
-    known: dict[str, type[msgspec.Struct]] = {}
+def _structs(types: Iterable[type[Any]]) -> dict[str, type[msgspec.Struct]]:
+    """The structs among the types and their fields, by the names of their components: two of one name have their modules'
+    before it."""
+    found: dict[type[msgspec.Struct], None] = {}
     pending: list[Any] = list(types)
     while pending:
         kind = pending.pop()
-        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or kind.__name__ in known:
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or kind in found:
             continue
-        known[kind.__name__] = kind
+        found[kind] = None
         pending += [form for hint in get_type_hints(kind).values() for form in forms_of(hint)]
+    return {name: kind for kind in found for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")}
+
+
+def _describe_fields(
+    types: Iterable[type[Any]], components: dict[str, dict[str, Any]], of_requests: Collection[str]
+) -> None:
+    """Each by the text below it in its struct, else by what is said of its name everywhere. `of_requests`: names of
+    components that requests have."""
+    known = _structs(types)
     for name, component in components.items():
-        texts = FIELD_TEXTS | (field_docs(known[name]) if name in known else {})
+        everywhere = FIELD_TEXTS if name in of_requests else FIELD_TEXTS | ANSWER_TEXTS
+        texts = everywhere | (field_docs(known[name]) if name in known else {})
         for field, schema in component.get("properties", {}).items():
             is_without_effect = None in schema.get("enum", ())
             if text := texts.get(field) or ("Not supported: no other value is taken." if is_without_effect else ""):

@@ -50,13 +50,16 @@ class Embeddings(msgspec.Struct):
 
 class RankedText(msgspec.Struct):
     text: str
+    """Text of the document."""
 
 
 class RankedDocument(msgspec.Struct):
     index: int
     """Index of the document in the request."""
     relevance_score: float
+    """Relevance: the higher, the more relevant."""
     document: RankedText | msgspec.UnsetType = msgspec.UNSET
+    """Document, unless `return_documents` is false."""
 
 
 class Ranking(msgspec.Struct):
@@ -66,12 +69,14 @@ class Ranking(msgspec.Struct):
     model: str
     usage: PooledUsage
     results: list[RankedDocument]
+    """Documents, the most relevant first."""
 
 
 class Score(msgspec.Struct):
     index: int
     object: Literal["score"]
     score: float
+    """Score of the pair."""
 
 
 class Scores(msgspec.Struct):
@@ -87,26 +92,32 @@ class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
+    """Bytes of the token, which may be a part of a character."""
 
 
 class ChatTokenLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
+    """Bytes of the token, which may be a part of a character."""
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
     content: list[ChatTokenLogprob]
+    """Tokens of the content."""
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
+    """Place of each token in the text, in characters."""
     token_logprobs: list[float | None]
     """None: of the first token of a prompt (with `echo`)."""
     tokens: list[str]
+    """Text of each token."""
     top_logprobs: list[dict[str, float] | None]
+    """Most likely tokens at each place, with their log-probabilities."""
 
 
 class PromptLogprob(msgspec.Struct):
@@ -122,6 +133,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 class CalledFunction(msgspec.Struct):
     name: str
+    """Name of the function."""
     arguments: str
     """JSON, as the model wrote it."""
 
@@ -133,7 +145,9 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function"):
 
 class CalledCustomTool(msgspec.Struct):
     name: str
+    """Name of the tool."""
     input: str
+    """Text that the tool is given."""
 
 
 class CustomToolCall(msgspec.Struct, tag_field="type", tag="custom"):
@@ -178,6 +192,7 @@ class AssistantMessage(msgspec.Struct):
 class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
+    """Message of the assistant."""
     logprobs: ChatLogprobs | None
     finish_reason: FinishedBy
 
@@ -197,6 +212,7 @@ class ChatCompletion(msgspec.Struct):
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
+    """Text of the answer, with the prompt before it where `echo` is true."""
     logprobs: CompletionLogprobs | None
     finish_reason: FinishedBy
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
@@ -216,8 +232,11 @@ class ModelCard(msgspec.Struct):
     id: str
     object: Literal["model"]
     created: int
+    """Time at which the server learned of it, in Unix seconds."""
     owned_by: str
+    """Always tideway."""
     root: str
+    """Checkpoint of the model."""
     parent: str | None
     """The base model of a LoRA adapter."""
     max_model_len: int | None
@@ -235,26 +254,32 @@ class TokenizeReply(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
+    """Ids of the tokens."""
     token_strs: list[str] | None
+    """Tokens as the vocabulary spells them; null: they were not asked for."""
 
 
 class DetokenizeReply(msgspec.Struct):
     prompt: str
+    """Text of the tokens."""
 
 
 class ErrorBody(msgspec.Struct):
     message: str
     type: str
+    """Kind of the error."""
     param: str | None
     code: str | None
 
 
 class ErrorReply(msgspec.Struct):
     error: ErrorBody
+    """Error."""
 
 
 class ReadyReply(msgspec.Struct):
     ready: bool
+    """Says whether a model can be served."""
     models: list[str]
     """Models that can be served now."""
     problems: list[str]
@@ -273,10 +298,14 @@ class FileObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["file"]
     bytes: int
+    """Size in bytes."""
     created_at: int
     expires_at: int | None
+    """Time at which it is deleted, in Unix seconds; null: never."""
     filename: str
+    """Name that it was uploaded with."""
     purpose: str
+    """Purpose: batch, or batch_output for the results of one."""
     status: Literal["processed"]
     """Deprecated upstream, and required by its clients."""
 
@@ -299,6 +328,7 @@ class BatchError(msgspec.Struct):
     code: str
     message: str
     line: int | None
+    """Line of the input file, counted from 1; null: none is at fault."""
     param: str | None
 
 
@@ -309,9 +339,11 @@ class BatchErrors(msgspec.Struct):
 
 class BatchRequestCounts(msgspec.Struct):
     total: int
+    """Number of lines; 0 while they are not counted."""
     completed: int
+    """Number of lines that were answered."""
     failed: int
-    """Lines in the error file: refused, failed, expired, cancelled."""
+    """Number of lines in the error file: refused, failed, expired."""
 
 
 class BatchInputDetails(msgspec.Struct):
@@ -320,6 +352,7 @@ class BatchInputDetails(msgspec.Struct):
 
 class BatchOutputDetails(msgspec.Struct):
     reasoning_tokens: int
+    """Always 0: they are not counted apart."""
 
 
 class BatchUsage(msgspec.Struct):
@@ -337,24 +370,38 @@ class BatchObject(msgspec.Struct, kw_only=True):
     object: Literal["batch"]
     endpoint: str
     model: str | None
+    """Model of the first line; null: the lines are not checked yet."""
     errors: BatchErrors | None
+    """Problems of the input file, of a batch that failed."""
     input_file_id: str
     completion_window: str
+    """Window of the request."""
     status: Literal[
         "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
     ]
     output_file_id: str | None
+    """Id of the file of answers; null: there is none yet, or no line was answered."""
     error_file_id: str | None
+    """Id of the file of lines that failed; null: there is none."""
     created_at: int
     in_progress_at: int | None
+    """Time at which its first line could run."""
     expires_at: int
+    """End of its window."""
     finalizing_at: int | None
+    """Time at which its lines were done."""
     completed_at: int | None
+    """Time at which its files were complete."""
     failed_at: int | None
+    """Time at which it failed."""
     expired_at: int | None
+    """Time at which its window was over."""
     cancelling_at: int | None
+    """Time at which it was cancelled."""
     cancelled_at: int | None
+    """Time at which its cancellation was done."""
     request_counts: BatchRequestCounts
+    """Numbers of its lines."""
     usage: BatchUsage
     metadata: dict[str, str] | None
     predicted_finish_at: int | None

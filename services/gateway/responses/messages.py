@@ -260,16 +260,20 @@ class OutputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
         "apply_patch_call",
     ]
     status: Literal["in_progress", "completed", "incomplete"]
+    """State of the item; incomplete: it was cut off."""
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: list[OutputText | ReasoningText] | msgspec.UnsetType = msgspec.UNSET
+    """Parts of a message, or of reasoning."""
     summary: list[ReasoningText] | msgspec.UnsetType = msgspec.UNSET
     """Summary of reasoning; always empty."""
     encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
     """Reasoning for clients that hand back no text of it, if the request included it."""
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the tool that is called."""
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """Namespace of that tool."""
     input: str | msgspec.UnsetType = msgspec.UNSET
     """Input of a custom tool."""
     action: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -303,6 +307,7 @@ class ResponseFailure(msgspec.Struct):
 
 class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"]
+    """Reason: the limit of tokens, or the context's end."""
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
@@ -311,14 +316,20 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     created_at: int
     """Unix seconds."""
     status: ResponseStatus
+    """State: queued and in_progress go on, the others are over."""
     error: ResponseFailure | None = None
+    """Error of a response that failed."""
     include: list[str] | msgspec.UnsetType = msgspec.UNSET
     """The request's own."""
     incomplete_details: IncompleteDetails | None = None
+    """Reason why it is incomplete."""
     instructions: str | None
+    """Instructions of the request."""
     max_output_tokens: int | None
+    """Limit of the request; null: what the context leaves."""
     model: str
     output: list[OutputItem] = []
+    """Items: reasoning, messages and calls of tools, in order."""
     parallel_tool_calls: bool
     previous_response_id: str | None
     background: bool = False
@@ -326,12 +337,15 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     """False too where there was no room for it."""
     temperature: float
     text: TextOptions
+    """Form of the answer."""
     reasoning: ReasoningOptions | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice
     tools: list[ResponseTool]
     top_logprobs: int
+    """Number of most likely tokens that are told at each place."""
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
+    """Always as if it were disabled."""
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
@@ -346,15 +360,20 @@ class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     status: Literal["completed"] | msgspec.UnsetType = "completed"
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
+    """Parts of a message, or of reasoning."""
     summary: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
     call_id: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the tool that is called."""
     namespace: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     input: str | msgspec.UnsetType = msgspec.UNSET
     output: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array"]})] = msgspec.UNSET
+    """Text or parts that a tool returned."""
     action: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """What a call of `local_shell` or `shell` runs."""
     operation: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """What a call of `apply_patch` does."""
     encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
     """Content of a compaction."""
 
