@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from services.gateway.openai.schemas import FunctionDefinition, Tool
-from services.gateway.tools.call_reader import StringMender
+from services.gateway.tools.call_reader import JsonMender, mended
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
 from services.gateway.tools.keyed import MAX_LITERAL, literal, typed
 from services.gateway.tools.output_reader import OutputReader
@@ -301,14 +301,55 @@ def test_a_chunk_has_one_entry_a_call_however_much_comes_at_once(
         assert (said, [(called, json.loads(text)) for called, text in found.values()]) == (content, calls)
 
 
+TEXTS = st.text(st.sampled_from("a'\"\\\n{}[],: \u6f6e"), max_size=6)
+PLAIN = st.none() | st.booleans() | st.integers() | TEXTS
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3))
+
+
+@given(st.dictionaries(TEXTS, VALUES, max_size=4), st.integers(1, 5))
+def test_literals_of_python_become_json_as_they_come_and_json_stays(value: dict[str, Any], size: int) -> None:
+    for text in (repr(value), json.dumps(value), json.dumps(value, indent=1, ensure_ascii=False)):
+        mender = JsonMender()
+        whole = "".join(mender.feed(text[place : place + size]) for place in range(0, len(text), size)) + mender.end()
+        assert json.loads(whole) == value and (text == repr(value) or whole == text)
+
+
+PYTHON_ARGUMENTS = {"a": True, "b": [None, 1], "c": "it's {", "d": 'say "x"}', "e": "it's"}
+PYTHON_CALLS = [
+    "{'name': 'weather', 'arguments': {'a': True, 'b': [None, 1,], 'c': \"it's {\", 'd': 'say \"x\"}', 'e': 'it\\'s',},}",
+    '{"name": "weather", "arguments": {"a": True, "b": [None, 1, ], "c": "it\'s {", "d": "say \\"x\\"}", "e": "it\'s"}}',
+    json.dumps({"name": "weather", "arguments": repr(PYTHON_ARGUMENTS)}),
+]
+
+
+@pytest.mark.parametrize("text", PYTHON_CALLS)
+@pytest.mark.parametrize("name", ["hermes", "llama3", "json", "mistral"])
+def test_calls_with_literals_of_python_are_read_wherever_they_are_cut(name: str, text: str) -> None:
+    around = {"hermes": "<tool_call>\n{}\n</tool_call>", "mistral": "[TOOL_CALLS][{}]"}.get(name, "{}")
+    whole = around.replace("{}", text)
+    for cut in range(len(whole) + 1):
+        pieces = [whole[:cut], whole[cut:]]
+        assert read(FORMATS[name].parser(NAMES), pieces) == ("", [("weather", PYTHON_ARGUMENTS)]), pieces
+
+
+def test_an_apostrophe_begins_no_string_and_words_of_python_are_whole() -> None:
+    for text in ('{"a": it\'s}', '{"a": "He said "it\'s" ok"}', '{"a": xTrue}', '{"a": Truex}', '{"a": True1}'):
+        for cut in range(len(text)):
+            mender = JsonMender()
+            assert mender.feed(text[:cut]) + mender.feed(text[cut:]) == text
+    assert JsonMender().feed("{'a': '\\x01\\x'}") == '{"a": "\\u0001\\\\x"}'
+    nothing = read(FORMATS["hermes"].parser(NAMES), ['<tool_call>{"name": "now", "arguments": None}</tool_call>'])
+    assert nothing == ("", [NOW]) and mended("it's, ]") == "it's, ]"
+
+
 @given(st.text(st.sampled_from("ab\"'\\\n\tu0012{}: \x01\u6f6e"), max_size=14), st.text(max_size=9), st.integers(0, 14))
 def test_strings_are_mended_the_same_however_they_come_and_valid_ones_stay(text: str, valid: str, cut: int) -> None:
-    whole, cut_mender = StringMender().feed(text), StringMender()
+    whole, cut_mender = JsonMender().feed(text), JsonMender()
     assert cut_mender.feed(text[:cut]) + cut_mender.feed(text[cut:]) == whole
     for written in (json.dumps({"a": valid}), json.dumps([valid], ensure_ascii=False)):
-        assert StringMender().feed(written) == written
+        assert JsonMender().feed(written) == written
     inner = text.replace('"', "") + "."
-    assert isinstance(json.loads(StringMender().feed('{"a": "' + inner + '"}'))["a"], str)
+    assert isinstance(json.loads(JsonMender().feed('{"a": "' + inner + '"}'))["a"], str)
 
 
 def test_a_name_that_is_nested_deep_is_content() -> None:

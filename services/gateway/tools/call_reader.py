@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 import re
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 from services.gateway.openai.conversations import arguments_object
 
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
+_QUOTES = ('"', "'")
+BEFORE_VALUES = frozenset(("", "{", "[", ",", ":"))
+"""What is before a value or a key, where a single quote begins a string, as in Python; elsewhere it may be an apostrophe."""
 
 
 class _At(Enum):
@@ -31,89 +34,166 @@ class ValueReader:
     def __init__(self) -> None:
         self._is_begun = False
         self._depth = 0
-        self._in_string = False
+        self._quote = ""
+        """Quote of the string that has begun; empty: none has."""
+        self._before = ""
+        """Last character that is no white space."""
         self._is_escaped = False
         self.is_done = False
 
     def feed(self, text: str) -> int:
         """How many of the characters belong to it."""
         for place, character in enumerate(text):
-            if self._in_string:
+            if self._quote:
                 if self._is_escaped:
                     self._is_escaped = False
                 elif character == "\\":
                     self._is_escaped = True
-                elif character == '"':
-                    self._in_string = False
+                elif character == self._quote:
+                    self._quote = ""
                     self.is_done = self._depth == 0
             elif self._is_begun and self._depth == 0:  # a number, true, false or null
                 if character in _SPACE or character in ",}]":
                     self.is_done = True
                     return place
-            elif character == '"':
-                self._in_string = True
+            elif character == '"' or (character == "'" and self._before in BEFORE_VALUES):
+                self._quote = character
             elif character in "{[":
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
                 self.is_done = self._depth == 0
             self._is_begun = True
+            if character not in _SPACE:
+                self._before = character
             if self.is_done:
                 return place + 1
         return len(text)
 
 
-class StringMender:
-    """Makes the strings of JSON valid as its text comes: models write line breaks of code, and backslashes of patterns and
-    paths, as they are."""
+class JsonMender:
+    """Makes JSON valid as its text comes. In strings models write line breaks of code, and backslashes of patterns and
+    paths, as they are. Some write as in Python: True, False and None, strings in single quotes, a comma behind the last
+    item."""
 
-    _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+    _PLAIN: ClassVar = {
+        "": re.compile(r"""[^"',\w]+"""),
+        '"': re.compile(r'[^"\\\x00-\x1f]+'),
+        "'": re.compile(r"""[^'"\\\x00-\x1f]+"""),
+    }
+    """What stays as it is: outside strings, and in those of either quote."""
     _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-    _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+    _ESCAPE_OF_PYTHON = re.compile(r"\\x([0-9a-fA-F]{2})")
+    _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)?")
+    _WORD = re.compile(r"\w+")
+    _COMMA = re.compile(r",[ \t\r\n]*")
+    _WORDS: ClassVar = {"True": "true", "False": "false", "None": "null"}
 
     def __init__(self) -> None:
         self._rest = ""
-        """An escape that is not whole."""
-        self._in_string = False
+        """What the text so far does not tell how to go on with: an escape, a word or a comma."""
+        self._quote = ""
+        """Quote of the string that has begun; empty: none has."""
+        self._before = ""
+        """Last character outside strings that is no white space."""
+        self._is_in_word = False
 
     def feed(self, text: str) -> str:
         text, self._rest = self._rest + text, ""
-        parts, place = [], 0
+        parts: list[str] = []
+        place = 0
         while place < len(text):
-            if found := self._PLAIN.match(text, place):
+            if found := self._PLAIN[self._quote].match(text, place):
                 parts.append(found[0])
-                place = found.end()
-                continue
-            character = text[place]
-            if character == '"':
-                self._in_string = not self._in_string
-            elif self._in_string and character != "\\":
-                character = json.dumps(character)[1:-1]
-            elif self._in_string:
-                if self._ESCAPE_BEGUN.fullmatch(text, place):
-                    self._rest = text[place:]
-                    break
-                if text.startswith("'", place + 1):  # as Python escapes it
-                    parts.append("'")
-                    place += 2
-                    continue
-                found = self._ESCAPE.match(text, place)
-                parts.append(found[0] if found else "\\\\")
-                place = found.end() if found else place + 1
-                continue
-            parts.append(character)
-            place += 1
+                end = found.end()
+                if not self._quote:
+                    self._is_in_word = False
+                    self._before = found[0].rstrip(_SPACE)[-1:] or self._before
+            elif self._quote:
+                end = self._mend_string(text, place, parts)
+            else:
+                end = self._mend_outside(text, place, parts)
+            if end == place:
+                self._rest = text[place:]
+                break
+            place = end
         return "".join(parts)
+
+    def end(self) -> str:
+        """What is left, where no more text comes."""
+        rest, self._rest = self._rest, ""
+        return self._WORDS.get(rest, rest)
+
+    def _mend_string(self, text: str, place: int, parts: list[str]) -> int:
+        """The place behind what was read; the same: more text is needed."""
+        character = text[place]
+        if character == self._quote:
+            parts.append('"')
+            self._quote, self._before = "", character
+            return place + 1
+        if character != "\\":
+            parts.append(json.dumps(character)[1:-1])
+            return place + 1
+        if self._ESCAPE_BEGUN.fullmatch(text, place):
+            return place
+        if text.startswith("'", place + 1):  # as Python escapes it
+            parts.append("'")
+            return place + 2
+        if self._quote == "'" and (found := self._ESCAPE_OF_PYTHON.match(text, place)):
+            parts.append(f"\\u00{found[1]}")
+            return found.end()
+        found = self._ESCAPE.match(text, place)
+        parts.append(found[0] if found else "\\\\")
+        return found.end() if found else place + 1
+
+    def _mend_outside(self, text: str, place: int, parts: list[str]) -> int:
+        """The place behind what was read, as `_mend_string` gives it."""
+        character = text[place]
+        if character == ",":
+            found = self._COMMA.match(text, place)
+            assert found is not None
+            if found.end() == len(text):
+                return place
+            parts.append(found[0][1:] if text[found.end()] in "}]" else found[0])
+            end = found.end()
+        elif character in "\"'":
+            is_string = character == '"' or self._before in BEFORE_VALUES
+            self._quote = character if is_string else ""
+            parts.append('"' if is_string else character)
+            end = place + 1
+        else:
+            found = self._WORD.match(text, place)
+            assert found is not None
+            is_whole = found.end() < len(text) or self._is_in_word
+            if not is_whole and any(word.startswith(found[0]) for word in self._WORDS):
+                return place
+            parts.append(found[0] if self._is_in_word else self._WORDS.get(found[0], found[0]))
+            end, character = found.end(), text[found.end() - 1]
+            self._is_in_word, self._before = True, character
+            return end
+        self._is_in_word, self._before = False, character
+        return end
+
+
+def mended(text: str) -> str:
+    """The text as JSON; as it is where it is none."""
+    mender = JsonMender()
+    whole = mender.feed(text) + mender.end()
+    try:
+        json.loads(whole, strict=False)
+    except (ValueError, RecursionError):
+        return text
+    return whole
 
 
 class ArgumentsText:
     """Arguments as a model writes them, on their way to those of an answer, which are a JSON object: one is passed on as it
-    comes, with its strings made valid; what is none (null, JSON in a string, ...) is made one when it is whole."""
+    comes, made valid; what is none (null, JSON in a string, ...) is made one when it is whole."""
 
     def __init__(self) -> None:
         self._held = ""
         self._is_object = False
-        self._mender = StringMender()
+        self._mender = JsonMender()
 
     def feed(self, text: str) -> str:
         """Deltas that can be emitted now."""
@@ -130,10 +210,13 @@ class ArgumentsText:
         if self._is_object:
             return ""
         written = self._held.strip()
-        # Those in a JSON string are read as leniently as a name.
-        return in_utf8(
-            json.dumps(arguments_object(_text_of(written) if written[:1] == '"' else written), ensure_ascii=False)
-        )
+        if not written.startswith(_QUOTES):
+            written = mended(written)
+        elif (text := _text_of(written)).lstrip().startswith("{"):  # JSON in a string
+            written = mended(text)
+        else:
+            written = text
+        return in_utf8(json.dumps(arguments_object(written), ensure_ascii=False))
 
 
 class ArgumentsObject:
@@ -213,8 +296,8 @@ class CallReader:
                 self._at = _At.VALUE
             case _At.VALUE, "{" if self._key == "function" and not self._is_nested:
                 self._at, self._is_nested = _At.KEY, True
-            case (_At.KEY, '"') | (_At.VALUE, _) if character not in ",:]}":
-                self._value, self._string = ValueReader(), "" if character == '"' else None
+            case (_At.KEY, '"' | "'") | (_At.VALUE, _) if character not in ",:]}":
+                self._value, self._string = ValueReader(), "" if character in _QUOTES else None
                 if self._at is _At.VALUE and self._key in ARGUMENT_KEYS and self._arguments is None:
                     self._arguments, self._string = ArgumentsText(), None
             case _:
@@ -252,7 +335,9 @@ class CallReader:
 
 
 def _text_of(string: str) -> str:
-    """The text of a JSON string as models write it: with line breaks, wrong escapes, halves of characters."""
+    """The text of a JSON string as models write it: with line breaks, wrong escapes, halves of characters, single quotes."""
+    if string.startswith("'"):
+        string = JsonMender().feed(string)
     try:
         text = str(json.loads(string, strict=False))
     except ValueError:
