@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from services.gateway.console import state as console_state
+from shared.bus.interface import ServiceError
 from shared.engine.calls import Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
@@ -24,7 +25,7 @@ from shared.messages.catalogue import ADAPTERS, GATEWAY_EVENTS, INSTANCE_POOL
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import AdapterSpec, DraftUse, KvCopies, ModelSpec
 from shared.messages.console import PoolView
-from shared.messages.requests import RequestClass
+from shared.messages.requests import ErrorCode, RequestClass
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
 from shared.policies.catalogue import ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
@@ -285,7 +286,20 @@ async def _begin_batch(stack: Stack) -> dict[str, Any]:
     return batch
 
 
+async def _failed_batch(stack: Stack) -> dict[str, Any]:
+    """A batch whose only line is in its error file."""
+    stack.peer.refusal = ServiceError.of(ErrorCode.TOO_LONG, "more than fits")
+    batch = await _begin_batch(stack)
+    async with asyncio.timeout(20):
+        while batch["status"] != "completed":
+            batch = (await stack.client.get(f"/v1/batches/{batch['id']}")).json()
+            await asyncio.sleep(0.05)
+    stack.peer.refusal = None
+    return batch
+
+
 async def test_an_operator_sees_and_cancels_a_batch_of_any_tenant(stack: Stack) -> None:
+    failed = await _failed_batch(stack)
     stack.peer.may_answer.clear()
     batch, headers = await _begin_batch(stack), {"authorization": f"Bearer {ADMIN_KEY}"}
     path = f"/admin/batches/{batch['id']}"
@@ -308,7 +322,9 @@ async def test_an_operator_sees_and_cancels_a_batch_of_any_tenant(stack: Stack) 
     assert cancelled["batch"]["status"] in ("cancelling", "cancelled")
     shown = await once("cancelled")
     assert {"cancelling", "cancelled"} <= shown["status_s"].keys()
-    [failure] = map(json.loads, shown["failures"])
+    assert shown["failures"] == [], "what was not run has not failed"
+    with_failure = (await stack.client.get(f"/admin/batches/{failed['id']}", headers=headers)).json()
+    [failure] = map(json.loads, with_failure["failures"])
     assert failure["custom_id"] == "one"
     again = await stack.client.post(f"{path}/cancel", headers=headers)
     assert again.status_code == 200 and again.json()["batch"]["status"] == "cancelled"
@@ -317,19 +333,21 @@ async def test_an_operator_sees_and_cancels_a_batch_of_any_tenant(stack: Stack) 
 
 
 async def test_a_batch_is_looked_at_and_cancelled(stack: Stack, browser: Browser) -> None:
+    failed = await _failed_batch(stack)
     stack.peer.may_answer.clear()
     batch = await _begin_batch(stack)
 
     def look_and_cancel() -> None:
         _enter(browser, f"{stack.url}/console")
-        browser.click("#batches button.link")
+        browser.click(f"#batches button.link[title='{batch['id']}']")
         browser.until_text("#batch", batch["id"], batch["input_file_id"], "0 of 1 done", "no tenant", "in progress")
         browser.click("#batch-cancel")
         browser.until(lambda: browser.run("return document.getElementById('sure-dialog').open"), "a question")
         browser.click("#sure-ok")
         browser.until_text("#news", f"Cancel {batch['id']}: done")
         browser.until_text("#batches", "cancelled", "0 of 1, 1 not")
-        browser.until_text("#batch", "The first 1 lines of the error file", "one: ")
+        browser.click(f"#batches button.link[title='{failed['id']}']")
+        browser.until_text("#batch", failed["id"], "The first 1 lines of the error file", "one: ")
         assert browser.run("return document.getElementById('batch-cancel').disabled")
         browser.click("#tab-audit")
         browser.until_text("#audit", f"POST /batches/{batch['id']}/cancel", "200")
