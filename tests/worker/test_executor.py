@@ -732,10 +732,9 @@ def write_lame(folder: Path, variant: str = "llama", token: int = 7) -> Path:
     [
         ("compiled", {}),
         ("torch", DRAWN),
-        ("deterministic", DRAWN),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("compiled", DRAWN), ("torch", {}), ("deterministic", {}))
+            for case in (("compiled", DRAWN), ("torch", {}), ("deterministic", {}), ("deterministic", DRAWN))
         ),
     ],
 )

@@ -86,12 +86,12 @@ def test_models_make_the_tokens_of_transformers(folder: Path, variant: str) -> N
     [
         ("qwen3", {"head_dim": 64}, "", SIZES),
         ("qwen3", {"head_dim": 64}, "fp8", SIZES),
-        ("qwen3", {"head_dim": 64}, "int8", SIZES),
+        pytest.param("qwen3", {"head_dim": 64}, "int8", SIZES, marks=pytest.mark.long),
         ("qwen3-moe", {"head_dim": 64}, "", SIZES),
-        ("qwen3-moe", {"head_dim": 64}, "int8", 0),
+        pytest.param("qwen3-moe", {"head_dim": 64}, "int8", 0, marks=pytest.mark.long),
         ("qwen3-moe", {"head_dim": 64}, "fp8", 0),
         ("gemma3", {"head_dim": 64}, "", SIZES),
-        ("gpt2", {"n_embd": 128, "n_head": 2}, "", SIZES),
+        pytest.param("gpt2", {"n_embd": 128, "n_head": 2}, "", SIZES, marks=pytest.mark.long),
         ("llama-dynamic", {"head_dim": 64}, "", SIZES),
     ],
 )
@@ -189,7 +189,7 @@ def test_two_models_with_two_steps_in_flight(folder: Path, small: Path) -> None:
     assert outputs[0] == outputs[1] and len(outputs[0]) == 16
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_in_flight": 2}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), {"steps_in_flight": 2}])
 def test_drafts_of_a_model_change_no_token(folder: Path, small: Path, options: dict[str, Any]) -> None:
     """Passes of the draft model, in graphs and without, before the steps that score their tokens."""
     draft = folder / f"draft {len(options)}"
