@@ -17,6 +17,7 @@ command ends with status 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -309,11 +310,11 @@ def run(
                 is_stopped = True
                 print(f"{suite.name}: stopped after {timeout_s:.0f} s; tests after the last one counted did not run")
                 running.send_signal(signal.SIGINT)
-                try:
+                status = 0
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     running.wait(STOP_S)
-                    status = 0
-                finally:
-                    running.kill()
+            finally:
+                running.kill()
         if not report.is_file() or status not in (0, 1):
             raise RuntimeError(f"{suite.name}: pytest ended with {status}\n{log.read_text()[-5000:]}")
         # An interrupted test stands there as one that passed.

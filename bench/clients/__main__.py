@@ -13,6 +13,7 @@ Markdown; status 1: a check failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -42,10 +43,13 @@ def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
         told, complained = program.communicate(timeout=TIMEOUT_S)
         return dict(json.loads(told.strip().split("\n")[-1]))
     except subprocess.TimeoutExpired:
-        os.killpg(program.pid, signal.SIGKILL)  # Agents have processes of their own.
         return dict.fromkeys(CHECKS, f"no end within {TIMEOUT_S} s")
     except ValueError:
         return dict.fromkeys(CHECKS, complained.strip()[-300:] or f"ended with {program.returncode}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)  # Agents have processes of their own.
+        program.wait()
 
 
 def main() -> None:

@@ -258,6 +258,7 @@ class AdapterState(msgspec.Struct, kw_only=True):
 
 class ModelStates(msgspec.Struct):
     models: list[ModelState]
+    """Each model that is served or being loaded."""
     adapters: list[AdapterState] = []
 
 
@@ -324,6 +325,7 @@ class InstanceState(msgspec.Struct, kw_only=True):
     """Over which its layers are divided; each has as many of the devices."""
     pid: int
     models: list[InstanceModel]
+    """Its models, and how each is there."""
     num_merged: int
     """Merged blocks in the KV pool, each of `merged_bytes`."""
     merged_bytes: int

@@ -540,6 +540,7 @@ class InstancePlan(msgspec.Struct, frozen=True):
     instance_id: str
     node_id: str
     models: list[ModelSpec]
+    """The models of the group."""
     pool_bytes: Amount
     merged_bytes: Amount
     group: DeviceGroup = ONE_DEVICE
@@ -596,6 +597,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlacementPlan(msgspec.Struct, frozen=True):
     version: Amount
+    """Number of the plan; each new plan has a higher one."""
     instances: list[InstancePlan]
     unplaced: dict[str, str] = {}
     """Models that are on no instance, with the reason."""

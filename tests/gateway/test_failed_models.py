@@ -106,6 +106,13 @@ async def test_requests_for_a_model_whose_instance_crashes_again_and_again_are_r
     error = (await stack.post("/v1/completions", prompt="x")).json()["error"]
     assert error["code"] == "unavailable"
     assert error["message"] == f"The model '{MODEL}' cannot be served now: a exited with code 1 (2 times in a row)"
+    another = msgspec.structs.replace(instance, instance_id="b")
+    await (await stack.peer.bus.key_value(PLANS)).put(
+        "current", msgspec.structs.replace(plan, instances=[instance, another])
+    )
+    await until(lambda: stack.gateway.context.catalog.failure(MODEL) is None, "another instance that may load it")
+    await (await stack.peer.bus.key_value(PLANS)).put("current", plan)
+    await until(lambda: stack.gateway.context.catalog.failure(MODEL), "the plan")
     await put_crash(stack, 0)
     assert stack.gateway.context.catalog.failure(MODEL) is None
 

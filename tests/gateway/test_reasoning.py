@@ -181,7 +181,7 @@ SWITCHED: list[tuple[dict[str, Any], str, str, str | None]] = [
         "reasoning.effort, reasoning.max_tokens",
     ),
     ({"reasoning": "high"}, FREE, "", "reasoning"),
-    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, FREE, "low", None),
+    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, FREE, "low", "reasoning.effort"),
     ({"reasoning_effort": "none", "enable_thinking": True}, ON, "none", None),
     ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, OFF, "", None),
 ]
@@ -206,7 +206,7 @@ async def test_what_a_template_has_no_switch_for_is_named(nats_settings: BusSett
     for name, template, named in (
         ("none", "{{ messages[0].content }}", "enable_thinking, thinking, reasoning.enabled, reasoning.effort"),
         ("effort", "{{ reasoning_effort }}", "enable_thinking, thinking, reasoning.enabled"),
-        ("deepseek", switch, None),
+        ("deepseek", switch, "reasoning.enabled, reasoning.effort"),
     ):
         folder = write_checkpoint(tmp_path / name, byte_level_tokenizer(), template)
         async with running_stack(nats_settings, [ModelSpec(MODEL, str(folder))]) as stack:

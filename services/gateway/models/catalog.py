@@ -190,10 +190,9 @@ class Catalog:
         return found[0]
 
     def failure(self, model: str) -> ErrorInfo | None:
-        """Why no instance can serve the model, if that is known and none is loading it, but those that wait for a server
-        that is down and those that crash again and again."""
-        crashes = self.crashes
-        loops = {instance_id: f"{instance_id} {crash}" for instance_id, crash in crashes.items() if crash.is_in_loop}
+        """Why no instance can serve the model, if that is known and none is loading it or will, but those that wait for a
+        server that is down and those that crash again and again."""
+        loops = {i: f"{i} {crash}" for i, crash in self.crashes.items() if crash.is_in_loop}
         found = {i: loaded for i, info in self.alive.items() if (loaded := loaded_model(info, model)) is not None}
         reason, is_final, can_not = "", False, "be loaded"
         for instance_id, loaded in found.items():
@@ -203,16 +202,25 @@ class Catalog:
                 reason, can_not = reason or loaded.error or loops[instance_id], "be served now"
             else:
                 return None
+        plan = self._plan
+        planned = () if plan is None else plan.instances
+        to_come = [
+            place.instance_id
+            for place in planned
+            if place.instance_id not in found and any(spec.name == model for spec in place.models)
+        ]
+        are_in_loops = loops.keys() >= set(to_come)
+        if can_not == "be served now" and not are_in_loops:
+            return None
         if found:
             is_final = all(loaded.is_final for loaded in found.values())
-        elif (plan := self._plan) is not None:
+        elif plan is not None:
             reason = plan.unusable.get(model, "")
             is_final = bool(reason)
-            planned = [one.instance_id for one in plan.instances if any(spec.name == model for spec in one.models)]
             if not reason and plan.asleep.get(model) == WhyAsleep.NO_ROOM:
                 reason = "no instance has memory for it beside the models that are always loaded"
-            elif not reason and planned and all(instance_id in loops for instance_id in planned):
-                reason, can_not = loops[planned[0]], "be served now"
+            elif not reason and to_come and are_in_loops:
+                reason, can_not = loops[to_come[0]], "be served now"
         if not reason:
             return None
         code = ErrorCode.MODEL_FAILED if is_final else ErrorCode.UNAVAILABLE

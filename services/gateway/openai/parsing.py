@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -196,15 +196,28 @@ SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = re.compile(r"[a-z]{1,16}")
 
 
-def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
-    """What a chat template is given beside the messages: what the request names, whether to reason, and its effort at that.
-    Templates ignore what they do not know."""
+class _Reasoning(NamedTuple):
+    """What a request's fields about reasoning come to."""
+
+    effort: str | None
+    thinks: bool | None
+    is_by_effort: bool
+    """`thinks` follows from the effort: no switch says."""
+
+
+def _reasoning_of(request: ChatRequest | TokenizeRequest) -> _Reasoning:
     options = request.reasoning if isinstance(request.reasoning, dict) else {}
     effort = request.reasoning_effort or _effort_of(options)
     asked = (request.enable_thinking, _is_on(request.thinking), _flag(options.get("enabled")))
     thinks = next((one for one in asked if one is not None), None)
-    if thinks is None and effort is not None and (effort == "none" or request.reasoning_effort is None):
-        thinks = effort != "none"
+    is_by_effort = thinks is None and effort is not None and (effort == "none" or request.reasoning_effort is None)
+    return _Reasoning(effort, effort != "none" if is_by_effort else thinks, is_by_effort)
+
+
+def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
+    """What a chat template is given beside the messages: what the request names, whether to reason, and its effort at that.
+    Templates ignore what they do not know."""
+    effort, thinks, _ = _reasoning_of(request)
     found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if thinks is not None:
         found |= dict.fromkeys(SWITCHES, thinks)
@@ -226,18 +239,22 @@ def _effort_of(options: dict[str, Any]) -> str | None:
 
 
 def fields_without_effect(request: ChatRequest, known: Collection[str]) -> list[str]:
-    """Fields about reasoning that change nothing. `known`: variables of the model's chat template."""
+    """Fields about reasoning that change nothing, or differ from those that go before them. `known`: variables of the
+    model's chat template."""
+    effort, thinks, is_by_effort = _reasoning_of(request)
     has_switch = not set(SWITCHES).isdisjoint(known)
+    takes_effort = "reasoning_effort" in known or (has_switch and is_by_effort)
     works = {
+        "reasoning_effort": takes_effort,
         "enable_thinking": has_switch,
-        "thinking": has_switch and _is_on(request.thinking) is not None,
+        "thinking": has_switch and thinks is not None and _is_on(request.thinking) == thinks,
         "reasoning": isinstance(request.reasoning, dict),
     }
     names = [name for name, has_effect in works.items() if getattr(request, name) is not None and not has_effect]
     if isinstance(options := request.reasoning, dict):
         parts = {
-            "enabled": has_switch and _flag(options.get("enabled")) is not None,
-            "effort": (has_switch or "reasoning_effort" in known) and _effort_of(options) is not None,
+            "enabled": has_switch and thinks is not None and _flag(options.get("enabled")) == thinks,
+            "effort": takes_effort and effort is not None and _effort_of(options) == effort,
             "exclude": _flag(options.get("exclude")) is not None,
         }
         names += [f"reasoning.{name}" for name, value in options.items() if value is not None and not parts.get(name)]
