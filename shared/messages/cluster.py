@@ -488,11 +488,13 @@ class InstanceCrash(msgspec.Struct, frozen=True, array_like=True):
     reason: str
     """Completes "the instance ...": `exited with code 1`."""
     num_in_a_row: Amount = 1
+    num_unready: Amount = 0
+    """How many of these, the last included, ended before the instance was ready."""
 
     @property
     def is_in_loop(self) -> bool:
         """Whether another start will probably end in the same way."""
-        return self.num_in_a_row > 1
+        return self.num_unready > 1
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.num_in_a_row} times in a row)" if self.num_in_a_row > 1 else self.reason

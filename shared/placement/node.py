@@ -149,6 +149,7 @@ class _Process:
     """Name -> the spec that this process was given last."""
     info: InstanceInfo | None = None
     was_registered: bool = False
+    was_ready: bool = False
     asks: dict[str, _Asked] = field(default_factory=dict)
     stop: _Stop | None = None
 
@@ -202,6 +203,8 @@ class _Instance:
     process: _Process | None = None
     num_failures: int = 0
     """In a row."""
+    num_unready: int = 0
+    """Of these, the last included, those in a row of processes that were never ready."""
     failure: str = ""
     """The last one."""
     start_at: float = 0.0
@@ -246,6 +249,7 @@ class NodeState:
             instance.process.info = info
             instance.process.heard_at = now
             instance.process.was_registered |= info is not None
+            instance.process.was_ready |= instance.process.is_ready
 
     def on_exit(self, instance_id: str, reason: str, now: float) -> bool:
         """The process ended, or could not be started. `reason`, for the operator, completes "the instance ...". Returns
@@ -260,6 +264,7 @@ class NodeState:
         if process is not None and now - process.started_at >= HEALTHY_AFTER_S:
             instance.num_failures = 0
         instance.num_failures += 1
+        instance.num_unready = 0 if process is not None and process.was_ready else instance.num_unready + 1
         instance.failure = reason
         instance.start_at += back_off_s(instance.num_failures)
         return True
@@ -408,7 +413,7 @@ class NodeState:
         """How each planned instance ended last that has not been ready since, in ascending order."""
         instances = {instance_id: self._instances[instance_id] for instance_id in sorted(self._desired)}
         return {
-            instance_id: InstanceCrash(instance.failure, instance.num_failures)
+            instance_id: InstanceCrash(instance.failure, instance.num_failures, instance.num_unready)
             for instance_id, instance in instances.items()
             if instance.num_failures and instance.phase != "ready"
         }

@@ -80,7 +80,7 @@ async def test_requests_for_a_model_whose_server_is_down_are_refused_with_the_re
 
 async def put_crash(stack: Stack, num_in_a_row: int) -> None:
     """The node of instance "a" tells how often it ended; 0: it is ready."""
-    crashes = {"a": InstanceCrash("exited with code 1", num_in_a_row)} if num_in_a_row else {}
+    crashes = {"a": InstanceCrash("exited with code 1", num_in_a_row, num_in_a_row)} if num_in_a_row else {}
     node = NodeInfo(node_id="node", hostname="h", num_instances=1, memory_bytes=1, crashes=crashes)
     await (await stack.peer.bus.key_value(NODES)).put("node", node)
     await until(lambda: stack.gateway.context.catalog.crashes == crashes, "the node")

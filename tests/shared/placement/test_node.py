@@ -292,8 +292,15 @@ def test_crashes_are_followed_by_ever_longer_waits() -> None:
         now += expected_s
         assert state.step(now) == [Start(instance_plan(0))]
     assert state.problems() == ["n-0 was killed by SIGKILL (3 times in a row)"]
+    assert state.crashes()["n-0"].is_in_loop
     state.on_registry("n-0", info(instance_plan(0)), now)
-    assert state.problems() == []
+    assert state.problems() == [] and state.crashes() == {}
+    state.on_exit("n-0", "was killed by SIGKILL", now + 1)
+    assert state.problems() == ["n-0 was killed by SIGKILL (4 times in a row)"]
+    assert not state.crashes()["n-0"].is_in_loop, "it had been ready in between"
+    state.step(now + 9)
+    state.on_registry("n-0", info(instance_plan(0)), now + 9)
+    now += 9
     now += node_state.HEALTHY_AFTER_S
     state.on_exit("n-0", "exited with code 1", now)
     assert state.step(now + 0.5) == [Start(instance_plan(0))], "it had been healthy in between"
