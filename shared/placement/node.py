@@ -204,7 +204,7 @@ class _Instance:
     num_failures: int = 0
     """In a row."""
     num_unready: int = 0
-    """Of these, the last included, those in a row of processes that were never ready."""
+    """Failures in a row, up to the last, of processes that were never ready."""
     failure: str = ""
     """The last one."""
     start_at: float = 0.0
