@@ -161,6 +161,9 @@ def test_no_calls_are_no_calls(template: str) -> None:
         ("7", {"arguments": 7}),
         ("true", {"arguments": True}),
         ('"text"', {"arguments": "text"}),
+        ('{"a": "b\\ud83d", "\\ude00": [{"c": "\\ud83d\\ude00"}]}', {"a": "b?", "?": [{"c": "\U0001f600"}]}),
+        ('"\\ud83d"', {"arguments": "?"}),
+        ('"{\\"a\\": \\"\\\\ud83d\\"}"', {"a": "?"}),
     ],
 )
 def test_arguments_are_an_object_however_they_were_written(written: Any, taken: dict[str, Any]) -> None:
@@ -174,7 +177,8 @@ def test_arguments_are_an_object_however_they_were_written(written: Any, taken: 
 
 @given(st.text() | st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists).map(json.dumps))
 def test_arguments_of_any_text_are_an_object(text: str) -> None:
-    assert isinstance(arguments_object(text), dict)
+    arguments = arguments_object(text)
+    assert isinstance(arguments, dict) and json.dumps(arguments, ensure_ascii=False).encode()
 
 
 def test_results_of_tools_in_the_history_of_a_template_that_knows_none() -> None:

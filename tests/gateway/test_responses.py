@@ -475,6 +475,7 @@ def test_what_a_model_writes_wrong_becomes_a_call_all_the_same() -> None:
         ("local_shell", '{"command": ["a", 1], "timeout_ms": "x"}', {"type": "exec", "command": ["a", "1"], "env": {}}),
         ("shell", '{"commands": "ls"}', {"commands": ["ls"], "timeout_ms": None, "max_output_length": None}),
         ("apply_patch", '{"type": "x"}', {"type": "update_file", "path": "", "diff": ""}),
+        ("local_shell", '{"command": ["a\\ud83d"]}', {"type": "exec", "command": ["a?"], "env": {}}),
     ):
         tool = client_tool(ResponseTool(name))
         assert tool is not None

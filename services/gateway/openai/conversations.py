@@ -113,7 +113,7 @@ def custom_input(arguments: str) -> str:
 
 def arguments_object(written: Any) -> dict[str, Any]:
     """The object that arguments of a call are, as a client or a model wrote them: JSON, JSON in a JSON string, or what was
-    cut off. Nothing and null are no arguments; what is no object becomes the only field of one."""
+    cut off. Nothing and null are no arguments; what is no object becomes the only field of one. Its texts are UTF-8."""
     value = written
     for _ in range(2):
         if not isinstance(value, str):
@@ -128,7 +128,20 @@ def arguments_object(written: Any) -> dict[str, Any]:
         return {}
     if is_nested_deep(value):
         value = written
-    return value if isinstance(value, dict) else {ONLY_ARGUMENT: value}
+    return _in_utf8(value if isinstance(value, dict) else {ONLY_ARGUMENT: value})
+
+
+def in_utf8(text: str) -> str:
+    """Without halves of characters, which escapes of JSON may have: neither a template's text nor an answer can."""
+    return text.encode(errors="replace").decode()
+
+
+def _in_utf8(value: Any) -> Any:
+    if isinstance(value, str):
+        return in_utf8(value)
+    if isinstance(value, list):
+        return [_in_utf8(each) for each in value]
+    return {in_utf8(name): _in_utf8(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def forms(messages: Sequence[Message], *, knows_developer: bool) -> Iterator[list[Message]]:

@@ -8,7 +8,7 @@ import re
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from services.gateway.openai.conversations import arguments_object
+from services.gateway.openai.conversations import arguments_object, in_utf8
 
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -216,7 +216,7 @@ class ArgumentsText:
             written = mended(text)
         else:
             written = text
-        return in_utf8(json.dumps(arguments_object(written), ensure_ascii=False))
+        return json.dumps(arguments_object(written), ensure_ascii=False)
 
 
 class ArgumentsObject:
@@ -343,8 +343,3 @@ def _text_of(string: str) -> str:
     except ValueError:
         text = string.strip('"')
     return in_utf8(text)
-
-
-def in_utf8(text: str) -> str:
-    """Without halves of characters."""
-    return text.encode(errors="replace").decode()
