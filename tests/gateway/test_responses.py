@@ -16,7 +16,7 @@ import pytest
 from services.gateway.openai.replies import FunctionChunk, ToolCallChunk
 from services.gateway.responses.client_tools import client_tool
 from services.gateway.responses.conversion import chat_request, items_of, sealed
-from services.gateway.responses.messages import OutputItem, ResponseRequest, ResponseTool
+from services.gateway.responses.messages import InputItem, OutputItem, ResponseRequest, ResponseTool
 from services.gateway.responses.writing import ResponseBuilder
 from services.gateway.streams.generation import Delta
 from services.gateway.text.logprobs import ShownToken
@@ -467,6 +467,19 @@ def test_calls_of_such_tools_in_the_history_have_their_arguments() -> None:
     for wrong in ({"type": "shell_call", "call_id": "1", "action": "ls"}, {"type": "shell_call_output", "output": [7]}):
         with pytest.raises(msgspec.ValidationError, match=r"at `\$.(action|output)"):
             request_of(input=[wrong])
+
+
+@pytest.mark.parametrize("kind", ["local_shell", "shell", "apply_patch"])
+def test_results_of_such_tools_may_be_parts(kind: str) -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}, {"type": "input_image"}]
+    call = {"type": f"{kind}_call", "call_id": "1", "operation": {}, "action": {}}
+    request = request_of(input=[call, {"type": f"{kind}_call_output", "call_id": "1", "output": parts}])
+    items = msgspec.json.decode(msgspec.json.encode(items_of(request)), type=list[InputItem])
+    for each in (items_of(request), items):
+        content = chat_request(request, each).messages[-1].content
+        assert isinstance(content, str) and content.startswith("ab") and content != "ab"
+    with pytest.raises(msgspec.ValidationError, match=r"at `\$.output\[1\]"):
+        request_of(input=[{"type": f"{kind}_call_output", "output": [*parts[:1], {"stdout": "x"}]}])
 
 
 def test_what_a_model_writes_wrong_becomes_a_call_all_the_same() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.gateway.openai.conversations import arguments_object
-from services.gateway.responses.messages import InputItem, OutputItem, ResponseTool, ShellOutput
+from services.gateway.responses.messages import InputItem, OutputItem, ResponseTool, ShellOutput, TextPart
 
 _TIMEOUT = {"type": "integer", "description": "Most milliseconds that it may take."}
 
@@ -169,9 +169,10 @@ def is_client_result(item_type: str) -> bool:
 
 def returned_text(item: InputItem) -> str:
     """What the tool of such an item returned, as a text."""
-    if isinstance(item.output, list):
-        return "\n".join(filter(None, map(_printed, item.output)))
-    return item.output or item.status or ""
+    if not isinstance(item.output, list):
+        return item.output or item.status or ""
+    parts = "".join(one.shown for one in item.output if isinstance(one, TextPart))
+    return parts or "\n".join(filter(None, (_printed(one) for one in item.output if isinstance(one, ShellOutput))))
 
 
 def _printed(output: ShellOutput) -> str:

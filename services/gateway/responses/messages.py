@@ -90,8 +90,7 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: Annotated[Any, Meta(extra_json_schema={"type": ["string", "object", "null"]})] = None
     """JSON: the text of it, or the object."""
     output: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array", "null"]})] = None
-    """A text, or a list of `TextPart`, of what a function or a custom tool returned; of the shell tool a list of
-    `ShellOutput`."""
+    """Text, or a list of `TextPart`, of what a tool returned; of `shell` a list of `ShellOutput`, too."""
     namespace: str | None = None
     """Namespace of the tool that is called."""
     input: str | None = None
@@ -121,11 +120,18 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
         elif self.type in NEEDED:
             _converted("arguments", self.arguments, str | None)
         if self.type in NEEDED:
-            parts: Any = list[ShellOutput] if self.type == "shell_call_output" else list[TextPart]
+            parts: Any = list[ShellOutput] if self._is_printed else list[TextPart]
             msgspec.structs.force_setattr(self, "output", _converted("output", self.output, str | parts | None))
             for name in ("action", "operation"):
                 value = _converted(name, getattr(self, name), dict[str, Any] | None)
                 check_nesting(**{name: value})
+
+    @property
+    def _is_printed(self) -> bool:
+        """Whether the output is what commands of the shell printed, and not a list of parts."""
+        parts = self.output if isinstance(self.output, list) else []
+        is_text = any("type" in one if isinstance(one, dict) else isinstance(one, TextPart) for one in parts)
+        return self.type == "shell_call_output" and not is_text
 
 
 def _converted(name: str, value: Any, to: Any) -> Any:
