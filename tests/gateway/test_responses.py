@@ -17,6 +17,7 @@ from services.gateway.openai.replies import FunctionChunk, ToolCallChunk
 from services.gateway.responses.client_tools import client_tool
 from services.gateway.responses.conversion import chat_request, items_of, sealed
 from services.gateway.responses.messages import InputItem, OutputItem, ResponseRequest, ResponseTool
+from services.gateway.responses.tools import called_tools, left_out
 from services.gateway.responses.writing import ResponseBuilder
 from services.gateway.streams.generation import Delta
 from services.gateway.text.logprobs import ShownToken
@@ -385,6 +386,7 @@ def test_what_codex_sends_again_becomes_messages() -> None:
             "outputs": [{"type": "logs", "logs": "1"}],
         },
         {"type": "mcp_call", "name": "f", "arguments": "{}", "output": None, "error": {"type": "http_error"}},
+        {"type": "web_search_call", "status": {"a": [1]}, "action": {"type": "search"}},
     ],
 )
 def test_items_of_tools_that_openai_runs_are_left_out_whatever_they_have(item: dict[str, Any]) -> None:
@@ -467,6 +469,22 @@ def test_calls_of_such_tools_in_the_history_have_their_arguments() -> None:
     for wrong in ({"type": "shell_call", "call_id": "1", "action": "ls"}, {"type": "shell_call_output", "output": [7]}):
         with pytest.raises(msgspec.ValidationError, match=r"at `\$.(action|output)"):
             request_of(input=[wrong])
+
+
+def test_only_a_shell_has_an_environment_that_says_where_it_runs() -> None:
+    browser = {"type": "computer_use_preview", "display_width": 1, "display_height": 1, "environment": "browser"}
+    tools = [browser, {"type": "local_shell", "environment": {"type": "x"}}, {"type": "shell", "environment": {}}]
+    request = request_of(input="Hi", tools=tools)
+    assert [one.name for one in called_tools(request.tools)] == ["local_shell"]
+    assert list(left_out(request.tools)) == ["tools.0", "tools.2"]
+    for item in ({"role": "user", "content": "Q"}, {"type": "apply_patch_call", "call_id": "1", "operation": {}}):
+        assert items_of(request_of(input=[{**item, "status": 5}]))[0].status is None
+    for wrong in ({"tools": [{"type": "shell", "environment": "x"}]}, {"input": [{**PATCHED, "status": 5}]}):
+        with pytest.raises(msgspec.ValidationError, match=r"at `\$.(environment|status)|`\$.(tools|input)\["):
+            request_of(**{"input": "Hi", **wrong})
+
+
+PATCHED = {"type": "apply_patch_call_output", "call_id": "1"}
 
 
 @pytest.mark.parametrize("kind", ["local_shell", "shell", "apply_patch"])

@@ -153,7 +153,7 @@ _OUTPUT = "_output"
 
 def client_tool(tool: ResponseTool) -> ClientTool | None:
     """None: it is no such tool, or OpenAI runs it: a shell in a container."""
-    is_remote = tool.environment is not None and tool.environment.get("type") != "local"
+    is_remote = tool.type == "shell" and tool.environment is not None and tool.environment.get("type") != "local"
     return None if is_remote else _BY_TYPE.get(tool.type)
 
 

@@ -107,8 +107,8 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a call of `local_shell` or `shell` runs."""
     operation: Annotated[Any, Meta(extra_json_schema={"type": ["object", "null"]})] = None
     """What a call of `apply_patch` does."""
-    status: str | None = None
-    """Outcome of a call of `apply_patch`, where it returned no text."""
+    status: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
+    """Outcome of a call of `apply_patch`; of other items it says nothing."""
 
     def __post_init__(self) -> None:
         """Checks fields that items of tools which OpenAI runs itself have in other shapes: those are left out whole."""
@@ -125,6 +125,9 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
             for name in ("action", "operation"):
                 value = _converted(name, getattr(self, name), dict[str, Any] | None)
                 check_nesting(**{name: value})
+        is_outcome = self.type == "apply_patch_call_output"
+        status = _converted("status", self.status, str | None) if is_outcome else None
+        msgspec.structs.force_setattr(self, "status", status)
 
     @property
     def _is_printed(self) -> bool:
@@ -156,11 +159,13 @@ class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True):
     """Format of a custom tool's input: a grammar is told to the model, and not enforced."""
     tools: list[ResponseTool] | None = None
     """Tools of a namespace."""
-    environment: dict[str, Any] | None = None
-    """Place where a shell runs: of type `local`, or none, with the client; others are OpenAI's own, and left out."""
+    environment: Annotated[Any, Meta(extra_json_schema={"type": ["object", "string", "null"]})] = None
+    """Place where `shell` runs: of type `local`, or none, with the client; others are OpenAI's own, and left out."""
 
     def __post_init__(self) -> None:
         check_nesting(parameters=self.parameters, format=self.format, environment=self.environment)
+        if self.type == "shell":
+            _converted("environment", self.environment, dict[str, Any] | None)
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
