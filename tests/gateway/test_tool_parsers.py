@@ -352,6 +352,25 @@ def test_strings_are_mended_the_same_however_they_come_and_valid_ones_stay(text:
     assert isinstance(json.loads(JsonMender().feed('{"a": "' + inner + '"}'))["a"], str)
 
 
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("'a' if True else None", None),
+        ('"a" if True else None', None),
+        ("'''doc'''\nprint(True, None)", None),
+        ('"""doc"""\nprint(True, None)', None),
+        ("'tis a text", None),
+        ("print('hi', True)", None),
+        ("'it\\'s'", "it's"),
+        ('"C:\\dir\n"', "C:\\dir\n"),
+    ],
+)
+def test_a_text_as_arguments_stays_unless_it_is_one_string(text: str, taken: str | None) -> None:
+    whole = f"<|channel|>commentary to=functions.python<|message|>{text}<|call|>"
+    called = [("python", {"arguments": taken or text})]
+    assert read(FORMATS["harmony"].parser({"python": {}}), [whole]) == ("", called)
+
+
 def test_a_name_that_is_nested_deep_is_content() -> None:
     text = '<tool_call>{"name": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>"
     assert read(FORMATS["hermes"].parser(NAMES), [text]) == (text, [])

@@ -335,11 +335,9 @@ class CallReader:
 
 
 def _text_of(string: str) -> str:
-    """The text of a JSON string as models write it: with line breaks, wrong escapes, halves of characters, single quotes."""
-    if string.startswith("'"):
-        string = JsonMender().feed(string)
+    """The text of a JSON string as models write it: with line breaks, wrong escapes, halves of characters, single quotes.
+    What only begins with a string stays as it is."""
     try:
-        text = str(json.loads(string, strict=False))
+        return in_utf8(json.loads(mended(string), strict=False))
     except ValueError:
-        text = string.strip('"')
-    return in_utf8(text)
+        return string
