@@ -484,6 +484,29 @@ def test_only_a_shell_has_an_environment_that_says_where_it_runs() -> None:
             request_of(**{"input": "Hi", **wrong})
 
 
+@pytest.mark.parametrize(
+    ("tools", "told", "ignored"),
+    [
+        ([{"type": "shell"}, {"type": "function", "name": "shell"}], ["function shell"], ["tools.0"]),
+        ([{"type": "custom", "name": "apply_patch"}, {"type": "apply_patch"}], ["custom apply_patch"], ["tools.1"]),
+        (
+            [{"type": "namespace", "name": "local", "tools": [{"type": "shell"}]}, {"type": "shell"}],
+            ["client shell"],
+            ["tools.1"],
+        ),
+        (
+            [{"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "shell"}]}, {"type": "shell"}],
+            ["function shell", "client shell"],
+            [],
+        ),
+    ],
+)
+def test_a_tool_of_openais_is_left_out_where_another_has_its_name(tools: Any, told: list[str], ignored: list[str]) -> None:
+    request = request_of(input="Hi", tools=tools)
+    assert [f"{one.kind} {one.name}" for one in called_tools(request.tools)] == told
+    assert list(left_out(request.tools)) == ignored
+
+
 PATCHED = {"type": "apply_patch_call_output", "call_id": "1"}
 
 

@@ -39,13 +39,39 @@ def _is_hosted(kind: str) -> bool:
     return kind.startswith(HOSTED_TOOLS)
 
 
-def left_out(tools: Sequence[ResponseTool] | None, path: str = "tools") -> Iterator[str]:
+def left_out(tools: Sequence[ResponseTool] | None) -> Iterator[str]:
     """Places of the tools that the model is not told of."""
-    for i, tool in enumerate(tools or ()):
+    return _left_out(tools or (), "tools", set(_own_names(tools or (), None)))
+
+
+def _left_out(tools: Sequence[ResponseTool], path: str, taken: set[str]) -> Iterator[str]:
+    for i, tool in enumerate(tools):
         if tool.type == "namespace":
-            yield from left_out(tool.tools, f"{path}.{i}.tools")
-        elif _is_hosted(tool.type) and client_tool(tool) is None:
+            yield from _left_out(tool.tools or (), f"{path}.{i}.tools", taken)
+        elif _is_hosted(tool.type) and _client_tool(tool, taken) is None:
             yield f"{path}.{i}"
+
+
+def _own_names(tools: Sequence[ResponseTool], namespace: str | None) -> Iterator[str]:
+    """Names by which the model knows the client's own tools."""
+    for tool in tools:
+        name = chat_name(tool.name or "", namespace)
+        if tool.type == "namespace":
+            yield from _own_names(tool.tools or (), name)
+        elif tool.type in _OWN:
+            yield name
+
+
+_OWN = ("function", "custom")
+
+
+def _client_tool(tool: ResponseTool, taken: set[str]) -> ClientTool | None:
+    """`taken`: names that another tool has, so that one of OpenAI's is left out; that of this one is added."""
+    client = client_tool(tool)
+    if client is None or client.name in taken:
+        return None
+    taken.add(client.name)
+    return client
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +96,18 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 def called_tools(tools: Sequence[ResponseTool] | None) -> list[Called]:
     """Raises `ApiError` 400 for one of a kind that nobody knows, or without a name."""
-    return list(_called(tools or (), "tools", None))
+    return list(_called(tools or (), "tools", None, set(_own_names(tools or (), None))))
 
 
-def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) -> Iterator[Called]:
+def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None, taken: set[str]) -> Iterator[Called]:
     for i, tool in enumerate(tools):
         where = f"{param}[{i}]"
-        if (client := client_tool(tool)) is not None:
+        if (client := _client_tool(tool, taken)) is not None:
             yield Called("client", client.name, None, client.function(), client)
             continue
         if _is_hosted(tool.type):
             continue
-        if tool.type not in ("function", "custom", "namespace"):
+        if tool.type not in (*_OWN, "namespace"):
             known = ", ".join(HOSTED_TOOLS)
             raise invalid(
                 f"{where}.type",
@@ -91,7 +117,7 @@ def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None) ->
         if tool.name is None:
             raise invalid(f"{where}.name", f"Missing required parameter: '{where}.name'.")
         if tool.type == "namespace":
-            yield from _called(tool.tools or (), f"{where}.tools", chat_name(tool.name, namespace))
+            yield from _called(tool.tools or (), f"{where}.tools", chat_name(tool.name, namespace), taken)
             continue
         check_types(tool.parameters, f"{where}.parameters")
         is_custom = tool.type == "custom"
