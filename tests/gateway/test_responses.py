@@ -435,12 +435,13 @@ async def test_tools_that_openai_defines_and_the_client_runs(nats_settings: BusS
             assert all(item.call_id and "arguments" not in item.to_dict() for item in items)
         results: list[Any] = [
             {"type": "local_shell_call_output", "id": shell.call_id, "output": '{"output": "x"}'},
-            {"type": "shell_call_output", "call_id": commands.call_id, "output": PRINTED, "max_output_length": None},
+            {"type": "shell_call_output", "call_id": commands.call_id, "output": PRINTED, "max_output_length": 9},
             {"type": "apply_patch_call_output", "call_id": change.call_id, "status": "failed", "output": "No a."},
             {"type": "apply_patch_call_output", "call_id": line.call_id, "status": "completed"},
         ]
         stack.say("Done.")
-        returned = ['{"output": "x"}', "a\nb\nExit code: 1\nIt took too long, and was ended.", "No a.", "completed"]
+        returned = ['{"output": "x"}', "a\nb\nExit code: 1\nIt took too long, and was ended."]
+        returned += ["It failed.\nNo a.", "completed"]
         replayed: Any = [{"role": "user", "content": "Hi"}, *[item.to_dict() for item in whole.output], *results]
         for body in ({"input": results, "previous_response_id": whole.id}, {"input": replayed}):
             again = await client.responses.create(model=MODEL, tools=CLIENT_TOOLS, **body)
@@ -451,6 +452,8 @@ async def test_tools_that_openai_defines_and_the_client_runs(nats_settings: BusS
         kinds = [call["type"] for call in replayed[1:5]]
         assert [item.type for item in shown.data[1:5]] == kinds
         assert shown.data[1].action.command == ["ls", "-l"]  # type: ignore[union-attr]
+        assert [item.status for item in shown.data[5:]] == ["completed", "completed", "failed", "completed"]
+        assert [item.to_dict().get("max_output_length") for item in shown.data[5:]] == [None, 9, None, None]
 
 
 def test_calls_of_such_tools_in_the_history_have_their_arguments() -> None:

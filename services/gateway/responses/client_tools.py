@@ -169,10 +169,11 @@ def is_client_result(item_type: str) -> bool:
 
 def returned_text(item: InputItem) -> str:
     """What the tool of such an item returned, as a text."""
-    if not isinstance(item.output, list):
-        return item.output or item.status or ""
-    parts = "".join(one.shown for one in item.output if isinstance(one, TextPart))
-    return parts or "\n".join(filter(None, (_printed(one) for one in item.output if isinstance(one, ShellOutput))))
+    text = item.output or ""
+    if not isinstance(text, str):
+        parts = "".join(one.shown for one in text if isinstance(one, TextPart))
+        text = parts or "\n".join(filter(None, (_printed(one) for one in text if isinstance(one, ShellOutput))))
+    return f"It failed.\n{text}" if text and item.status == "failed" else text or item.status or ""
 
 
 def _printed(output: ShellOutput) -> str:

@@ -164,7 +164,17 @@ _ITEM_PREFIXES = {
     "apply_patch_call": "apc",
     "reasoning": "rs",
 }
-_SHOWN_FIELDS = ("call_id", "name", "namespace", "arguments", "input", "output", "action", "operation")
+_SHOWN_FIELDS = (
+    "call_id",
+    "name",
+    "namespace",
+    "arguments",
+    "input",
+    "output",
+    "max_output_length",
+    "action",
+    "operation",
+)
 
 
 def _shown(item_id: str, item: InputItem) -> ShownItem:
@@ -172,6 +182,7 @@ def _shown(item_id: str, item: InputItem) -> ShownItem:
     if isinstance(content, str):
         content = [TextPart("output_text" if item.role == "assistant" else "input_text", content)]
     fields = {
+        "status": item.status or "completed",
         "role": item.role,
         "content": content,
         "summary": (item.summary or []) if item.type == "reasoning" else None,

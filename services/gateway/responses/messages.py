@@ -109,6 +109,8 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a call of `apply_patch` does."""
     status: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
     """Outcome of a call of `apply_patch`; of other items it says nothing."""
+    max_output_length: Annotated[Any, Meta(extra_json_schema={"type": ["integer", "null"]})] = None
+    """Most characters of output of `shell`, as its call had it."""
 
     def __post_init__(self) -> None:
         """Checks fields that items of tools which OpenAI runs itself have in other shapes: those are left out whole."""
@@ -126,8 +128,11 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
                 value = _converted(name, getattr(self, name), dict[str, Any] | None)
                 check_nesting(**{name: value})
         is_outcome = self.type == "apply_patch_call_output"
+        is_printed = self.type == "shell_call_output"
         status = _converted("status", self.status, str | None) if is_outcome else None
         msgspec.structs.force_setattr(self, "status", status)
+        most = _converted("max_output_length", self.max_output_length, int | None) if is_printed else None
+        msgspec.structs.force_setattr(self, "max_output_length", most)
 
     @property
     def _is_printed(self) -> bool:
@@ -368,7 +373,7 @@ class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     id: str
     type: str
-    status: Literal["completed"] | msgspec.UnsetType = "completed"
+    status: str | msgspec.UnsetType = msgspec.UNSET
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: list[TextPart] | msgspec.UnsetType = msgspec.UNSET
     """Parts of a message, or of reasoning."""
@@ -381,6 +386,8 @@ class ShownItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     input: str | msgspec.UnsetType = msgspec.UNSET
     output: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array"]})] = msgspec.UNSET
     """Text or parts that a tool returned."""
+    max_output_length: int | msgspec.UnsetType = msgspec.UNSET
+    """Most characters of it."""
     action: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """What a call of `local_shell` or `shell` runs."""
     operation: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
