@@ -13,9 +13,10 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.http.errors import ApiError
 from services.gateway.openai.replies import FunctionChunk, ToolCallChunk
 from services.gateway.responses.client_tools import client_tool
-from services.gateway.responses.conversion import chat_request, items_of, sealed
+from services.gateway.responses.conversion import chat_request, items_of, items_of_output, sealed
 from services.gateway.responses.messages import InputItem, OutputItem, ResponseRequest, ResponseTool
 from services.gateway.responses.tools import called_tools, left_out
 from services.gateway.responses.writing import ResponseBuilder
@@ -434,7 +435,7 @@ async def test_tools_that_openai_defines_and_the_client_runs(nats_settings: BusS
             assert change.type == "apply_patch_call" and change.operation.to_dict() == patch
             assert all(item.call_id and "arguments" not in item.to_dict() for item in items)
         results: list[Any] = [
-            {"type": "local_shell_call_output", "id": shell.call_id, "output": '{"output": "x"}'},
+            {"type": "local_shell_call_output", "id": shell.id, "output": '{"output": "x"}'},
             {"type": "shell_call_output", "call_id": commands.call_id, "output": PRINTED, "max_output_length": 9},
             {"type": "apply_patch_call_output", "call_id": change.call_id, "status": "failed", "output": "No a."},
             {"type": "apply_patch_call_output", "call_id": line.call_id, "status": "completed"},
@@ -504,7 +505,9 @@ def test_only_a_shell_has_an_environment_that_says_where_it_runs() -> None:
         ),
     ],
 )
-def test_a_tool_of_openais_is_left_out_where_another_has_its_name(tools: Any, told: list[str], ignored: list[str]) -> None:
+def test_a_tool_of_openais_is_left_out_where_another_has_its_name(
+    tools: Any, told: list[str], ignored: list[str]
+) -> None:
     request = request_of(input="Hi", tools=tools)
     assert [f"{one.kind} {one.name}" for one in called_tools(request.tools)] == told
     assert list(left_out(request.tools)) == ignored
@@ -524,6 +527,33 @@ def test_results_of_such_tools_may_be_parts(kind: str) -> None:
         assert isinstance(content, str) and content.startswith("ab") and content != "ab"
     with pytest.raises(msgspec.ValidationError, match=r"at `\$.output\[1\]"):
         request_of(input=[{"type": f"{kind}_call_output", "output": [*parts[:1], {"stdout": "x"}]}])
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ({"id": "i", "call_id": "c"}, {"id": "i"}),
+        ({"id": "i", "call_id": "c"}, {"id": "c"}),
+        ({"id": "i", "call_id": "c"}, {"id": "r", "call_id": "c"}),
+        ({"id": "i"}, {"id": "i"}),
+        ({"call_id": "c"}, {"call_id": "c"}),
+    ],
+)
+def test_a_result_of_a_local_shell_may_name_its_call_or_the_item(call: dict[str, str], named: dict[str, str]) -> None:
+    action = {"type": "exec", "command": ["ls"], "env": {}}
+    result = request_of(input=[{"type": "local_shell_call_output", "output": "R", **named}])
+    stored = OutputItem(type="local_shell_call", status="completed", action=action, **{"id": "x", **call})  # type: ignore[arg-type]
+    brought = request_of(input=[{"type": "local_shell_call", "action": action, **call}])
+    for before in (items_of(brought), items_of_output([stored])):
+        asking, told = chat_request(result, [*before, *items_of(result)]).messages
+        assert asking.tool_calls is not None and asking.tool_calls[0]["id"] == told.tool_call_id
+
+
+def test_a_call_of_a_local_shell_needs_an_id() -> None:
+    for one in ({"type": "local_shell_call_output", "output": "R"}, {"type": "local_shell_call", "action": {}}):
+        with pytest.raises(ApiError) as refused:
+            items_of(request_of(input=[one]))
+        assert refused.value.param == "input[0].call_id"
 
 
 def test_what_a_model_writes_wrong_becomes_a_call_all_the_same() -> None:

@@ -57,6 +57,8 @@ def items_of(request: Conversed) -> list[InputItem]:
         if needed is None and not item.type.endswith(_HOSTED_ITEMS):
             param = f"input[{index}].type"
             raise invalid(param, f"Invalid value for '{param}': '{item.type[:100]}' is not {', '.join(NEEDED)}.")
+        if item.type in _BY_ID and item.id is not None:
+            needed = [name for name in needed or () if name != "call_id"]
         if missing := next((name for name in needed or () if getattr(item, name) is None), None):
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")
@@ -69,6 +71,8 @@ def items_of(request: Conversed) -> list[InputItem]:
     ]
 
 
+_BY_ID = ("local_shell_call", "local_shell_call_output")
+"""Items that may have an id in place of `call_id`; of a result it is the id of either the call or its item."""
 _COMPACTED = ("compaction", "compaction_summary")
 _HOSTED_ITEMS = (
     "program",
@@ -138,6 +142,7 @@ def items_of_output(output: Iterable[OutputItem]) -> list[InputItem]:
             found.append(
                 InputItem(
                     item.type,
+                    id=item.id,
                     call_id=item.call_id or None,
                     name=item.name or None,
                     arguments=item.arguments or None,
@@ -272,7 +277,7 @@ def _text(content: str | list[TextPart] | None) -> str:
 def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Calls that follow each other (or their message) are one message's, and so is the reasoning before them."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    reasoning = ""
+    reasoning, called = "", dict[str, str]()
     for item in items:
         if item.type == "additional_tools":
             continue
@@ -285,9 +290,12 @@ def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict
             if reasoning or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(_call(item))
+            if item.id is not None:
+                called[item.id] = item.call_id or item.id
         else:
             content = returned_text(item) if is_client_result(item.type) else _text(item.output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id or item.id, "content": content})
+            call_id = item.call_id or called.get(item.id or "", item.id)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
