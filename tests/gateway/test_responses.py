@@ -247,6 +247,17 @@ def test_what_follows_a_call_and_its_tokens_leave_it_whole() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"), [("apply_patch", "in_progress"), ("shell", "incomplete"), ("local_shell", "incomplete")]
+)
+def test_a_call_that_is_cut_off_has_a_status_that_its_type_knows(kind: str, status: str) -> None:
+    response: Any = SimpleNamespace(id="resp_1", output=[], include=None)
+    builder = ResponseBuilder(response, SimpleNamespace(), None, called_tools([ResponseTool(kind)]))  # type: ignore[arg-type]
+    builder.take(Delta(0, "", True, None, [], [ToolCallChunk(0, FunctionChunk("{", kind), "c1", "function")]))
+    builder.stop("cancelled")
+    assert response.output[0].status == status
+
+
 async def test_calls_of_functions_and_what_they_returned(nats_settings: BusSettings, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "tools", byte_level_tokenizer(), TEMPLATE, MAX_LEN)
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -514,6 +525,20 @@ def test_a_tool_of_openais_is_left_out_where_another_has_its_name(
 
 
 PATCHED = {"type": "apply_patch_call_output", "call_id": "1"}
+
+
+def test_a_command_without_an_exit_code_has_none() -> None:
+    outputs = [{"stdout": "a", "outcome": {"type": "exit", "exit_code": code}} for code in (None, 0)]
+    request = request_of(input=[{"type": "shell_call_output", "call_id": "1", "output": outputs}])
+    assert chat_request(request, items_of(request)).messages[0].content == "a\na\nExit code: 0"
+
+
+def test_skills_of_a_shell_are_left_out() -> None:
+    skills = {"type": "local", "skills": [{"name": "n", "description": "d", "path": "p"}]}
+    tools = [{"type": "shell", "environment": {"type": "local"}}, {"type": "local_shell"}]
+    assert not [*left_out(request_of(input="Hi", tools=tools).tools)]
+    tools[0]["environment"] = skills
+    assert [*left_out(request_of(input="Hi", tools=tools).tools)] == ["tools.0.environment.skills"]
 
 
 @pytest.mark.parametrize("kind", ["local_shell", "shell", "apply_patch"])

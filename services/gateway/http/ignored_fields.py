@@ -49,8 +49,8 @@ class IgnoredFields:
         self._note(request, names, "the field '%s' has no effect with this model", ())
 
     def note_left_out(self, request: Request, names: Sequence[str]) -> None:
-        """`names`: tools that the model is not told of."""
-        self._note(request, names, "the tool '%s' is of a kind that is left out", ())
+        """`names`: tools, or fields of tools, that the model is not told of."""
+        self._note(request, names, "'%s' is left out: the model is not told of it", ())
 
     def _note(self, request: Request, names: Sequence[str], words: str, known: Collection[str]) -> None:
         """The header is set where the answer begins."""

@@ -179,6 +179,8 @@ def returned_text(item: InputItem) -> str:
 def _printed(output: ShellOutput) -> str:
     outcome = output.outcome
     ended = ""
-    if outcome is not None:
-        ended = "It took too long, and was ended." if outcome.type == "timeout" else f"Exit code: {outcome.exit_code}"
+    if outcome is not None and outcome.type == "timeout":
+        ended = "It took too long, and was ended."
+    elif outcome is not None and outcome.exit_code is not None:
+        ended = f"Exit code: {outcome.exit_code}"
     return "\n".join(filter(None, (output.stdout.rstrip("\n"), output.stderr.rstrip("\n"), ended)))

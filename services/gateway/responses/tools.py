@@ -40,7 +40,7 @@ def _is_hosted(kind: str) -> bool:
 
 
 def left_out(tools: Sequence[ResponseTool] | None) -> Iterator[str]:
-    """Places of the tools that the model is not told of."""
+    """Places of the tools that the model is not told of, and of skills."""
     return _left_out(tools or (), "tools", set(_own_names(tools or (), None)))
 
 
@@ -48,8 +48,12 @@ def _left_out(tools: Sequence[ResponseTool], path: str, taken: set[str]) -> Iter
     for i, tool in enumerate(tools):
         if tool.type == "namespace":
             yield from _left_out(tool.tools or (), f"{path}.{i}.tools", taken)
-        elif _is_hosted(tool.type) and _client_tool(tool, taken) is None:
+        elif not _is_hosted(tool.type):
+            continue
+        elif _client_tool(tool, taken) is None:
             yield f"{path}.{i}"
+        elif tool.type == "shell" and (tool.environment or {}).get("skills"):
+            yield f"{path}.{i}.environment.skills"
 
 
 def _own_names(tools: Sequence[ResponseTool], namespace: str | None) -> Iterator[str]:

@@ -184,7 +184,8 @@ class ResponseBuilder:
             return []
         self._is_open = False
         item = self.response.output[-1]
-        item.status = status
+        # A patch is never incomplete in OpenAI's API.
+        item.status = "in_progress" if item.type == "apply_patch_call" and status == "incomplete" else status
         if item.type == "custom_tool_call":
             item.input, item.arguments = custom_input(item.arguments or ""), msgspec.UNSET
         elif (client := tool_of_item(item.type)) is not None:
