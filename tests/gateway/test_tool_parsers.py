@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from typing import Any
 
@@ -330,6 +331,22 @@ def test_calls_with_literals_of_python_are_read_wherever_they_are_cut(name: str,
     for cut in range(len(whole) + 1):
         pieces = [whole[:cut], whole[cut:]]
         assert read(FORMATS[name].parser(NAMES), pieces) == ("", [("weather", PYTHON_ARGUMENTS)]), pieces
+
+
+def test_white_space_behind_a_comma_is_read_once() -> None:
+    mender, begun_s = JsonMender(), time.process_time()
+    text = mender.feed('{"a": [1,') + "".join(mender.feed("\n") for _ in range(80_000))
+    assert time.process_time() - begun_s < 2
+    assert text + mender.feed("]}") == '{"a": [1' + "\n" * 80_000 + "]}"
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_escapes_of_python_are_read_in_strings_of_either_quote(size: int) -> None:
+    value = {"a\x7f": "it's \xa0 \x00", "b": '"\U000e0001\xad', "c": "it's\u200b\U0010ffff"}
+    text, mender = repr(value), JsonMender()
+    whole = "".join(mender.feed(text[place : place + size]) for place in range(0, len(text), size)) + mender.end()
+    assert json.loads(whole) == value
+    assert JsonMender().feed('{"a": "\\x41", \'b\': "\\x41\\U00110000"}') == '{"a": "\\\\x41", "b": "A\\\\U00110000"}'
 
 
 def test_an_apostrophe_begins_no_string_and_words_of_python_are_whole() -> None:

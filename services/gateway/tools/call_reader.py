@@ -14,7 +14,7 @@ NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 _QUOTES = ('"', "'")
-BEFORE_VALUES = frozenset(("", "{", "[", ",", ":"))
+_BEFORE_VALUES = frozenset(("", "{", "[", ",", ":"))
 """What is before a value or a key, where a single quote begins a string, as in Python; elsewhere it may be an apostrophe."""
 
 
@@ -56,7 +56,7 @@ class ValueReader:
                 if character in _SPACE or character in ",}]":
                     self.is_done = True
                     return place
-            elif character == '"' or (character == "'" and self._before in BEFORE_VALUES):
+            elif character == '"' or (character == "'" and self._before in _BEFORE_VALUES):
                 self._quote = character
             elif character in "{[":
                 self._depth += 1
@@ -83,26 +83,33 @@ class JsonMender:
     }
     """What stays as it is: outside strings, and in those of either quote."""
     _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-    _ESCAPE_OF_PYTHON = re.compile(r"\\x([0-9a-fA-F]{2})")
-    _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)?")
+    _ESCAPE_OF_PYTHON = re.compile(r"\\(?:x([0-9a-fA-F]{2})|U(0010[0-9a-fA-F]{4}|000[0-9a-fA-F]{5}))")
+    _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|U[0-9a-fA-F]{0,7})?")
     _WORD = re.compile(r"\w+")
-    _COMMA = re.compile(r",[ \t\r\n]*")
+    _SPACES = re.compile(r"[ \t\r\n]*")
     _WORDS: ClassVar = {"True": "true", "False": "false", "None": "null"}
 
     def __init__(self) -> None:
         self._rest = ""
-        """What the text so far does not tell how to go on with: an escape, a word or a comma."""
+        """What the text so far does not tell how to go on with: an escape or a word."""
+        self._comma: list[str] = []
+        """A comma that may be behind the last item, and the white space behind it in pieces."""
         self._quote = ""
         """Quote of the string that has begun; empty: none has."""
         self._before = ""
         """Last character outside strings that is no white space."""
         self._is_in_word = False
+        self._is_python = False
+        """A string in single quotes has begun: escapes are Python's in all that follow."""
 
     def feed(self, text: str) -> str:
         text, self._rest = self._rest + text, ""
         parts: list[str] = []
         place = 0
         while place < len(text):
+            if self._comma:
+                place = self._pass_comma(text, place, parts)
+                continue
             if found := self._PLAIN[self._quote].match(text, place):
                 parts.append(found[0])
                 end = found.end()
@@ -122,7 +129,18 @@ class JsonMender:
     def end(self) -> str:
         """What is left, where no more text comes."""
         rest, self._rest = self._rest, ""
-        return self._WORDS.get(rest, rest)
+        comma, self._comma = "".join(self._comma), []
+        return comma + self._WORDS.get(rest, rest)
+
+    def _pass_comma(self, text: str, place: int, parts: list[str]) -> int:
+        """The place behind the white space that follows a comma."""
+        found = self._SPACES.match(text, place)
+        assert found is not None
+        self._comma.append(found[0])
+        if found.end() < len(text):
+            parts += self._comma[1:] if text[found.end()] in "}]" else self._comma
+            self._comma = []
+        return found.end()
 
     def _mend_string(self, text: str, place: int, parts: list[str]) -> int:
         """The place behind what was read; the same: more text is needed."""
@@ -139,8 +157,8 @@ class JsonMender:
         if text.startswith("'", place + 1):  # as Python escapes it
             parts.append("'")
             return place + 2
-        if self._quote == "'" and (found := self._ESCAPE_OF_PYTHON.match(text, place)):
-            parts.append(f"\\u00{found[1]}")
+        if self._is_python and (found := self._ESCAPE_OF_PYTHON.match(text, place)):
+            parts.append(json.dumps(chr(int(found[1] or found[2], 16)))[1:-1])
             return found.end()
         found = self._ESCAPE.match(text, place)
         parts.append(found[0] if found else "\\\\")
@@ -148,19 +166,14 @@ class JsonMender:
 
     def _mend_outside(self, text: str, place: int, parts: list[str]) -> int:
         """The place behind what was read, as `_mend_string` gives it."""
-        character = text[place]
+        character, end, is_in_word = text[place], place + 1, False
         if character == ",":
-            found = self._COMMA.match(text, place)
-            assert found is not None
-            if found.end() == len(text):
-                return place
-            parts.append(found[0][1:] if text[found.end()] in "}]" else found[0])
-            end = found.end()
-        elif character in "\"'":
-            is_string = character == '"' or self._before in BEFORE_VALUES
+            self._comma = [character]
+        elif character in _QUOTES:
+            is_string = character == '"' or self._before in _BEFORE_VALUES
             self._quote = character if is_string else ""
+            self._is_python |= self._quote == "'"
             parts.append('"' if is_string else character)
-            end = place + 1
         else:
             found = self._WORD.match(text, place)
             assert found is not None
@@ -168,10 +181,8 @@ class JsonMender:
             if not is_whole and any(word.startswith(found[0]) for word in self._WORDS):
                 return place
             parts.append(found[0] if self._is_in_word else self._WORDS.get(found[0], found[0]))
-            end, character = found.end(), text[found.end() - 1]
-            self._is_in_word, self._before = True, character
-            return end
-        self._is_in_word, self._before = False, character
+            end, is_in_word = found.end(), True
+        self._is_in_word, self._before = is_in_word, text[end - 1]
         return end
 
 
