@@ -306,7 +306,7 @@ class BareParser(ToolParser):
 
 def _begins_call(text: str, names: Collection[str]) -> bool:
     """Whether JSON that was cut off tells that it would have become a call: its name is, or begins, that of a tool."""
-    written = re.sub(r"\s", "", text).lstrip("[,;")
+    written = re.sub(r"\s", "", text).lstrip("[,;").replace("'", '"')
     heads = [f'{{"name":"{name}"' for name in names]
     return any(len(written) > len('{"nam') and (head.startswith(written) or written.startswith(head)) for head in heads)
 
