@@ -1,5 +1,5 @@
-"""Tools that Anthropic defines and the client runs: requests name them by their type alone, as Anthropic's models know them.
-Other models are told of them as functions. Pure."""
+"""Tools that Anthropic defines and the client runs. A request gives their type and no schema, which Anthropic's models know
+without; other models are told of them as functions. Pure."""
 
 from __future__ import annotations
 

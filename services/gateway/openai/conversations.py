@@ -128,7 +128,8 @@ def arguments_object(written: Any) -> dict[str, Any]:
         return {}
     if is_nested_deep(value):
         value = written
-    return _in_utf8(value if isinstance(value, dict) else {ONLY_ARGUMENT: value})
+    whole: dict[str, Any] = _in_utf8(value if isinstance(value, dict) else {ONLY_ARGUMENT: value})
+    return whole
 
 
 def in_utf8(text: str) -> str:

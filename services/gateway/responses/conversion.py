@@ -58,7 +58,7 @@ def items_of(request: Conversed) -> list[InputItem]:
             param = f"input[{index}].type"
             raise invalid(param, f"Invalid value for '{param}': '{item.type[:100]}' is not {', '.join(NEEDED)}.")
         if item.type in _BY_ID and item.id is not None:
-            needed = [name for name in needed or () if name != "call_id"]
+            needed = tuple(name for name in needed or () if name != "call_id")
         if missing := next((name for name in needed or () if getattr(item, name) is None), None):
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")

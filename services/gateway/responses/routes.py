@@ -213,7 +213,7 @@ async def _answer(
 
 async def get_response(context: GatewayContext, request: Request) -> Response:
     """Answers with the response as far as it is stored; with `stream=true` with its events, `starting_after` one that the
-    client has, while they are kept."""
+    client has. Events that are kept no longer are made of the response."""
     response_id = request.path_params["response_id"]
     if request.query_params.get("stream") == "true" and response_id.startswith(ID_PREFIX):
         return await resume_stream(context, request, response_id)
