@@ -304,18 +304,17 @@ def run(
                 [*command, *tests], cwd=root, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                status = running.wait(timeout_s)
+                running.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                # An interrupted pytest still writes its report.
                 is_stopped = True
                 print(f"{suite.name}: stopped after {timeout_s:.0f} s; tests after the last one counted did not run")
-                running.send_signal(signal.SIGINT)
-                status = 0
+                running.send_signal(signal.SIGINT)  # with that it still writes its report
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     running.wait(STOP_S)
             finally:
                 running.kill()
-        if not report.is_file() or status not in (0, 1):
+                status = running.wait()
+        if not report.is_file() or not (is_stopped or status in (0, 1)):
             raise RuntimeError(f"{suite.name}: pytest ended with {status}\n{log.read_text()[-5000:]}")
         # An interrupted test stands there as one that passed.
         return read_report(report)[: -1 if is_stopped else None]

@@ -49,9 +49,7 @@ def tool():
 
 
 def structured():
-    result, _ = turn(
-        "--json-schema", json.dumps(SCHEMA), choice={"type": "tool", "name": "StructuredOutput"}, schemas={}
-    )
+    result, _ = turn("--json-schema", json.dumps(SCHEMA), choice={"type": "tool", "name": "StructuredOutput"})
     assert result["structured_output"]["city"] in ("Rome", "Oslo")
 
 

@@ -47,7 +47,7 @@ def tool():
 
 
 def structured():
-    said, asked = turn("--output-schema", "schema.json", choice="none", schemas={})
+    said, asked = turn("--output-schema", "schema.json", choice="none")
     assert json.loads(said)["city"] in ("Rome", "Oslo") and asked[0]["text"]["format"]["type"] == "json_schema"
 
 

@@ -53,7 +53,7 @@ class Forced:
     @staticmethod
     def _force(body, choice, schemas, schema_field):
         for tool in body["tools"]:
-            if tool.get("name") in schemas:
+            if schemas and tool.get("name") in schemas:
                 tool[schema_field] = schemas[tool["name"]]
         return {**body, "tool_choice": choice}
 

@@ -52,7 +52,8 @@ def serves(instance: InstanceInfo, model: str) -> bool:
 
 
 class Catalog:
-    """Watches the models (written by placement) and the instances (each writes itself)."""
+    """Watches the models, their adapters and the plan (written by placement), and the instances and nodes (each writes
+    itself)."""
 
     def __init__(self, bus: Bus, tokenizers: Tokenizers) -> None:
         self._bus = bus
@@ -192,6 +193,8 @@ class Catalog:
     def failure(self, model: str) -> ErrorInfo | None:
         """Why no instance can serve the model, if that is known and none is loading it or will, but those that wait for a
         server that is down and those that crash again and again."""
+        if self.is_served(model):  # each request asks, and one instance is enough
+            return None
         loops = {i: f"{i} {crash}" for i, crash in self.crashes.items() if crash.is_in_loop}
         found = {i: loaded for i, info in self.alive.items() if (loaded := loaded_model(info, model)) is not None}
         reason, is_final, can_not = "", False, "be loaded"
