@@ -27,6 +27,7 @@ def turn(*options, **forced):
                 "ANTHROPIC_MODEL": MODEL,
                 "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "200",  # a weak model's free text may be as long as its context
             },
             stdin=subprocess.DEVNULL,
             capture_output=True,
