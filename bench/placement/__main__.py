@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--window",
         type=window.window,
-        help="hours of the day, such as 10:00-11:30: simulated faithfully, instead of all of it; orders: 10:00-10:45",
+        help="hours of the day, such as 10:00-11:30: every step simulated, not estimated (0-24: all); orders: 10:00-10:45",
     )
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(["adaptive", "none", *options.intervals]))
 
-    def play(seed: int) -> experiments.Table:
-        asked = day.Asked(seed, options.load or day.LOAD, options.day)
+    def play(seed: int, course: day.Course = day.WHOLE, load: float = day.LOAD) -> experiments.Table:
+        asked = day.Asked(seed, options.load or load, options.day, course=course)
         if options.window is not None:
             return window.serve_all(asked, options.window, names, options.processes)
         return day.day(asked, options.processes, names, options.rows)
@@ -64,12 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "floors": floors.floors,
         "small-floors": floors.small_floors,
         "day": play,
-        "turns": lambda seed: day.day(
-            day.Asked(seed, options.load or day.TURNS_LOAD, options.day, course=day.TURNS),
-            options.processes,
-            names,
-            options.rows,
-        ),
+        "turns": lambda seed: play(seed, day.TURNS, day.TURNS_LOAD),
         "orders": lambda seed: orders.compare(
             day.Asked(seed, options.load or day.LOAD, options.day), options.window or orders.WINDOW, options.processes
         ),

@@ -385,13 +385,13 @@ def begun(asked: Asked) -> tuple[Problem, Proposal]:
     return problem, search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0 / course.speed)))
 
 
-def _name(course: Course) -> str:
+def name_of(course: Course) -> str:
     return "turns" if course.num_turns else "day"
 
 
 def play(name: str, asked: Asked, kept: Path | None = None) -> Played:
     """`name`: of the intervals. `kept`: folder in which the row is kept, and taken from where it is there already."""
-    what = f"{_name(asked.course)}{asked.number_of_day}-seed{asked.seed}-{asked.load:g}-{name}"
+    what = f"{name_of(asked.course)}{asked.number_of_day}-seed{asked.seed}-{asked.load:g}-{name}"
     path = None if kept is None else kept / f"{what}.json"
     if path is not None and path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Played)
@@ -464,7 +464,7 @@ def day(
     }
     which = f"-{asked.number_of_day}-seed{asked.seed}" if asked.number_of_day or asked.seed != 1 else ""
     return Table(
-        name=f"{_name(course)}{which}", rows=[played[name].row for name in shown], targets=targets, notes=notes,
+        name=f"{name_of(course)}{which}", rows=[played[name].row for name in shown], targets=targets, notes=notes,
         series=hours, draw=partial(draw, hours),
     )  # fmt: skip
 

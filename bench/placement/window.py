@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from bench.placement.day import BIN_S, DAY_S, NUM_DEVICES, SEARCH_S, Asked, begun, settings
+from bench.placement.day import BIN_S, DAY_S, SEARCH_S, Asked, begun, name_of, settings
 from bench.placement.experiments import Table
 from bench.reporting import Target
 from shared.placement.estimator import Estimator
@@ -62,7 +62,7 @@ class Served(NamedTuple):
     attainment: float
     latency: float
     course: list[float]
-    """Attainment of the requests of each `SHOWN_S`; nan where there were none."""
+    """Attainment of the requests of each `SHOWN_S` as recorded; nan where there were none."""
     changes: list[float]
     """Hours at which another plan served."""
 
@@ -77,11 +77,16 @@ def _bounded(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, models=models)
 
 
+def seconds(asked: Asked, asked_window: Window) -> tuple[float, float]:
+    """Its bounds in seconds of the day as it is played."""
+    return 3600 * asked_window.since_h / asked.course.speed, 3600 * asked_window.until_h / asked.course.speed
+
+
 def cut(asked: Asked, asked_window: Window) -> tuple[Problem, Traffic, Proposal]:
     """The window, the day before it, and the plan of the day's first hour."""
     problem, first = begun(asked)
     problem = _bounded(problem)
-    since_s, until_s = (3600 * hour for hour in asked_window)
+    since_s, until_s = seconds(asked, asked_window)
     past = between(problem.traffic, 0.0, since_s)
     return msgspec.structs.replace(problem, traffic=between(problem.traffic, since_s, until_s)), past, first
 
@@ -89,10 +94,11 @@ def cut(asked: Asked, asked_window: Window) -> tuple[Problem, Traffic, Proposal]
 def serve(name: str, asked: Asked, asked_window: Window) -> Served:
     """`name`: of the intervals."""
     problem, past, first = cut(asked, asked_window)
+    speed = asked.course.speed
     changing: list[FleetReplacement] = []
 
     def replace(fleet: Fleet) -> None:
-        how = settings(name)
+        how = settings(name, speed)
         if math.isfinite(how.initial_s):
             changing.append(
                 FleetReplacement(
@@ -105,7 +111,7 @@ def serve(name: str, asked: Asked, asked_window: Window) -> Served:
     requests, metrics, *_ = simulate(problem, first.plan, seed=asked.seed, on_deployed=replace)
     used_s = time.process_time() - began_s
     ends = [one for replacement in changing for one in replacement.changes]
-    changes = [asked_window.since_h + one.stage_s / 3600 for one in ends if one.stage == "carried_out"]
+    changes = [asked_window.since_h + one.stage_s * speed / 3600 for one in ends if one.stage == "carried_out"]
     total = metrics.total
     row: dict[str, object] = {
         "interval": name, "requests": total.num_requests, "attainment": f"{total.attainment:.4f}",
@@ -119,8 +125,8 @@ def serve(name: str, asked: Asked, asked_window: Window) -> Served:
     }  # fmt: skip
     alone_s = np.array([problem.execution_s[model] for model in requests.models])[requests.model]
     meets = requests.is_done & (requests.latency_s <= problem.slo_scale * alone_s)
-    part = (requests.arrival_s / SHOWN_S).astype(np.int64)
-    num_parts = math.ceil(problem.traffic.interval_s / SHOWN_S)
+    part = (requests.arrival_s * speed / SHOWN_S).astype(np.int64)
+    num_parts = math.ceil(problem.traffic.interval_s * speed / SHOWN_S)
     with np.errstate(invalid="ignore"):
         course = np.bincount(part, meets, num_parts) / np.bincount(part, minlength=num_parts)
     return Served(row, total.attainment, total.normalised_latency, course.tolist(), changes)
@@ -136,7 +142,8 @@ def serve_all(asked: Asked, asked_window: Window, names: Sequence[str], num_proc
             served[name] = one
             print(one.row, flush=True)
     problem, first = begun(asked)
-    traffic = between(problem.traffic, *(3600 * hour for hour in asked_window))
+    speed = asked.course.speed
+    traffic = between(problem.traffic, *seconds(asked, asked_window))
     estimator = Estimator(
         msgspec.structs.replace(problem, traffic=traffic), num_bins=int(traffic.interval_s / BIN_S),
         max_followed=traffic.num_requests,
@@ -145,15 +152,21 @@ def serve_all(asked: Asked, asked_window: Window, names: Sequence[str], num_proc
     adaptive, none = served["adaptive"], served["none"]
     targets = [
         Target(name="attainment, adaptive over none", value=adaptive.attainment / none.attainment, limit=1.0, is_least=True),
+        *(
+            Target(name=f"attainment, adaptive over {name}", value=adaptive.attainment / one.attainment, limit=1.0,
+                   is_least=True)
+            for name, one in served.items() if name not in ("adaptive", "none")
+        ),
         Target(name="normalised latency, adaptive over none", value=adaptive.latency / none.latency, limit=1.0),
     ]  # fmt: skip
     notes = (
-        f"{NUM_DEVICES} L4s, load {asked.load:g}, day {asked.number_of_day}, hours {asked_window}, every step simulated; a "
+        f"{asked.course.num_devices} L4s, load {asked.load:g}, day {asked.number_of_day}, hours {asked_window}, "
+        f"{speed:g} times as fast as recorded, {asked.course.num_turns} turns of popularity, every step simulated; a "
         f"search takes {SEARCH_S:g} s. The estimate of the first plan: attainment {estimated.attainment:.4f}, normalised "
         f"latency {estimated.normalised_latency:.2f}."
     )
     return Table(
-        name=f"day-{asked.number_of_day}-seed{asked.seed}-{asked_window}".replace(":", ""),
+        name=f"{name_of(asked.course)}-{asked.number_of_day}-seed{asked.seed}-{asked_window}".replace(":", ""),
         rows=[one.row for one in served.values()], targets=targets, notes=notes,
         series={name: {"attainment": one.course, "changes": one.changes} for name, one in served.items()},
     )  # fmt: skip

@@ -8,7 +8,8 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     s(m)     a F + (D + C c) n                        a decode step of it; F, D, C: fixed, per sequence, per token of context
     met      (1 - exp(-sum(n)))^(groups of the model - 1)         of n and s a request meets such a share: it goes elsewhere
     turns    x(m) ~ n / L^2 + n^2 / (16 M L), at least 1/20 of the largest; M: mean L of all n      (doubling_budget.py)
-    cycle    F + (D + C c)(1 + n) + what the others take between two turns, at most as long as a stream may be silent
+    cycle    F + (D + C c)(1 + n) + what the others take between two turns, at most as long as a stream may be silent;
+             all the longer where the steps of all models, s / cycle each, would take more than the time there is
              first come first served: x(m) ~ a(m) (mean time of a request alone) / s(m), whatever the silence
     prefill  a share phi of the time, first come first served, up to chunk / (chunk + sum(s))
     rate     (1 - phi) / cycle                        tokens of each of its sequences
@@ -521,6 +522,8 @@ class Estimator:
             others = (np.add.reduce(turn * step, 1, keepdims=True) - turn * step) / turn
             longest = math.inf if self._is_fcfs else np.maximum(total, silence)
             cycle = cost.fixed_s + cost.token_s + met * (marginal + OTHERS_SHARE * np.minimum(others, longest))
+            # A device has no more time than there is.
+            cycle *= np.maximum(1.0, np.add.reduce(step / cycle, 1, keepdims=True))
             ready = w + arrive
             seconds = ready * (cost.prefill_s + cost.steps_s * (1.0 - active))
             needed = np.add.reduce(seconds, 1, keepdims=True)

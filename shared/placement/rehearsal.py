@@ -187,7 +187,8 @@ class _Stage:
                 del self._instances[instance_id]
 
     def _end_episode(self, one: _Instance, now_s: float) -> None:
-        if one.serving and now_s > one.since_s:
+        # One that drains at once served until then.
+        if one.serving and (now_s > one.since_s or not now_s):
             self._over.append(Episode(self._group(one), one.since_s, now_s))
 
     def _group(self, one: _Instance) -> Group:

@@ -192,7 +192,7 @@ def _moved_share(problem: Problem, rehearsal: Rehearsal) -> np.ndarray:
         then = [
             name
             for other in rehearsal.episodes
-            if other.start_s == one.end_s
+            if other.start_s == one.end_s < other.end_s
             and other.group.devices == one.group.devices
             and other.group.node_id == one.group.node_id
             for name in other.group.models

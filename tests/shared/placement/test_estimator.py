@@ -71,6 +71,15 @@ def test_long_prompts_delay_the_other_model_of_their_group():
     assert together.normalised_latency > 1.5 * apart.normalised_latency
 
 
+def test_near_its_capacity_a_device_has_no_more_time_than_there_is():
+    """Two models whose steps, each as often as alone, would take more than all of the time."""
+    both, plan = problem([A, model("c")], [node()], [4.5, 4.5]), on((1, ("a", "c")))
+    estimated, simulated = estimate(both, plan), predict(both, plan, seed=1)
+    assert estimated.attainment < 0.9
+    assert estimated.attainment == pytest.approx(simulated.attainment, abs=0.03)
+    assert estimated.normalised_latency == pytest.approx(simulated.normalised_latency, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("rates", "outputs"),
     [((2.0, 0.2), (50, 600)), pytest.param((4.0, 0.5), (100, 100), marks=pytest.mark.long)],

