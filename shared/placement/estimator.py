@@ -15,10 +15,10 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     rate     (1 - phi) / cycle                        tokens of each of its sequences
     memory   sequences are admitted while their KV fits the pool and there are rows
 
-New requests of a model go to its groups in proportion to their freeness (free blocks per request), squared, and less where
-prompts wait. That they gather where others of their model are (policies/dispatch.py) is left out: models that share several
-groups do better than this says. Where arrivals outrun what a group can do, w grows, and what came later waits until all
-before it is admitted.
+New requests of a model, and those that wait at a group that ends, go to its groups in proportion to their freeness (free
+blocks per request), squared, and less where prompts wait. That they gather where others of their model are
+(policies/dispatch.py) is left out: models that share several groups do better than this says. Where arrivals outrun what a
+group can do, w grows, and what came later waits until all before it is admitted.
 
 Then each request is followed through its pair's curves: it starts when as many were admitted as had come, takes its own
 prompt's time, and ends when the pair has moved on by as many tokens as it outputs. Of models with many requests an evenly
@@ -179,6 +179,8 @@ class _Course(NamedTuple):
     steps_s: Array
     busy: Array
     """[bins, groups] share of the time."""
+    leaving: Array | None
+    """Requests that leave the queue of a group that ended when the bin begins; None: no group ends."""
 
 
 def estimate(problem: Problem, plan: Plan, *, order: Order = "turns") -> Prediction:
@@ -495,16 +497,21 @@ class Estimator:
         split = to_open(split, 0)
         splits, came, admitted, rates = (np.empty((num_bins, *shape)) for _ in range(4))
         phis, steps, busy = (np.empty((num_bins, shape[0])) for _ in range(3))
+        leaving = None if layout.is_open is None else np.zeros((num_bins, *shape))
         least = np.where(is_empty, 0.0, 1e-9)
         silence = PLANNED_SHARE * MAX_SILENCE_S
         for number in range(num_bins):
             width = self._widths[number]
-            if layout.is_open is not None:
-                # Requests go to none of the groups that are not there yet, or no more.
-                held = np.bincount(flat, layout.is_open[number].ravel() > 0, minlength=num_streams)
+            arrive = arrivals[number][of] * split
+            if layout.is_open is not None and leaving is not None:
+                # Requests go to none of the groups that are not there yet, or no more, and do not stay in their queues.
+                is_there = layout.is_open[number] > 0
+                held = np.bincount(flat, is_there.ravel(), minlength=num_streams)
                 rivals = held[layout.stream] - 1.0
                 has_rivals = (rivals > 0) & ~is_empty
-            arrive = arrivals[number][of] * split
+                leaving[number] = np.where(is_there, 0.0, w)
+                w -= leaving[number]
+                arrive += np.bincount(flat, leaving[number].ravel(), minlength=num_streams)[layout.stream] * split
             active = -np.expm1(-n)
             met = np.power(-np.expm1(-np.add.reduce(n, 1, keepdims=True)), rivals, out=np.ones(shape), where=has_rivals)
             marginal = cost.token_s * n
@@ -562,7 +569,7 @@ class Estimator:
                 score *= layout.is_open[number + 1] > 0
             sums = np.bincount(flat, score.ravel(), minlength=num_streams)
             split = to_open(split + EASE * (score / (sums[layout.stream] + 1e-300) - split), number + 1)
-        return _Course(splits, came, admitted, rates, phis, steps, busy)
+        return _Course(splits, came, admitted, rates, phis, steps, busy, leaving)
 
     @staticmethod
     def _admitted(
@@ -615,13 +622,18 @@ class Estimator:
         width = cumulated.shape[1]
         ladder = (cumulated + np.arange(num_bins)[:, None] * (width + 2.0)).ravel()
         bins = self._bin[request]
-        target = bins * (width + 2.0) + ranks[stream[served]] + self._place[request]
-        at = np.searchsorted(ladder, target, side="right") - bins * width
         ends = np.cumsum(held)
         firsts = ends - held
-        at = np.minimum(np.maximum(at, firsts[stream[served]]), ends[stream[served]] - 1)
-        place = order[at]
-        group = place // num_places
+
+        def chosen(which: Array, bins: Array) -> Array:
+            """Places that those of the served requests go to which come in these bins."""
+            of = stream[served[which]]
+            target = bins * (width + 2.0) + ranks[of] + self._place[request[which]]
+            at = np.searchsorted(ladder, target, side="right") - bins * width
+            found: Array = order[np.minimum(np.maximum(at, firsts[of]), ends[of] - 1)]
+            return found
+
+        place = chosen(np.arange(len(served)), bins)
 
         # curves by place, with the start of time before them
         def curve(steps: Array) -> Array:
@@ -634,6 +646,16 @@ class Estimator:
         share = (at_s - self._times[bins]) / self._widths[bins]
         arrived = came[bins, place] + share * (came[bins + 1, place] - came[bins, place])
         waited = self._reaches(admitted, place, arrived * (1 - 1e-9) - 1e-9, bins)
+        if course.leaving is not None:
+            left = course.leaving.reshape(num_bins, -1)
+            last = num_bins - 1 - np.argmax(left[::-1] > 0, axis=0)
+            late = np.flatnonzero((left.max(0) > 0)[place] & (bins < last[place]) & (waited > self._times[last[place]]))
+            since, before = last[place[late]], place[late]
+            rank = np.clip((arrived[late] - admitted[since, before]) / left[since, before], 0.0, 1.0)
+            place[late] = now = chosen(late, since)
+            arrived = came[since, now] + rank * (came[since + 1, now] - came[since, now])
+            waited[late] = self._reaches(admitted, now, arrived * (1 - 1e-9) - 1e-9, since)
+        group = place // num_places
         start = np.maximum(at_s, waited)
         start_bin = np.minimum(np.searchsorted(self._times, start, side="right") - 1, num_bins - 1)
         # The queue that builds up from bin to bin is in `waited`. Beside it a prompt meets what the chance of arrivals makes

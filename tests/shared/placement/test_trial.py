@@ -110,6 +110,16 @@ def test_who_finds_no_group_waits_for_the_next() -> None:
     assert np.allclose(latency[0, served.at_s < 10.0], latency[1, served.at_s < 10.0], rtol=0.3)
 
 
+def test_who_waits_at_a_group_that_ends_waits_at_the_next_one() -> None:
+    """One group after the other serves no faster than one throughout, however long the queue is."""
+    asked = given_problem((30, 0), interval_s=60.0)
+    (first,), (second,) = plan(((0,), ("a",))).groups, plan(((1,), ("a",))).groups
+    served = Estimator(asked).served([[Episode(first)], [Episode(first, 0, 30.0), Episode(second, 30.0)]])
+    throughout, in_turn = served.normalised.mean(1)
+    assert throughout > 5.0, "it is too slow for what comes"
+    assert in_turn == pytest.approx(throughout, rel=0.15)
+
+
 def test_groups_that_are_not_there_yet_or_no_more_change_nothing() -> None:
     asked, groups = given_problem((20, 12), interval_s=60.0), plan(((0,), ("a",)), ((1,), ("a", "b"))).groups
     (coming,) = plan(((2,), ("a",))).groups
