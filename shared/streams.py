@@ -89,6 +89,7 @@ class StreamState:
         "logprobs",
         "num_cached_tokens",
         "num_losses",
+        "num_prompt_tokens",
         "owner",
         "request_id",
         "timing",
@@ -108,6 +109,8 @@ class StreamState:
         self.num_cached_tokens: int | None = None
         """Number that the first owner reported: a later placement finds its own earlier tokens in a cache, not the
         client's."""
+        self.num_prompt_tokens = 0
+        """Tokens of the prompt with its images, as its owner told; 0: it has none."""
         self.num_losses = 0
         """Owners lost in a row without a new token in between."""
         self._num_tokens_at_loss = -1
@@ -169,6 +172,7 @@ class StreamState:
                 self.num_cached_tokens = entry.num_cached_tokens
         elif reason is None:
             return Outcome.NOTHING
+        self.num_prompt_tokens = entry.num_prompt_tokens or self.num_prompt_tokens
         if is_given_up:
             return Outcome.GIVEN_UP
         if reason is not None:

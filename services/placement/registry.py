@@ -14,7 +14,7 @@ from services.placement.adapters import read_adapter, with_adapters, with_draft
 from services.placement.checkpoints import Checkpoints
 from services.placement.footprint import ConfiguredModel
 from services.placement.remembered import Remembered, Spec
-from services.placement.requests import check_draft, check_length, check_quantization
+from services.placement.requests import check_draft, check_engine, check_length, check_quantization
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.messages.catalogue import ADAPTERS, MODELS
 from shared.messages.channels import Bucket, bucket_key
@@ -160,11 +160,14 @@ class Registry:
             shape, problem = None, problem or self._checkpoints.problem(spec.draft)
         if shape is not None:
             try:
+                check_engine(spec, shape)
                 shape = quantized(shape, spec.quantization)
                 shape = with_adapters(shape, spec, adapters, self._settings.adapter_memory_bytes)
                 shape = shape if draft is None else with_draft(shape, spec, draft)
             except CheckpointError as error:
                 shape, problem = None, str(error)
+            except ServiceError as error:
+                shape, problem = None, error.info.message
         return ConfiguredModel(spec, shape, problem, asleep)
 
     async def read_checkpoint(self, spec: ModelSpec) -> None:
@@ -174,6 +177,7 @@ class Registry:
             self._checkpoints.begin(source, again=source not in used)
         await self._checkpoints.wait(spec.sources, ADD_READ_S)
         shape = self._read(spec.source, "source")
+        check_engine(spec, shape)
         check_length(spec, shape)
         check_quantization(spec, shape)
         if spec.draft:

@@ -27,6 +27,15 @@ def check_quantization(spec: ModelSpec, shape: CheckpointShape) -> None:
         raise refuse(str(error), "quantization") from None
 
 
+def check_engine(spec: ModelSpec, shape: CheckpointShape) -> None:
+    if shape.takes_images and spec.is_native:
+        message = (
+            f"{shape.architecture} takes images, which Tideway's own engine does not compute: choose the engine vllm, or "
+            "endpoint for a server that runs already"
+        )
+        raise refuse(message, "engine")
+
+
 def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:
     if spec.max_model_len is not None and spec.max_model_len > shape.max_model_len:
         raise refuse(

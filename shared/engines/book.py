@@ -72,6 +72,8 @@ class Held:
     last_token_s: float = 0.0
     max_itl_s: float = 0.0
     num_cached: int = 0
+    num_prompt_told: int = 0
+    """`Progress.num_prompt`."""
     num_preemptions: int = 0
     service_s: float = 0.0
     output: bytearray
@@ -116,12 +118,16 @@ class Held:
         return self.first_token_s is not None and self.last_token_s > self.moved_s
 
     @property
+    def num_prompt(self) -> int:
+        return self.num_prompt_told or len(self.request.prompt) // 4
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt) // 4 + self.offset
+        return self.num_prompt + self.offset
 
     @property
     def num_tokens_at_most(self) -> int:
-        return len(self.request.prompt) // 4 + self.request.sampling.max_tokens
+        return self.num_prompt + self.request.sampling.max_tokens
 
     @property
     def priority(self) -> int:
@@ -143,6 +149,9 @@ class Held:
             adapter=self.request.adapter,
             slots=self.slots,
             num_computed=self.num_computed,
+            images=self.request.images,
+            chat=self.request.chat,
+            is_open_ended=self.request.is_open_ended,
         )
 
 
@@ -283,6 +292,8 @@ class Book:
         self.num_preemptions += progress.num_preemptions
         if held.first_planned_s is None:
             held.first_planned_s = now
+        if progress.num_prompt:
+            held.num_prompt_told = progress.num_prompt - held.resumption.num_fed
         try:
             tokens, logprobs = held.resumption.take(progress.tokens, progress.logprobs)
             if progress.finish_reason is not None and held.resumption.is_repeating:
@@ -293,7 +304,7 @@ class Book:
         if tokens:
             if held.first_token_s is None:
                 held.first_token_s = now
-                held.num_cached = min(progress.num_cached, len(held.request.prompt) // 4)
+                held.num_cached = min(progress.num_cached, held.num_prompt)
                 effects.begun.append(held)
             else:
                 held.max_itl_s = max(held.max_itl_s, now - held.last_token_s)
@@ -311,6 +322,7 @@ class Book:
                     tokens=tokens,
                     logprobs=logprobs,
                     num_cached_tokens=held.num_cached,
+                    num_prompt_tokens=held.num_prompt_told,
                 )
             )
             held.output += tokens
@@ -352,6 +364,7 @@ class Book:
                 finish_reason=reason,
                 error=error,
                 num_cached_tokens=held.num_cached,
+                num_prompt_tokens=held.num_prompt_told,
                 timing=RequestTiming(
                     planned_s - held.submitted_s, first_s - planned_s, now - first_s, held.num_preemptions
                 ),
@@ -362,7 +375,7 @@ class Book:
             Ended(
                 request=held.request,
                 reason=reason,
-                num_prompt_tokens=len(held.request.prompt) // 4,
+                num_prompt_tokens=held.num_prompt,
                 num_output_tokens=held.offset,
                 num_cached_tokens=held.num_cached,
                 num_preemptions=held.num_preemptions,

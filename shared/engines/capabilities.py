@@ -24,6 +24,8 @@ class Capability(StrEnum):
     GRAMMARS = "grammars"
     POOLING = "pooling"
     """Embeddings and scores of prompts."""
+    IMAGES = "images"
+    """Images in prompts."""
     PREFIX_SALTS = "prefix_salts"
     """Tenants' prefixes are kept apart in the cache, for certain."""
     KV_MOVES = "kv_moves"
@@ -38,6 +40,8 @@ class Capability(StrEnum):
     """Capability: output is continued from its tokens alone. Without it, it is made again and compared."""
     SEED_RESUME = "seed_resume"
     PENALTY_RESUME = "penalty_resume"
+    IMAGE_RESUME = "image_resume"
+    """The same of a prompt with images."""
 
 
 NAMES = {
@@ -45,6 +49,7 @@ NAMES = {
     Capability.PROMPT_LOGPROBS: ("log-probabilities of the prompt", "prompt_logprobs"),
     Capability.POOLING: ("vectors and scores", "model"),
     Capability.GRAMMARS: ("structured output", "response_format"),
+    Capability.IMAGES: ("images", "messages"),
 }
 """Capabilities that a request may ask for: what each is, and the field at fault."""
 
@@ -60,6 +65,8 @@ def asked(request: GenerationRequest) -> frozenset[Capability]:
         found.append(Capability.POOLING)
     if request.sampling.grammar:
         found.append(Capability.GRAMMARS)
+    if request.images:
+        found.append(Capability.IMAGES)
     return frozenset(found)
 
 

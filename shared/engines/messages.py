@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.messages.requests import Adapter, ErrorInfo, FinishReason, SamplingParams, TokenLogprob
+from shared.messages.requests import Adapter, ErrorInfo, FinishReason, Image, SamplingParams, TokenLogprob
 
 
 class EngineFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -65,6 +65,10 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="
     """Slots of the staging memory with the KV of the prompt's first tokens. `Imported` says that they were read."""
     num_computed: int = 0
     """Tokens whose KV is in `slots`."""
+    images: tuple[Image, ...] = ()
+    """`GenerationRequest.images`; likewise `chat` and `is_open_ended`."""
+    chat: bytes = b""
+    is_open_ended: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -112,6 +116,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fa
     """Tokens of its prompt that were in the prefix cache."""
     num_preemptions: int = 0
     """Since the last message."""
+    num_prompt: int = 0
+    """Tokens of its prompt with its images; 0: those that were sent."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):

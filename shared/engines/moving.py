@@ -212,6 +212,7 @@ class Departures:
             not held.resumption.is_repeating
             and may_migrate(held.request.epoch)
             and not repeats_for(travelling, self._book.lacks)
+            and not held.request.images
         )
 
     def _may_move(self, held: Held, now: float, *, is_drain: bool) -> bool:

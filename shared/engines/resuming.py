@@ -5,7 +5,7 @@ keeps more than tokens (the state of a random generator, counts of output tokens
 and cannot be given that, the output is made again from the prompt, compared with what the client has, and passed on
 from its end: right, but as slow as the output is long. If it comes out otherwise (a step of other rows may round
 otherwise in half precision), the tokens are given as prompt after all, which the caller counts; output that must
-follow a grammar ends with an error.
+follow a grammar, or whose prompt has images that the engine takes in chats alone, ends with an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ def repeats_for(request: GenerationRequest, lacks: Set[str]) -> frozenset[Capabi
         found.append(Capability.PENALTY_RESUME)
     if sampling.grammar:
         found.append(Capability.GRAMMAR_RESUME)
+    if request.images:
+        found.append(Capability.IMAGE_RESUME)
     return frozenset(found) & lacks
+
+
+_NEVER_FED = {
+    Capability.GRAMMAR_RESUME: "Its structured output",
+    Capability.IMAGE_RESUME: "Its output to images",
+}
+"""Output that cannot be continued from its tokens, even where it came out otherwise."""
 
 
 class Diverged(Exception):
@@ -82,8 +91,9 @@ class Resumption:
 
     def give_in(self) -> ErrorInfo | None:
         """After `Diverged`: the next try goes on from the tokens. Why that would be wrong; None: it is begun."""
-        if Capability.GRAMMAR_RESUME in self._reasons:
-            message = "Its structured output was interrupted and did not come out alike again: it cannot be continued."
-            return ErrorInfo(ErrorCode.INTERNAL, message)
+        for capability, what in _NEVER_FED.items():
+            if capability in self._reasons:
+                message = f"{what} was interrupted and did not come out alike again: it cannot be continued."
+                return ErrorInfo(ErrorCode.INTERNAL, message)
         self._reasons, self._expected = frozenset(), b""
         return None

@@ -183,6 +183,20 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
     """A folder in PEFT's format, or a hub id."""
 
 
+MAX_IMAGES_BYTES = 440 * 1024
+"""Most bytes of a prompt's images and the chat that they come in: they travel in one message with the prompt's tokens, which
+may take `MAX_MESSAGE_BYTES`; NATS carries 1,000,000 bytes in each."""
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt: its file, or where that is."""
+
+    data: bytes = b""
+    media_type: str = ""
+    url: str = ""
+    """http or https: the server of the model fetches it. Empty: `data` has the image."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate, from gateway to scheduler to instance. A client's `n > 1` is n of these."""
 
@@ -230,6 +244,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     prefix_holder: PeerId = ""
     """Instance that has its first `prefix_tokens` tokens in its cache, from which their KV is fetched; empty: it is not."""
     prefix_tokens: Count = 0
+    images: tuple[Image, ...] = ()
+    """Images of the prompt, in the order in which it has placeholders for them."""
+    chat: bytes = b""
+    """Fields of a chat with the prompt's messages (JSON), for a server that takes images in chats alone. Its image parts
+    have no URL: they stand for `images`. Empty: the engine takes the prompt's tokens."""
 
     @property
     def public_model(self) -> str:
@@ -315,6 +334,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=
     """Prompt tokens found in the prefix cache."""
     error: ErrorInfo | None = None
     timing: RequestTiming | None = None
+    num_prompt_tokens: Count = 0
+    """Tokens of the prompt with its images; 0: those that were sent."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

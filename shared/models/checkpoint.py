@@ -20,7 +20,7 @@ import msgspec
 from shared.engine.memory.slab import KvGeometry
 from shared.models import sentencepiece
 from shared.models.config_values import wrong_value
-from shared.models.families import ENCODERS, FAMILIES, TRANSFORMERS, ModelFamily, families, family_of
+from shared.models.families import ENCODERS, FAMILIES, MULTIMODAL, TRANSFORMERS, ModelFamily, families, family_of
 from shared.models.pooling import BARE, CLASSIFIER, MODULES_FILE, Pooling, PoolingError, pooling_of
 from shared.models.quantization import (
     QUANTIZATIONS,
@@ -91,6 +91,8 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     """What its hidden states are made into; None: it generates text. A pooled prompt counts with the one token behind it
     that is never computed, so that `max_model_len` is one more than the positions."""
+    takes_images: bool = False
+    """Its KV, lengths and tokens are those of its language model."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
         """KV geometry of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than
@@ -172,7 +174,9 @@ def _describe(path: Path, config: dict[str, Any]) -> CheckpointShape:
         pooling = _of_decoder(path, pooling)
     keys = family.keys
     stored = read_stored_quantization(path, config)
-    if family is TRANSFORMERS:
+    if family is MULTIMODAL:
+        config = _in_llamas_words(_of_language_model(config))
+    elif family is TRANSFORMERS:
         config = _in_llamas_words(config)
         if stored is not None:
             raise CheckpointError(
@@ -181,7 +185,8 @@ def _describe(path: Path, config: dict[str, Any]) -> CheckpointShape:
             )
     elif family in FAMILIES:
         _check_values(file, config, architecture)
-    _check_is_supported(file, config, None if family is TRANSFORMERS else config.get(keys.activation))
+    if family is not MULTIMODAL:
+        _check_is_supported(file, config, None if family is TRANSFORMERS else config.get(keys.activation))
     hidden_size = positive_int(config, keys.hidden_size, file)
     num_heads = positive_int(config, keys.num_heads, file)
     if not config.get(keys.head_dim) and hidden_size % num_heads:
@@ -203,12 +208,19 @@ def _describe(path: Path, config: dict[str, Any]) -> CheckpointShape:
         dtype=_dtype(path, config),
         weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)) + (linear_bytes if is_widened else 0),
         linear_bytes=linear_bytes,
-        is_divisible=family is not TRANSFORMERS,
+        is_divisible=family not in (TRANSFORMERS, MULTIMODAL),
         stored_as="" if stored is None else stored.method,
         eos_token_ids=_eos_token_ids(path, config, positive_int(config, "vocab_size", file)),
         depends_on_length=_depends_on_length(config, architecture),
         pooling=pooling,
+        takes_images=family is MULTIMODAL,
     )
+
+
+def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model that takes images, with what it says of its language model in the first place."""
+    inner = config.get("text_config") or config.get("llm_config")
+    return {**config, **inner} if isinstance(inner, dict) else dict(config)
 
 
 def check_shapes(path: Path) -> None:
@@ -217,7 +229,7 @@ def check_shapes(path: Path) -> None:
     `CheckpointError`."""
     config, shape = read_config(path), describe(path)
     family, _ = _family(path, config, read_pooling(path, config))
-    if family in (TRANSFORMERS, ENCODERS):
+    if family in (TRANSFORMERS, ENCODERS, MULTIMODAL):
         return
     num_heads = positive_int(config, family.keys.num_heads, path / "config.json")
     of_words = "word_embed_proj_dim"
@@ -436,6 +448,8 @@ def _family(path: Path, config: Mapping[str, Any], pooling: Pooling | None) -> t
     except PluginError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}.") from None
     file, shown = path / "config.json", ", ".join(named) or "(none named)"
+    if named and isinstance(config.get("vision_config"), dict):
+        return MULTIMODAL, named[0]
     for architecture in named:
         if architecture.endswith(("ForCausalLM", "LMHeadModel")):
             if reason := _why_not_by_transformers(config):

@@ -114,6 +114,9 @@ FAMILIES = (
 TRANSFORMERS = ModelFamily("transformers", (), {})
 """Every other causal language model that transformers can run over our KV blocks, on one device."""
 
+MULTIMODAL = ModelFamily("multimodal", (), {})
+"""Models that take images: engines of others compute them."""
+
 ENCODERS = ModelFamily("encoder", (), {})
 """What transformers runs over whole texts, whose tokens see each other: models that embed or score, and do not generate."""
 

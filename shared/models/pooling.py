@@ -20,7 +20,7 @@ MODULES_FILE = "modules.json"
 BARE = "Model"
 CLASSIFIER = "ForSequenceClassification"
 """Ends of the names of architectures without the head of a language model, and with one score in its place."""
-_GENERATES = "LMHeadModel"
+_GENERATES = ("LMHeadModel", "ChatModel")
 _FROM_TOKENS = "classifier_from_token"
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",

@@ -362,14 +362,14 @@ def test_documents_of_text_are_read_and_a_text_stands_for_what_a_tool_returned_b
     assert [message.content for message in chat.messages] == [
         "D\nP\nI\nT\nhttps://a\nF",
         "",
-        "R\n[An image was left out here: this model reads text only.]\n"
-        "[A file was left out here: this model reads text only.]\nT\nhttps://a\nF",
+        "R\n[An image was left out here: only text of what tools return is read.]\n"
+        "[A file was left out here: only text of what tools return is read.]\nT\nhttps://a\nF",
     ]
-    for block in (image, pdf):
-        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
-        with pytest.raises(ApiError, match="is not supported") as refused:
-            chat_request(msgspec.convert(body, MessageRequest))
-        assert refused.value.param == "messages[0].content[0].type"
+    text = {"type": "text", "text": "T"}
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [text, pdf]}]}
+    with pytest.raises(ApiError, match="is not supported") as refused:
+        chat_request(msgspec.convert(body, MessageRequest))
+    assert refused.value.param == "messages[0].content[1].type"
 
 
 async def test_what_is_asked_for_is_followed(claude: Stack) -> None:

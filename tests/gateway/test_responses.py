@@ -161,7 +161,16 @@ async def test_what_cannot_be_had_is_told(stack: Stack) -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"role": "assistant", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}
+                ]
+            },
+            "input",
+        ),
         ({"input": "x", "truncation": "none"}, "truncation"),
         ({"input": "long " * 4000, "truncation": "auto"}, "input"),
         ({"input": "x", "tools": [{"type": "teleport"}]}, "tools[0].type"),
@@ -621,7 +630,8 @@ def test_a_text_stands_for_what_tools_returned_beside_text() -> None:
     request = request_of(input=items)
     content = chat_request(request, items_of(request)).messages[1].content
     assert content == (
-        "R[An image was left out here: this model reads text only.][A file was left out here: this model reads text only.]"
+        "R[An image was left out here: only text of what tools return is read.]"
+        "[A file was left out here: only text of what tools return is read.]"
     )
 
 

@@ -485,6 +485,15 @@ async def test_refusals_name_the_field_and_the_numbers(
         code, param, message = await cluster.refusal(ModelSpec("x", sources["b"], max_model_len=2000))
         assert (code, param) == (ErrorCode.BAD_REQUEST, "max_model_len")
         assert "allows 1024 tokens" in message
+        pictures = write_checkpoint(tmp_path / "pictures")
+        config = json.loads((tmp_path / "pictures" / "config.json").read_text())
+        config |= {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
+        (tmp_path / "pictures" / "config.json").write_text(json.dumps(config))
+        code, param, message = await cluster.refusal(ModelSpec("x", pictures))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "engine")
+        assert "LlavaForConditionalGeneration takes images" in message and "vllm" in message
+        served = ModelSpec("x", pictures, engine="endpoint", engine_url="http://127.0.0.1:1")
+        assert "none is empty" in (await cluster.refusal(served))[2], "it would fit otherwise"
         huge = write_checkpoint(tmp_path / "huge", weight_mib=9000)
         code, param, message = await cluster.refusal(ModelSpec("x", huge))
         assert (code, param) == (ErrorCode.BAD_REQUEST, "source")

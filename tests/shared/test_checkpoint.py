@@ -419,6 +419,16 @@ def test_weights_that_are_not_those_of_the_config(
         checkpoint.check_shapes(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["text_config", "llm_config", ""])
+def test_a_model_that_takes_images_is_as_large_as_its_language_model(tmp_path: Path, key: str) -> None:
+    words = {"num_hidden_layers": 3, "num_key_value_heads": 1, "vocab_size": 120, "hidden_act": "anything"}
+    inner = {key: words} if key else words
+    changes = {"architectures": ["InternVLChatModel"], "vision_config": {"num_hidden_layers": 7}, **inner}
+    shape = checkpoint.describe(make(tmp_path, **changes))
+    assert (shape.num_layers, shape.num_kv_heads, shape.vocab_size, shape.takes_images) == (3, 1, 120, True)
+    checkpoint.check_shapes(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

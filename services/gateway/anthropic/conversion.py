@@ -21,7 +21,7 @@ from services.gateway.anthropic.tools import client_tool
 from services.gateway.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from services.gateway.openai.conversations import not_served
 from services.gateway.openai.parsing import SWITCHES
-from services.gateway.openai.schemas import UNSEEN, ChatRequest, unseen
+from services.gateway.openai.schemas import IMAGE, UNSEEN, ChatRequest, unseen
 from services.gateway.openai.structured import check_types
 
 _LEFT_OUT = (
@@ -95,6 +95,10 @@ def _check_beginning(request: Prompted) -> None:
 def renamed(error: ApiError) -> ApiError:
     """The error that a chat was refused with, with the field as it is called here. Of a prompt that is too long it begins
     with Anthropic's words, by which agents know that a conversation has to be made shorter."""
+    if error.param is not None and error.param.startswith("messages[") and IMAGE in error.message:
+        # A chat's messages are counted otherwise.
+        error.message = error.message.replace(f"'{error.param}'", "'messages'")
+        error.param = "messages"
     if error.param in _NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
         error.param = _NAMES[error.param]
@@ -180,20 +184,43 @@ def _others(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     assert not isinstance(message.content, str)
     results = [block for block in message.content if block.type == "tool_result"]
     for block in results:
-        content = _text(block.returned, where, is_result=True)
-        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    text = _text(message.content, where)
-    if text or not results:
-        yield {"role": message.role, "content": text}
+        returned = _text(block.returned, where, is_result=True)
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": returned}
+    content = _content(message, where)
+    if content or not results:
+        yield {"role": message.role, "content": content}
 
 
-def _text(content: str | list[Block], where: str, *, is_result: bool = False) -> str:
+def _content(message: InputMessage, where: str) -> str | list[dict[str, Any]]:
+    """The text of a message; parts, where it has images."""
+    assert not isinstance(message.content, str)
+    if message.role != "user" or not any(block.type == "image" for block in message.content):
+        return _text(message.content, where)
+    parts: list[dict[str, Any]] = []
+    for i, block in enumerate(message.content):
+        if block.type == "image":
+            parts.append({"type": IMAGE, IMAGE: {"url": _url(block, f"{where}[{i}]")}})
+        elif text := _text([block], where, first=i):
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _url(block: Block, where: str) -> str:
+    source = block.source if isinstance(block.source, Source) else Source()
+    if source.type == "base64":
+        return f"data:{source.media_type};base64,{source.data}"
+    if source.type == "url":
+        return source.url
+    raise invalid(f"{where}.source", f"Invalid value for '{where}.source': an image's type is 'base64' or 'url'.")
+
+
+def _text(content: str | list[Block], where: str, *, is_result: bool = False, first: int = 0) -> str:
     """The text of the blocks, a line break between any two. Raises `ApiError` for blocks of what is not served; in what a
-    tool returned (`is_result`) a text stands for them."""
+    tool returned (`is_result`) a text stands for them. `first`: the number of the first block."""
     if isinstance(content, str):
         return content
     texts = []
-    for i, block in enumerate(content):
+    for i, block in enumerate(content, first):
         written = _written(block, f"{where}[{i}]", is_result=is_result)
         if written is not None:
             texts.append(written)

@@ -16,17 +16,19 @@ SERVER_RESULT = "_tool_result"
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Source of a document or an image, of which only text is read."""
+    """Source of a document, of which only text is read, or of an image."""
 
     type: str = ""
     data: str = ""
-    """Text, where `type` is text."""
+    """Text, where `type` is text; base64 of an image."""
+    media_type: str = ""
+    url: str = ""
     content: str | list[Block] | None = None
 
 
 class Block(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a message: text, a document or a search result of text, reasoning, a call of a tool, or what that returned
-    (where a text stands for images and other documents). Those of tools that Anthropic runs itself are left out;
+    """A part of a message: text, an image, a document or a search result of text, reasoning, a call of a tool, or what that
+    returned (where a text stands for images and other documents). Those of tools that Anthropic runs itself are left out;
     `cache_control` is not needed, as all prefixes are cached."""
 
     type: str

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from services.gateway.http.errors import ApiError, invalid
-from services.gateway.openai.schemas import CUSTOM_ARGUMENT, UNSEEN, ChatMessage, is_nested_deep
+from services.gateway.openai.schemas import CUSTOM_ARGUMENT, IMAGE, UNSEEN, ChatMessage, is_nested_deep
 
 
 class Part(Protocol):
@@ -22,6 +22,7 @@ class Part(Protocol):
 
 
 Message = dict[str, Any]
+Content = str | list[dict[str, str]]
 Form = Callable[[Sequence[Message]], list[Message]]
 
 ONLY_ARGUMENT = "arguments"
@@ -31,16 +32,30 @@ _RESULTS = ("tool", "function")
 _THINKING = "thinking"
 """A part of an assistant's message that is its reasoning."""
 _BETWEEN = "\n\n"
+_IMAGE = {"type": "image"}
+"""A template writes the model's placeholder for it."""
 
 
-def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+def plain_messages(messages: Sequence[ChatMessage], *, takes_images: bool = False) -> list[Message]:
     """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out, reasoning
-    under the names that templates read. Raises `ApiError` 400."""
+    under the names that templates read. `takes_images`: the user's may have images, beside which texts stay parts. Raises
+    `ApiError` 400."""
     plain: list[Message] = []
     old_call_id = ""
     for i, message in enumerate(messages):
-        content, thought = message.content, ""
-        if isinstance(content, list):
+        content: Any = message.content
+        thought = ""
+        if (
+            takes_images
+            and message.role == "user"
+            and isinstance(content, list)
+            and any(p.type == IMAGE for p in content)
+        ):
+            for j, part in enumerate(content):
+                if part.type != IMAGE:
+                    check_parts([part], f"messages[{i}].content", role="user", first=j)
+            content = [_IMAGE if part.type == IMAGE else _text_part(part.shown) for part in content]
+        elif isinstance(content, list):
             if message.role not in _RESULTS:
                 check_parts(content, f"messages[{i}].content", role=message.role)
             thought = "\n".join(part.reasoning for part in content if part.type == _THINKING)
@@ -72,10 +87,10 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     return plain
 
 
-def check_parts(parts: Sequence[Part], param: str, *, role: str = "") -> None:
+def check_parts(parts: Sequence[Part], param: str, *, role: str = "", first: int = 0) -> None:
     """Raises `ApiError` 400 for a part that only results of tools, or only assistants, may have. `param`: what they are
-    called in the request."""
-    for i, part in enumerate(parts):
+    called in the request. `first`: the number of the first part."""
+    for i, part in enumerate(parts, first):
         if part.type in UNSEEN or (part.type == _THINKING and role != "assistant"):
             raise not_served(f"{param}[{i}].type", part.type)
 
@@ -200,10 +215,25 @@ def _later_as_user(messages: Sequence[Message]) -> list[Message]:
 def _append(messages: list[Message], message: Message) -> None:
     """Appends a message, as a part of the last one where that has the same role."""
     if messages and messages[-1]["role"] == message["role"]:
-        contents = filter(None, (messages[-1]["content"], message["content"]))
-        messages[-1] = {**messages[-1], "content": _BETWEEN.join(contents)}
+        messages[-1] = {**messages[-1], "content": joined(messages[-1]["content"], message["content"])}
     else:
         messages.append(message)
+
+
+def joined(first: Content, second: Content) -> Content:
+    """One content of two; parts, where one of them is a list of them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return _BETWEEN.join(filter(None, (first, second)))
+    return [*as_parts(first), *as_parts(second)]
+
+
+def as_parts(content: Content) -> list[dict[str, str]]:
+    """A message's content as parts, as templates of models that take images go through it."""
+    return content if isinstance(content, list) else [_text_part(content)] if content else []
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _hoisted(messages: Sequence[Message]) -> list[Message]:
@@ -217,7 +247,7 @@ def _in_first_user(messages: Sequence[Message]) -> list[Message]:
     instructions, others = _parted(messages)
     for i, message in enumerate(others):
         if message["role"] == "user":
-            told = {**message, "content": _BETWEEN.join(filter(None, (instructions, message["content"])))}
+            told = {**message, "content": joined(instructions, message["content"])}
             return [*others[:i], told, *others[i + 1 :]]
     return [{"role": "user", "content": instructions}, *others]
 

@@ -393,7 +393,17 @@ UNSEEN = {
 def unseen(part_type: str) -> str:
     """The text that stands for a part of a tool's result, so that an agent's conversation goes on; empty: it is text."""
     what = UNSEEN.get(part_type)
-    return f"[{what} was left out here: this model reads text only.]" if what else ""
+    return f"[{what} was left out here: only text of what tools return is read.]" if what else ""
+
+
+IMAGE = "image_url"
+"""Type of a part with an image, and its field with the URL."""
+
+
+class ImageUrl(msgspec.Struct, frozen=True):
+    url: str = ""
+    detail: str | None = None
+    """Meant for the server behind an endpoint; others ignore it."""
 
 
 class ThinkingText(msgspec.Struct, frozen=True):
@@ -409,6 +419,17 @@ class ContentPart(msgspec.Struct, frozen=True):
     refusal: str | None = None
     thinking: str | list[ThinkingText] | None = None
     """An assistant's reasoning of before, as Anthropic's blocks or Mistral's have it."""
+    image_url: ImageUrl | str | None = None
+    """An image: a data: URL with base64, or, where the model's engine is a server, an http(s) URL. Only in messages of the
+    user, and where the engine takes images."""
+
+    @property
+    def url(self) -> str:
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url or ""
+
+    @property
+    def detail(self) -> str | None:
+        return self.image_url.detail if isinstance(self.image_url, ImageUrl) else None
 
     @property
     def shown(self) -> str:

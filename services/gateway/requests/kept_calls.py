@@ -255,6 +255,7 @@ def _whole(stream: Stream) -> TokenEntry:
         finish_reason=stream.finish_reason,
         logprobs=tuple(stream.logprobs),
         num_cached_tokens=stream.num_cached_tokens or 0,
+        num_prompt_tokens=stream.num_prompt_tokens,
         timing=stream.timing,
     )
 

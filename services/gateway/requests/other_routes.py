@@ -13,6 +13,7 @@ from starlette.responses import Response
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.images import images_of
 from services.gateway.openai.parsing import MAX_SEQUENCE_TOKENS, check_token_ids
 from services.gateway.openai.replies import (
     DetokenizeReply,
@@ -132,7 +133,8 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     tokenizer = await context.tokenizers.get(spec)
     if message.prompt is None:
         tools = [plain_tool(tool) for tool in message.tools or ()] or None
-        text = await rendered_chat(context, tokenizer, message, tools=tools)
+        messages, _ = images_of(message.messages or [], spec)
+        text = await rendered_chat(context, tokenizer, message, messages, tools=tools)
         ids = await chat_ids(context, tokenizer, message, text)
     else:
         add_special = message.add_special_tokens is not False

@@ -10,7 +10,8 @@ import msgspec
 
 from services.gateway.access.admission import Key
 from services.gateway.context import GatewayContext
-from services.gateway.http.errors import ApiError
+from services.gateway.http.errors import ApiError, invalid
+from services.gateway.openai.images import chat_of, images_of
 from services.gateway.openai.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
@@ -24,7 +25,7 @@ from services.gateway.openai.parsing import (
     sampling_of,
     template_variables,
 )
-from services.gateway.openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.openai.schemas import ChatMessage, ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.structured import Grammar, check_options
 from services.gateway.requests.pooling import PooledRequest, pooled_prompts, refuse_generation
 from services.gateway.streams.generation import Prompt
@@ -32,6 +33,7 @@ from services.gateway.text.tokenization import ModelTokenizer
 from services.gateway.tools.reasoning import Opening
 from services.gateway.tools.use import tool_use_of
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Image
 
 
 async def prompts_in_time(
@@ -70,10 +72,15 @@ async def _make_prompts(
         return await pooled_prompts(context, spec, tokenizer, message)
     refuse_generation(tokenizer, message.model)
     max_model_len = context.catalog.max_model_len(spec, tokenizer)
-    opening, chat_text = None, ""
+    opening, chat_text, images, chat = None, "", tuple[Image, ...](), b""
     if isinstance(message, ChatRequest):
         tools = None if options.tools is None else options.tools.definitions()
-        chat_text = await rendered_chat(context, tokenizer, message, max_model_len, tools)
+        messages, images = images_of(message.messages, spec)
+        if images and options.num_prompt_top >= 0:
+            raise invalid("prompt_logprobs", "'prompt_logprobs' cannot be had of a prompt with images.")
+        if images and spec.is_endpoint:
+            chat = chat_of(message, tools, images)
+        chat_text = await rendered_chat(context, tokenizer, message, messages, max_model_len, tools)
         opening = tokenizer.opening(chat_text, message.messages[-1] if message.continue_final_message else None)
     grammar = grammar_behind(tokenizer, options, opening)
     if grammar is not None:
@@ -119,7 +126,7 @@ async def _make_prompts(
         elif options.echo:
             echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
         is_open_ended = requested is None and default is None
-        prompts.append(Prompt(ids, sampling, echo_text, shows_output, is_open_ended, opening))
+        prompts.append(Prompt(ids, sampling, echo_text, shows_output, is_open_ended, opening, images, chat))
     return prompts
 
 
@@ -139,15 +146,16 @@ async def rendered_chat(
     context: GatewayContext,
     tokenizer: ModelTokenizer,
     message: Any,
+    messages: list[ChatMessage],
     max_model_len: int | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest.
+    """The prompt that the chat template makes of `messages`. `message`: the ChatRequest or TokenizeRequest they are of.
     `max_model_len`: a text that is longer for certain is refused; None: none is."""
     limit = None if max_model_len is None else tokenizer.max_characters(max_model_len)
     text, num_characters = await context.tokenizers.render(
         tokenizer,
-        message.messages,
+        messages,
         limit,
         tools,
         add_generation_prompt=message.add_generation_prompt is not False,
@@ -160,10 +168,13 @@ async def rendered_chat(
 
 
 async def num_prompt_tokens(context: GatewayContext, message: ChatRequest) -> int:
-    """Number of prompt tokens of a chat that is not to be answered. Raises `ApiError`."""
-    tokenizer = await context.tokenizers.get(context.catalog.spec(context.routes.model_of(message.model)))
+    """Number of prompt tokens of a chat that is not to be answered, images left out. Raises `ApiError`."""
+    spec = context.catalog.spec(context.routes.model_of(message.model))
+    tokenizer = await context.tokenizers.get(spec)
     tools = tool_use_of(message)
-    text = await rendered_chat(context, tokenizer, message, tools=None if tools is None else tools.definitions())
+    messages, _ = images_of(message.messages, spec)
+    definitions = None if tools is None else tools.definitions()
+    text = await rendered_chat(context, tokenizer, message, messages, tools=definitions)
     return len(await chat_ids(context, tokenizer, message, text))
 
 

@@ -13,7 +13,7 @@ import msgspec
 from services.gateway.http.errors import ApiError, invalid
 from services.gateway.openai.conversations import check_parts
 from services.gateway.openai.parsing import Options
-from services.gateway.openai.schemas import CUSTOM_ARGUMENT, ChatRequest
+from services.gateway.openai.schemas import CUSTOM_ARGUMENT, IMAGE, ChatRequest
 from services.gateway.responses.client_tools import is_client_result, returned_text, tool_of_item
 from services.gateway.responses.messages import (
     NEEDED,
@@ -63,7 +63,7 @@ def items_of(request: Conversed) -> list[InputItem]:
             param = f"input[{index}].{missing}"
             raise invalid(param, f"Missing required parameter: '{param}'.")
         if isinstance(item.content, list):
-            check_parts(item.content, f"input[{index}].content")
+            _check_parts(item, item.content, f"input[{index}].content")
     return [
         _unsealed(item, f"input[{index}].encrypted_content")
         for index, item in enumerate(request.input)
@@ -71,6 +71,17 @@ def items_of(request: Conversed) -> list[InputItem]:
     ]
 
 
+def _check_parts(item: InputItem, parts: Sequence[TextPart], param: str) -> None:
+    """Raises `ApiError` 400."""
+    for i, part in enumerate(parts):
+        if part.type != _IMAGE or item.role != "user":
+            check_parts([part], param, first=i)
+        elif part.image_url is None:
+            where = f"{param}[{i}].{IMAGE}"
+            raise invalid(where, f"Missing required parameter: '{where}'; files are not read as images.")
+
+
+_IMAGE = "input_image"
 _BY_ID = ("local_shell_call", "local_shell_call_output")
 """Items that may have an id in place of `call_id`; of a result it is the id of either the call or its item."""
 _COMPACTED = ("compaction", "compaction_summary")
@@ -264,6 +275,10 @@ def opened_response(
 
 def renamed(error: ApiError) -> ApiError:
     """The error that a chat was refused with, with the field as it is called here."""
+    if error.param is not None and error.param.startswith("messages["):
+        # A chat's messages are counted otherwise.
+        error.message = error.message.replace(f"'{error.param}'", "'input'")
+        error.param = "input"
     if error.param in NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{NAMES[error.param]}'")
         error.param = NAMES[error.param]
@@ -272,6 +287,18 @@ def renamed(error: ApiError) -> ApiError:
 
 def _text(content: str | list[TextPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.shown for part in content or ())
+
+
+def _content(content: str | list[TextPart] | None) -> str | list[dict[str, Any]]:
+    """The text of a message; parts, where it has images."""
+    if not isinstance(content, list) or not any(part.type == _IMAGE for part in content):
+        return _text(content)
+    return [
+        {"type": IMAGE, IMAGE: {"url": part.image_url, "detail": part.detail}}
+        if part.type == _IMAGE
+        else {"type": "text", "text": part.shown}
+        for part in content
+    ]
 
 
 def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -285,7 +312,7 @@ def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[dict
             reasoning = "\n".join(filter(None, (reasoning, _text(item.content) or _text(item.summary))))
             continue
         if item.type == "message":
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _content(item.content)})
         elif item.type in ("function_call", "custom_tool_call") or tool_of_item(item.type) is not None:
             if reasoning or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})

@@ -32,11 +32,13 @@ ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TextPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A text. What a tool returned may have images and files, for which a text stands."""
+    """A text, or an image of the user. What a tool returned may have images and files, for which a text stands."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"] | UnseenType
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
 
     @property
     def shown(self) -> str:

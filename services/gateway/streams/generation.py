@@ -36,6 +36,7 @@ from shared.messages.requests import (
     ErrorInfo,
     FinishReason,
     GenerationRequest,
+    Image,
     SamplingParams,
     TokenEntry,
     TokenLogprob,
@@ -84,6 +85,9 @@ class Prompt:
     """See `GenerationRequest`."""
     opening: Opening | None = None
     """How the output of a chat begins; None: it is the text of a completion."""
+    images: tuple[Image, ...] = ()
+    """See `GenerationRequest`; likewise `chat`."""
+    chat: bytes = b""
 
 
 class Choice:
@@ -385,6 +389,8 @@ class Generation:
             request_id=f"{self.template.request_id}-{choice.index}",
             prompt=pack_tokens(choice.prompt.tokens),
             sampling=self._sampling(choice),
+            images=choice.prompt.images,
+            chat=choice.prompt.chat,
         )
 
     def _sampling(self, choice: Choice) -> SamplingParams:
@@ -463,7 +469,10 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        """A prompt's images count once their engine has told how much they are."""
+        first = self.choices[:: self.options.num_choices]
+        told = [0 if choice.stream is None else choice.stream.num_prompt_tokens for choice in first]
+        return sum(num or len(choice.prompt.tokens) for num, choice in zip(told, first, strict=True))
 
     @property
     def num_output_tokens(self) -> int:

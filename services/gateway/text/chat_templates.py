@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.http.errors import ApiError, invalid
-from services.gateway.openai.conversations import forms, lost
+from services.gateway.openai.conversations import as_parts, forms, lost
 from shared.models.checkpoint import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,18 @@ class ChatTemplate:
         return _environment().from_string(self._source)
 
     @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """Whether it drops a text that is no list of parts, as templates of models that take images may."""
+        is_shown = []
+        for content in (_PLACE_OF_FINAL_MESSAGE, as_parts(_PLACE_OF_FINAL_MESSAGE)):
+            try:
+                text = _rendered(self._template, [{"role": "user", "content": content}], self._special_tokens)
+            except ApiError:
+                text = ""
+            is_shown.append(_PLACE_OF_FINAL_MESSAGE in text)
+        return is_shown == [False, True]
+
+    @functools.cached_property
     def _tool_template(self) -> jinja2.Template:
         return _environment().from_string(self.tool_source)
 
@@ -114,6 +126,8 @@ class ChatTemplate:
                 raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set '{name}'.")
         final_text = ""
         if continue_final_message:
+            if isinstance(messages[-1]["content"], list):
+                raise invalid("continue_final_message", "A message with images cannot be continued.")
             final_text = str(messages[-1]["content"] or "")
             messages = [*messages[:-1], {**messages[-1], "content": _PLACE_OF_FINAL_MESSAGE}]
         template = self._tool_template if tools else self._template
@@ -138,8 +152,11 @@ class ChatTemplate:
         refusal: ApiError | None = None
         taken: str | None = None
         for form in forms(messages, knows_developer="developer" in self.sources):
+            given_form = (
+                [{**each, "content": as_parts(each["content"])} for each in form] if self._wants_parts else form
+            )
             try:
-                text = _rendered(template, form, given)
+                text = _rendered(template, given_form, given)
             except ApiError as error:
                 refusal = refusal or error
                 continue

@@ -391,6 +391,7 @@ class Tokenizers:
             max_characters=max_characters,
             tools=tools,
             takes_tools=tokenizer.takes_tools,
+            takes_images=not tokenizer.spec.is_native,
             **options,
         )
         result = await self._pool.render(task)

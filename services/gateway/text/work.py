@@ -57,6 +57,8 @@ class Render(msgspec.Struct, tag=True):
     tools: list[dict[str, Any]] | None = None
     takes_tools: bool = True
     """Whether the template tells the model of tools; if not, the first message does."""
+    takes_images: bool = False
+    """Whether the user's messages may have images."""
 
 
 class Encode(msgspec.Struct, tag=True):
@@ -123,7 +125,7 @@ def work(task: Render | Encode | TryGrammar) -> Result:
         if isinstance(task, TryGrammar):
             return _tried(task)
         if isinstance(task, Render):
-            messages, tools = plain_messages(task.messages), task.tools
+            messages, tools = plain_messages(task.messages, takes_images=task.takes_images), task.tools
             if tools and not task.takes_tools:
                 from services.gateway.tools.formats import with_instructions  # few templates need it
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.gateway.openai.conversations import calls_as_text
+from services.gateway.openai.conversations import calls_as_text, joined
 from services.gateway.openai.json_schemas.closing import closed
 from services.gateway.openai.json_schemas.values import types_of
 from services.gateway.openai.schemas import FunctionDefinition
@@ -522,4 +522,4 @@ def with_instructions(messages: Sequence[dict[str, Any]], tools: Sequence[dict[s
     text."""
     plain = calls_as_text(messages)
     told = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
-    return [{**plain[0], "content": f"{told}\n\n{plain[0]['content']}"}, *plain[1:]]
+    return [{**plain[0], "content": joined(told, plain[0]["content"])}, *plain[1:]]

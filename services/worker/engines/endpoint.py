@@ -1,5 +1,5 @@
 """A server that runs already, as an engine: `/v1/completions` with prompts of token ids, as vLLM, SGLang and Tideway
-itself have it.
+itself have it; with images, which have no token ids, `/v1/chat/completions`.
 
 Tokens come back by their ids in the log-probabilities (`return_tokens_as_token_ids`), so that a stream that broke goes
 on elsewhere from its tokens. What is known of the server is what its `/v1/models` says and what the operator does; so
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,7 @@ LACKS = (
     Capability.GRAMMAR_RESUME,
     Capability.SEED_RESUME,
     Capability.PENALTY_RESUME,
+    Capability.IMAGE_RESUME,
 )
 PROBE_PROMPT = (1, 2, 3)
 
@@ -79,15 +81,42 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _ChatTop(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _ChatToken(_ChatTop):
+    top_logprobs: list[_ChatTop] = []
+
+
 class _Logprobs(msgspec.Struct):
+    """A completion's; a chat's are in `content`."""
+
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[_ChatToken] | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is not None:
+            self.tokens = [one.token for one in self.content]
+            self.token_logprobs = [one.logprob for one in self.content]
+            self.top_logprobs = [{top.token: top.logprob for top in one.top_logprobs} for one in self.content]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
 
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
 
 
 class _Failure(msgspec.Struct):
@@ -97,6 +126,7 @@ class _Failure(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     error: _Failure | None = None
+    usage: _Usage | None = None
 
 
 class _Error(msgspec.Struct):
@@ -324,7 +354,7 @@ class EndpointEngine:
     async def _stream(self, message: Generate) -> None:
         key, num_top = message.key, message.sampling.logprobs
         try:
-            url = f"{self._url}/v1/completions"
+            url = f"{self._url}/v1/{'chat/' if message.chat else ''}completions"
             async with self._http.stream("POST", url, json=self._body(message)) as answer:
                 if answer.status_code != 200:
                     self._refused(key, answer.status_code, await answer.aread())
@@ -337,6 +367,10 @@ class EndpointEngine:
                         if progress.finish_reason is not None:
                             return
         except (httpx.HTTPError, msgspec.MsgspecError, NoTokenIds) as error:
+            if isinstance(error, NoTokenIds) and message.chat:  # another try would end alike
+                why = f"The server of the model does not name a chat's tokens by their ids: {error}"
+                self._made.put_nowait(_given_up(key, ErrorCode.BAD_REQUEST, why))
+                return
             await self._cut(key, _why(error) if isinstance(error, httpx.HTTPError) else str(error))
         else:
             await self._cut(key, "the stream ended without a reason")
@@ -364,14 +398,20 @@ class EndpointEngine:
         sampling = message.sampling
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": unpack_tokens(message.prompt),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "ignore_eos": True,
-            "logprobs": max(0, sampling.logprobs),
             "return_tokens_as_token_ids": True,
             "stream": True,
         }
+        num_top = max(0, sampling.logprobs)
+        if message.chat:
+            body |= _chat(message) | {"logprobs": True, "top_logprobs": num_top}
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+            if message.is_open_ended:  # how long the images are is known there
+                del body["max_tokens"]
+        else:
+            body |= {"prompt": unpack_tokens(message.prompt), "logprobs": num_top}
         optional: Mapping[str, tuple[object, object]] = {
             "min_tokens": (sampling.min_tokens, 0),
             "top_k": (sampling.top_k, 0),
@@ -388,6 +428,19 @@ class EndpointEngine:
         if sampling.temperature > 0:
             body["seed"] = sampling.seed
         return body
+
+
+def _chat(message: Generate) -> dict[str, Any]:
+    """The chat's fields, with the images in their places."""
+    chat: dict[str, Any] = msgspec.json.decode(message.chat)
+    images = iter(message.images)
+    for sent in chat["messages"]:
+        for part in sent["content"] if isinstance(sent["content"], list) else ():
+            if part["type"] == "image_url":
+                image = next(images)
+                encoded = base64.b64encode(image.data).decode()
+                part["image_url"]["url"] = image.url or f"data:{image.media_type};base64,{encoded}"
+    return chat
 
 
 async def _chunks(answer: httpx.Response) -> Any:
@@ -412,10 +465,14 @@ def _progress(key: str, chunk: _Chunk, num_top: int) -> Progress | None:
     reason = None if choice.finish_reason is None else REASONS.get(choice.finish_reason)
     if choice.finish_reason is not None and reason is None:
         return _given_up(key, ErrorCode.UNAVAILABLE, f"the server ended it: {choice.finish_reason}")
+    if not tokens and choice.delta is not None and choice.delta.content:
+        raise NoTokenIds("a text came without any")
     if not tokens and reason is None:
         return None
+    num_prompt = 0 if chunk.usage is None else chunk.usage.prompt_tokens
     logprobs = _logprobs(told, tokens, num_top) if num_top >= 0 else ()
-    return Progress(key=key, tokens=pack_tokens(tokens), logprobs=logprobs, finish_reason=reason)
+    packed = pack_tokens(tokens)
+    return Progress(key=key, tokens=packed, logprobs=logprobs, finish_reason=reason, num_prompt=num_prompt)
 
 
 def _token_id(name: str) -> int:

@@ -37,6 +37,8 @@ from shared.engine.engine import Effect, Engine
 from shared.engine.load import InstanceLoad
 from shared.engine.load_reports import LoadReports, draft_uses, is_news
 from shared.engine.requests import Ended, Output
+from shared.engines import capabilities
+from shared.engines.capabilities import Capability
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
     CLEAR_PREFIX_CACHE,
@@ -80,6 +82,7 @@ from shared.runtime.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
+LACKS = frozenset({Capability.IMAGES})
 METRICS_INTERVAL_S = 0.2
 """Between two updates of the gauges and counters that are read from the engine."""
 COMPILE_WAIT_S = 0.5
@@ -266,6 +269,8 @@ class InstanceService:
 
     def _on_submit(self, request: GenerationRequest) -> Accepted | Coroutine[Any, Any, Accepted]:
         """Goes on in a task where a grammar may have to be compiled, or an adapter to be loaded."""
+        if refused := capabilities.refusal(request, LACKS):
+            raise ServiceError(refused)
         is_ready = (
             not request.sampling.grammar
             and not request.prefix_holder
@@ -505,6 +510,7 @@ class InstanceService:
             kv_address=self._migrations.kv_address,
             dispatch_freeness=load.dispatch_freeness,
             group=self._plan.group,
+            lacks=tuple(LACKS),
             role=self._role,
             is_role_fixed=self._is_role_fixed,
         )

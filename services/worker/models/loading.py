@@ -65,6 +65,8 @@ def load_model(
     """What this rank of `group` has of it. Blocking, seconds to minutes. Raises `CheckpointError`."""
     path = identity.path
     shape = checkpoint.describe(path)
+    if shape.takes_images:
+        raise CheckpointError(f"{path}: {shape.architecture} takes images, which this engine does not compute.")
     others = TRANSFORMERS if shape.pooling is None else ENCODERS
     family = family_of(shape.architecture) or others
     config = checkpoint.read_config(path)

@@ -22,7 +22,7 @@ from shared.engines.harvest import (
     victims,
 )
 from shared.engines.resuming import Diverged, Resumption, repeats_for
-from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, Pooled, SamplingParams, pack_tokens
+from shared.messages.requests import Adapter, ErrorCode, GenerationRequest, Image, Pooled, SamplingParams, pack_tokens
 from shared.policies.slo_budget import SloTokenBudget
 from tests.shared.costs import costs
 
@@ -30,10 +30,15 @@ ALL = frozenset(Capability)
 COST = costs(0.01, 0.001, decode_s=0.001)
 
 
-def made(prior: list[int] = [], adapter: Adapter | None = None, **sampling: object) -> GenerationRequest:  # noqa: B006
+def made(
+    prior: list[int] = [],  # noqa: B006
+    adapter: Adapter | None = None,
+    images: tuple[Image, ...] = (),
+    **sampling: object,
+) -> GenerationRequest:
     return GenerationRequest(
         request_id="r", gateway_id="g", model="m", prompt=pack_tokens([1, 2]), prior=pack_tokens(prior), adapter=adapter,
-        sampling=SamplingParams(max_tokens=10, **{"temperature": 0.0, **sampling}),
+        images=images, sampling=SamplingParams(max_tokens=10, **{"temperature": 0.0, **sampling}),
     )  # fmt: skip
 
 
@@ -47,6 +52,8 @@ def test_what_a_request_asks_is_refused_by_name_only_where_it_is_lacking():
     assert refusal(made(grammar="{}"), ALL).param == "response_format"
     assert refusal(made(prompt_logprobs=0), ALL).param == "prompt_logprobs"
     assert "Vectors and scores" in refusal(made(pooled=Pooled()), ALL).message
+    shown = refusal(made(images=(Image(b"x"),)), ALL)
+    assert shown.param == "messages" and shown.message.startswith("Images cannot be had")
 
 
 def test_output_is_made_again_only_for_state_that_tokens_do_not_hold():
@@ -55,6 +62,7 @@ def test_output_is_made_again_only_for_state_that_tokens_do_not_hold():
         frozenset({Capability.SEED_RESUME}): made([1], temperature=1.0),
         frozenset({Capability.PENALTY_RESUME}): made([1], presence_penalty=0.5),
         frozenset({Capability.GRAMMAR_RESUME}): made([1], grammar="{}"),
+        frozenset({Capability.IMAGE_RESUME}): made([1], images=(Image(b"x"),)),
     }
     for reasons, request in cases.items():
         assert repeats_for(request, ALL) == reasons
@@ -77,14 +85,14 @@ def test_what_comes_out_is_what_follows_the_prior_output(prior, rest, chunk):
         assert resumption.sampling.max_tokens == (10 if lacks and prior else 10 - len(prior))
 
 
-def test_output_that_comes_out_otherwise_goes_on_from_tokens_but_not_within_a_grammar():
+def test_output_that_comes_out_otherwise_goes_on_from_tokens_but_not_within_a_grammar_or_after_images():
     resumption = Resumption(made([5, 6], temperature=1.0), ALL)
     with pytest.raises(Diverged):
         resumption.take(pack_tokens([5, 7]), ())
     assert resumption.give_in() is None
     assert resumption.prompt == pack_tokens([1, 2, 5, 6]) and resumption.sampling.max_tokens == 8
-    structured = Resumption(made([5, 6], grammar="{}"), ALL)
-    assert structured.give_in().code is ErrorCode.INTERNAL
+    for never in (made([5, 6], grammar="{}"), made([5, 6], images=(Image(b"x"),))):
+        assert Resumption(never, ALL).give_in().code is ErrorCode.INTERNAL
 
 
 @given(

@@ -15,6 +15,7 @@ from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     FinishReason,
+    Image,
     Priority,
     RequestClass,
     pack_tokens,
@@ -129,11 +130,19 @@ def test_slots_are_free_when_a_request_ends_on_its_way(moving: Moving, book: Boo
     assert moving.slots.num_free == NUM_SLOTS
 
 
-def test_seeds_and_penalties_stay_and_so_does_what_has_no_slots(moving: Moving, book: Book) -> None:
+def test_seeds_penalties_and_images_stay_and_so_does_what_has_no_slots(moving: Moving, book: Book) -> None:
     running(moving, book, temperature=1.0)
+    running(moving, book, "shown", images=(Image(b"x"),))
     assert not moving.migration_candidates(2.0, True)
     running(moving, book, "long", num_prompt=60)
     assert moving.outgoing.pin("long", 0) is None and moving.slots.num_free == NUM_SLOTS
+
+
+def test_a_prompt_is_as_long_as_the_engine_says_that_its_images_make_it(book: Book) -> None:
+    held = running(Moving(book, 0.0), book, images=(Image(b"x"),), prior=pack_tokens([7, 8]))
+    effects = book.step(Step(progress=[Progress(key=held.key, tokens=pack_tokens([103]), num_prompt=42)]), 1.0)
+    assert held.num_prompt == 40, "two of them are output"
+    assert [entry.num_prompt_tokens for entry in effects.entries["gateway"]] == [40]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from itertools import combinations
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from shared.engine.calls import Submit
 from shared.engine.memory.blocks import BlockPool, chain_hash, root_hash
 from shared.engine.memory.cache_news import MAX_NOTED, MAX_TOLD, CacheChanges, CacheNews
 from shared.messages.cluster import KEY_BYTES, LoadReport, NextMove, mark_positions
-from shared.messages.requests import Adapter, GenerationRequest, pack_tokens
+from shared.messages.requests import Adapter, GenerationRequest, Image, pack_tokens
 from shared.scheduling.prefixes import GUESS_S, MIN_ENTRIES, PrefixIndex, prompt_keys
 from tests.seeds import examples
 from tests.shared.engine.fake_executor import request
@@ -310,6 +311,13 @@ def test_a_salt_hides_what_was_computed_with_another_as_engines_do() -> None:
     assert index.held_tokens(sent, PAGE, 0.0) == {"a": 16}
     for salt in ("", "y"):
         assert index.held_tokens(prompt(*range(20), prefix_salt=salt), PAGE, 0.0) == {}
+
+
+def test_prompts_with_the_same_placeholders_for_other_images_have_nothing_in_common() -> None:
+    shown = [(), (Image(b"a"),), (Image(b"b"),), (Image(url="a"),), (Image(b"a"), Image(b"b"))]
+    told = [keys(prompt(*range(20), images=images)) for images in shown]
+    assert not any(set(one) & set(other) for one, other in combinations(told, 2))
+    assert keys(prompt(*range(20), images=shown[1])) == told[1]
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,5 +1,5 @@
 """A small server of `/v1/completions` on real HTTP that takes and gives token ids, whose tokens are hashes of their
-prefix."""
+prefix; those of `/v1/chat/completions` of the messages too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ import msgspec
 from tests.shared.engine.fake_executor import next_token
 
 STEP_S = 0.001
+CHAT_TOKENS = 30
+"""Tokens of a chat for which the body says no number."""
+
+
+def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
+    """The prompt that it makes of a chat's messages."""
+    return list(msgspec.json.encode(messages))
 
 
 class CompletionsServer:
@@ -83,18 +90,29 @@ class CompletionsServer:
         self.most_open = max(self.most_open, self.num_open)
         try:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
-            tokens: list[int] = list(body["prompt"])
-            for number in range(1, body["max_tokens"] + 1):
+            is_chat = "messages" in body
+            tokens = tokens_of(body["messages"]) if is_chat else list[int](body["prompt"])
+            num_prompt, max_tokens = len(tokens), body.get("max_tokens", CHAT_TOKENS)
+            for number in range(1, max_tokens + 1):
                 await self.gate.wait()
                 self.max_model_len = 600
                 await asyncio.sleep(STEP_S)
                 token = next_token(tokens)
                 tokens.append(token)
                 is_stop = token in body.get("stop_token_ids", []) and number > body.get("min_tokens", 0)
-                reason = "stop" if is_stop else "length" if number == body["max_tokens"] else None
+                reason = "stop" if is_stop else "length" if number == max_tokens else None
                 name = f"token_id:{token}" if self.names_ids else "word"
-                told = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [{name: -1.0}]}
-                chunk = {"choices": [{"index": 0, "text": self._text, "logprobs": told, "finish_reason": reason}]}
+                told: dict[str, Any] = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [{name: -1.0}]}
+                choice: dict[str, Any] = {"index": 0, "text": self._text, "logprobs": told, "finish_reason": reason}
+                if is_chat:
+                    top = {"token": name, "logprob": -1.0}
+                    told = {"content": [{**top, "top_logprobs": [top] * body["top_logprobs"]}]}
+                    choice = {"delta": {"content": "x"}, "finish_reason": reason}
+                    choice |= {"logprobs": told} if self.names_ids else {}
+                chunk: dict[str, Any] = {
+                    "choices": [choice],
+                    "usage": {"prompt_tokens": num_prompt} if is_chat else None,
+                }
                 writer.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
                 await writer.drain()
                 if reason or number == self.cut_after:

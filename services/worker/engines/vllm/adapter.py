@@ -52,6 +52,7 @@ SCHEDULERS = (f"{PACKAGE}.HarvestingScheduler", f"{PACKAGE}.HarvestingAsyncSched
 STATS = "tideway"
 ALWAYS_LACKS = (
     Capability.SEVERAL_MODELS,
+    Capability.IMAGES,
     Capability.SEED_RESUME,
     Capability.PENALTY_RESUME,
 )

@@ -1,0 +1,212 @@
+"""Images in chats, messages, responses and batches: what the gateway sends on of them, for each kind of engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.openai.images import MAX_IMAGES
+from services.gateway.openai.parsing import MAX_SEQUENCE_BYTES
+from shared.bus.interface import ServiceError
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import (
+    MAX_IMAGES_BYTES,
+    ErrorCode,
+    GenerationRequest,
+    Image,
+    SamplingParams,
+    TokenFrame,
+    unpack_tokens,
+)
+from shared.runtime.settings import BusSettings
+from tests.gateway.batching import ended, line, reach, start
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
+from tests.gateway.conftest import MODEL, Stack, running_stack
+
+HOSTED, SERVED = "hosted", "served"
+PNG = b"\x89PNG first"
+DATA_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+FAR = "https://images.invalid/a.png"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<s>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As of models that take images: it goes through parts, and drops a text that is none."""
+
+
+@pytest.fixture
+async def stack(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> AsyncIterator[Stack]:
+    pictures = str(write_checkpoint(tmp_path / "pictures", byte_level_tokenizer(), TEMPLATE))
+    specs = [
+        ModelSpec(MODEL, str(checkpoint)),
+        ModelSpec(HOSTED, pictures, engine="vllm"),
+        ModelSpec(SERVED, pictures, engine="endpoint", engine_url="http://127.0.0.1:1"),
+    ]
+    async with running_stack(nats_settings, specs) as stack:
+        stack.say("Hello world")
+        yield stack
+
+
+def part(url: str = DATA_URL, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+async def sent(stack: Stack, model: str, path: str = "/v1/chat/completions", **body: Any) -> GenerationRequest:
+    answer = await stack.post(path, model=model, **body)
+    assert answer.status_code == 200, answer.text
+    return stack.peer.submitted[-1]
+
+
+def prompt_of(stack: Stack, request: GenerationRequest) -> str:
+    return str(stack.tokenizer.decode(unpack_tokens(request.prompt), skip_special_tokens=False))
+
+
+async def test_a_hosted_engine_is_given_bytes_and_a_prompt_with_placeholders(stack: Stack) -> None:
+    jpeg = f"data:image/JPEG;base64,{base64.b64encode(b'second').decode()}"
+    messages = [
+        {"role": "system", "content": "Be short."},
+        *user(text("A"), part(), text("B"), part(jpeg)),
+        {"role": "assistant", "content": "Yes."},
+        *user(text("C")),
+    ]
+    request = await sent(stack, HOSTED, messages=messages)
+    assert prompt_of(stack, request) == (
+        "<|system|>Be short.<|end|><|user|>A<s>B<s><|end|><|assistant|>Yes.<|end|><|user|>C<|end|><|assistant|>"
+    )
+    assert request.images == (Image(PNG, "image/png"), Image(b"second", "image/jpeg")) and not request.chat
+    plain = await sent(stack, HOSTED, messages=[{"role": "user", "content": "A"}])
+    assert prompt_of(stack, plain) == "<|user|>A<|end|><|assistant|>" and not plain.images
+
+
+async def test_a_server_is_given_the_chat_as_it_came(stack: Stack) -> None:
+    tool = {"type": "function", "function": {"name": "see", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "1", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    messages = [
+        *user(text("A"), part(detail="low"), part(FAR)),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "R"},
+    ]
+    fields = {"tools": [tool], "chat_template_kwargs": {"mood": 1}}
+    request = await sent(stack, SERVED, messages=messages, **fields)
+    assert request.images == (Image(PNG, "image/png"), Image(url=FAR))
+    chat = json.loads(request.chat)
+    low, auto = ({"type": "image_url", "image_url": {"detail": detail}} for detail in ("low", "auto"))
+    assert chat["messages"] == [{"role": "user", "content": [text("A"), low, auto]}, *messages[1:]]
+    assert (chat["tool_choice"], chat["chat_template_kwargs"]) == ("none", {"mood": 1})
+    assert chat["tools"][0]["function"]["name"] == "see"
+    assert "<s>" not in prompt_of(stack, request), "the server writes its placeholders itself"
+    assert not (await sent(stack, SERVED, messages=user(text("A")))).chat
+
+
+async def test_messages_and_responses_have_images_too(stack: Stack) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    block = {"type": "image", "source": source}
+    request = await sent(stack, HOSTED, "/v1/messages", max_tokens=5, system="S", messages=user(block, text("What?")))
+    assert request.images == (Image(PNG, "image/png"),)
+    assert prompt_of(stack, request) == "<|system|>S<|end|><|user|><s>What?<|end|><|assistant|>"
+    far = {"type": "image", "source": {"type": "url", "url": FAR}}
+    request = await sent(stack, SERVED, "/v1/messages", max_tokens=5, messages=user(far))
+    assert request.images == (Image(url=FAR),)
+
+    shown = {"type": "input_image", "image_url": DATA_URL, "detail": "high"}
+    asked = {"input": user({"type": "input_text", "text": "What?"}, shown)}
+    answer = await stack.post("/v1/responses", model=HOSTED, **asked)
+    assert answer.status_code == 200 and stack.peer.submitted[-1].images == (Image(PNG, "image/png"),)
+    request = await sent(stack, HOSTED, "/v1/responses", input="And?", previous_response_id=answer.json()["id"])
+    assert request.images == (Image(PNG, "image/png"),), "the conversation has it still"
+    request = await sent(stack, SERVED, "/v1/responses", **asked)
+    assert json.loads(request.chat)["messages"][0]["content"][1]["image_url"] == {"detail": "high"}
+
+
+async def test_a_line_of_a_batch_may_have_images(stack: Stack) -> None:
+    client, endpoint = stack.openai(), "/v1/chat/completions"
+    lines = [line(0, endpoint, model=HOSTED, messages=user(part()))]
+    batch = await start(client, lines, endpoint=endpoint)
+    done = await reach(client, batch.id, ended)
+    assert done.request_counts is not None and done.request_counts.completed == 1, done
+    assert stack.peer.submitted[-1].images == (Image(PNG, "image/png"),)
+
+
+async def test_usage_has_the_tokens_that_the_engine_made_of_images(stack: Stack) -> None:
+    stack.peer.automatic = False
+    reader = stack.read(
+        "/v1/chat/completions", model=HOSTED, messages=user(part()), stream_options={"include_usage": True}
+    )
+    request = await stack.next_request()
+    for offset, tokens, num in ((0, stack.ids("Hello"), 0), (1, [stack.eos], 580)):
+        entry = stack.peer.entry(request, offset, tokens, stack.peer.finish if num else None)
+        told = msgspec.structs.replace(entry, num_prompt_tokens=num)
+        stack.peer.send(request.gateway_id, TokenFrame("a", [told]))
+    await reader.end()
+    assert reader.chunks[-1]["usage"]["prompt_tokens"] == 580
+
+
+LARGE = f"data:image/png;base64,{base64.b64encode(bytes(MAX_IMAGES_BYTES // 2 + 9)).decode()}"
+URL = "messages[0].content[0].image_url"
+REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
+    (MODEL, {"messages": user(part())}, "messages[0].content[0].type", "invalid_value", "is not supported"),
+    (HOSTED, {"messages": user(part(FAR))}, URL, "unsupported_value", "no URL is fetched"),
+    (HOSTED, {"messages": user(part("data:text/plain;base64,AAAA"))}, URL, "invalid_value", "data: URL with base64"),
+    (SERVED, {"messages": user(part("file:///etc/passwd"))}, URL, "invalid_value", "or an http(s) URL"),
+    (HOSTED, {"messages": user(part("data:image/png;base64,A"))}, URL, "invalid_value", "cannot be decoded"),
+    (HOSTED, {"messages": user(part("data:image/png;base64,"))}, URL, "invalid_value", "empty"),
+    (HOSTED, {"messages": user({"type": "image_url"})}, URL, "invalid_value", "is expected"),
+    (HOSTED, {"messages": user(part(LARGE), part(LARGE))}, "messages", "images_too_large", str(MAX_IMAGES_BYTES)),
+    (SERVED, {"messages": user(part(LARGE), part(LARGE))}, "messages", "images_too_large", str(MAX_IMAGES_BYTES)),
+    (HOSTED, {"messages": user(*[part()] * (MAX_IMAGES + 1))}, "messages", "images_too_large", f"is {MAX_IMAGES}"),
+    (HOSTED, {"messages": user(part()), "prompt_logprobs": 1}, "prompt_logprobs", "invalid_value", "with images"),
+    (HOSTED, {"messages": [{"role": "system", "content": [part()]}]}, "messages[0].content[0].type", "invalid_value", ""),
+    (
+        HOSTED,
+        {"messages": user(part()), "continue_final_message": True, "add_generation_prompt": False},
+        "continue_final_message",
+        "invalid_value",
+        "with images",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "body", "param", "code", "words"), REFUSED)
+async def test_refusals_name_the_field_and_the_limit(
+    stack: Stack, model: str, body: dict[str, Any], param: str, code: str, words: str
+) -> None:
+    answer = await stack.post("/v1/chat/completions", model=model, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
+    assert words in error["message"] and not stack.peer.submitted
+
+
+async def test_texts_count_beside_the_images_that_a_server_is_given(stack: Stack) -> None:
+    half = f"data:image/png;base64,{base64.b64encode(bytes(MAX_IMAGES_BYTES - 200)).decode()}"
+    answer = await stack.post("/v1/chat/completions", model=SERVED, messages=user(part(half), text("x" * 200)))
+    assert answer.json()["error"]["code"] == "images_too_large", answer.text
+
+
+async def test_an_engine_of_a_model_without_images_refuses_by_name(stack: Stack) -> None:
+    stack.peer.refusal = ServiceError.of(ErrorCode.BAD_REQUEST, "Images cannot be had: lacks images.", "messages")
+    answer = await stack.post("/v1/chat/completions", model=HOSTED, messages=user(part()))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_the_largest_request_fits_into_a_message_of_nats() -> None:
+    request = GenerationRequest(
+        request_id="r" * 64, gateway_id="g" * 64, model="m" * 256, prompt=bytes(MAX_SEQUENCE_BYTES),
+        images=(Image(bytes(MAX_IMAGES_BYTES), "image/png"),),
+        sampling=SamplingParams(max_tokens=1, logit_bias=tuple((token, 1.5) for token in range(500))),
+    )  # fmt: skip
+    assert len(msgspec.msgpack.encode(request)) < 1_000_000 - 4096
