@@ -15,10 +15,10 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     rate     (1 - phi) / cycle                        tokens of each of its sequences
     memory   sequences are admitted while their KV fits the pool and there are rows
 
-New requests of a model, and those that wait at a group that ends, go to its groups in proportion to their freeness (free
-blocks per request), squared, and less where prompts wait. That they gather where others of their model are
-(policies/dispatch.py) is left out: models that share several groups do better than this says. Where arrivals outrun what a
-group can do, w grows, and what came later waits until all before it is admitted.
+New requests of a model, and those that wait at a group that ends, go to its groups in proportion to the square of freeness
+(free blocks per request) over what a token of one more costs there (policies/token_cost.py: they gather where others of
+their model are), and less where prompts wait. Where arrivals outrun what a group can do, w grows, and what came later waits
+until all before it is admitted.
 
 Then each request is followed through its pair's curves: it starts when as many were admitted as had come, takes its own
 prompt's time, and ends when the pair has moved on by as many tokens as it outputs. Of models with many requests an evenly
@@ -563,7 +563,12 @@ class Estimator:
             held_bytes = np.add.reduce(cost.kv_bytes * (n + w), 1, keepdims=True)
             freeness = np.maximum(layout.pool_bytes - held_bytes, 1.0) / (1.0 + many)
             wait = np.add.reduce(w * cost.prefill_s, 1, keepdims=True)
-            score = freeness / (1.0 + wait / WAIT_GRAIN_S)
+            # A token of one more costs its own model's steps and turns (token_cost.py, which is not for arrays).
+            own_s = cost.fixed_s + marginal
+            turn_s = (own_s - cost.token_s) * n / (n + 1.0)
+            turns_s = own_s * (many - n) / (n + 1.0) + np.add.reduce(turn_s, 1, keepdims=True) - turn_s
+            token_s = own_s + cost.token_s * n + turns_s
+            score = freeness / (1.0 + wait / WAIT_GRAIN_S) / token_s
             score = np.where(is_empty, 0.0, score * score)
             if layout.is_open is not None and number + 1 < num_bins:
                 score *= layout.is_open[number + 1] > 0
