@@ -85,7 +85,7 @@ compiled: development
 	@$(BIN)/python -m pytest -n 0 --collect-only -qq -p no:schemathesis >/dev/null || true
 
 test-engines: development  # real vLLM, once `tideway engine install vllm` has made its environment
-	$(BIN)/python -m pytest -n 0 -p no:schemathesis tests/worker/engines/test_vllm.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 -p no:schemathesis tests/worker/engines/test_vllm.py tests/worker/engines/test_vllm_images.py $(ARGS)
 
 test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)

@@ -38,7 +38,7 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<s>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
     "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""A template as of models that take images: it goes through parts, and drops a text that is none."""
+"""Goes through parts, and drops a text that is none, as templates of models that take images may."""
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from shared.messages.requests import MAX_IMAGES_BYTES, Image
 
 MAX_IMAGES = 64
 """Most images of a request."""
-_DATA_URL = re.compile(r"data:(image/[\w.+-]{1,64})(?:;[^;,]{0,64})*;base64,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:(image/[\w.+-]{1,64})(?:;[^;,]{0,64}){0,4};base64,", re.IGNORECASE)
 
 
 def images_of(messages: Sequence[ChatMessage], spec: ModelSpec) -> tuple[list[ChatMessage], tuple[Image, ...]]:

@@ -13,6 +13,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 MODEL = Path("models/tideway-demo-llama")
 """Whose tokenizer it has."""
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
+MODEL_TOKENS = 512
 NUM_IMAGE_TOKENS = (IMAGE_PIXELS // PATCH_PIXELS) ** 2
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -31,7 +32,7 @@ def write_image_checkpoint(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     text = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size() + 15, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=512, bos_token_id=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=MODEL_TOKENS, bos_token_id=1,
         eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     vision = CLIPVisionConfig(

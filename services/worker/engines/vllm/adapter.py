@@ -21,7 +21,8 @@ import msgspec
 
 from services.worker.engines.frames import READ_LIMIT_BYTES, FrameReader, FrameWriter
 from services.worker.engines.hosted import SOCKET
-from services.worker.engines.vllm.api_points import CLIENT, KNOWN_VERSIONS, SCHEDULER, missing
+from services.worker.engines.vllm.api_points import CLIENT, IMAGES, KNOWN_VERSIONS, SCHEDULER, missing
+from services.worker.engines.vllm.images import Pictures, why_no_torchvision
 from services.worker.engines.vllm.interrupting import ArrivalNumber
 from services.worker.engines.vllm.spec import HostedSpec
 from services.worker.engines.vllm.translate import core_request, lora_request, progress_of
@@ -52,7 +53,6 @@ SCHEDULERS = (f"{PACKAGE}.HarvestingScheduler", f"{PACKAGE}.HarvestingAsyncSched
 STATS = "tideway"
 ALWAYS_LACKS = (
     Capability.SEVERAL_MODELS,
-    Capability.IMAGES,
     Capability.SEED_RESUME,
     Capability.PENALTY_RESUME,
 )
@@ -114,6 +114,11 @@ def make_config(spec: HostedSpec) -> tuple[Any, tuple[str, ...], list[str]]:
     else:
         # With adapters, vLLM 0.32 fails in a step that scores a prompt's tokens.
         lacks.append(Capability.PROMPT_LOGPROBS)
+    if not config.model_config.is_multimodal_model or spec.pooling is not None:
+        lacks.append(Capability.IMAGES)
+    elif lost := missing(IMAGES):
+        lacks.append(Capability.IMAGES)
+        notes.append(f"requests with images are refused: {'; '.join(lost)}")
     lacks += [Capability.PROMPT_LOGPROBS, Capability.GRAMMARS] if spec.pooling is not None else [Capability.POOLING]
     return config, tuple(dict.fromkeys(lacks)), notes
 
@@ -135,6 +140,9 @@ def _defaults(spec: HostedSpec) -> list[str]:
             found += ["--hf-overrides", json.dumps(_classifier_of_tokens(spec.source, spec.pooling.token_ids))]
     if "--structured-outputs-config" not in given:
         found += ["--structured-outputs-config", '{"backend": "guidance"}']
+    if "--mm-processor-cache-gb" not in given:
+        # vLLM sends an image once, and then its hash alone: also where the first request with it was refused.
+        found += ["--mm-processor-cache-gb", "0"]
     return found
 
 
@@ -167,13 +175,17 @@ class Adapter:
         arrivals: ArrivalNumber | None = None,
         *,
         pooling: Pooling | None = None,
+        pictures: Pictures | None = None,
         max_adapters: int = 0,
     ) -> None:
         """`arrivals`: interrupts steps of offline work; None: they are not interrupted. `pooling`: of the model, where it
-        generates no text. `max_adapters`: those that the engine keeps."""
+        generates no text. `pictures`: for prompts with images. `max_adapters`: those that the engine keeps."""
         self._client = client
         self._arrivals = arrivals
         self._pooling = pooling
+        self._pictures = pictures
+        self._num_prompt: dict[str, int] = {}
+        """By key: tokens of a prompt with images, until they were told."""
         self._max_adapters = max_adapters
         self._adapters: OrderedDict[LoraAdapter, None] = OrderedDict()
         """Adapters that the engine has loaded, the last used one last."""
@@ -202,6 +214,7 @@ class Adapter:
             elif isinstance(command, Abort):
                 for key in command.keys:
                     self._num_top.pop(key, None)
+                    self._num_prompt.pop(key, None)
                 await self._client.abort_requests_async(list(command.keys))
             elif isinstance(command, ClearCache):
                 await self._client.reset_prefix_cache_async()
@@ -217,15 +230,21 @@ class Adapter:
             if message.adapter is not None:
                 await self._load(message.adapter)
             number = self._num_online if is_online else 0
-            request = core_request(message, self._max_model_len, number, self._pooling)
+            pictured = None
+            if message.images and self._pictures is not None:
+                pictured = await asyncio.to_thread(self._pictures.in_prompt, message)
+            request = core_request(message, self._max_model_len, number, self._pooling, pictured)
         except ValueError as error:
-            refused = ErrorInfo(ErrorCode.BAD_REQUEST, f"vLLM does not take the request: {error}")
+            param = "messages" if message.images else ""
+            refused = ErrorInfo(ErrorCode.BAD_REQUEST, f"vLLM does not take the request: {error}", param)
             ended = Progress(key=message.key, finish_reason=FinishReason.ERROR, error=refused)
             self._writer.write(Step(progress=[ended]))
             if message.slots:
                 self._writer.write(Imported(message.key))
             return
         self._num_top[message.key] = message.sampling.logprobs
+        if pictured is not None:
+            self._num_prompt[message.key] = len(pictured.tokens)
         await self._client.add_request_async(request)
         if is_online and self._arrivals is not None:
             self._arrivals.set(self._num_online)
@@ -280,7 +299,10 @@ class Adapter:
                 num_top = self._num_top.get(output.request_id)
                 if num_top is None:
                     continue
-                progress.append(progress_of(output, num_top, self._pooling))
+                made = progress_of(output, num_top, self._pooling)
+                if num_prompt := self._num_prompt.pop(output.request_id, 0):
+                    made = msgspec.structs.replace(made, num_prompt=num_prompt)
+                progress.append(made)
                 if output.finish_reason is not None:
                     del self._num_top[output.request_id]
             stats = outputs.scheduler_stats
@@ -312,7 +334,7 @@ async def main(spec: HostedSpec) -> None:
     reader: FrameReader[Command] = FrameReader(stream, Command)  # type: ignore[arg-type]  # a union
     writer = FrameWriter(stream_writer)
     try:
-        client, facts = await _start(spec)
+        client, facts, pictures = await _start(spec)
     except Exception as error:  # whatever vLLM raises is the operator's to read
         writer.write(Failed(f"{type(error).__name__}: {error}"[:2000], is_final=isinstance(error, NotHostable)))
         await writer.drain()
@@ -323,8 +345,9 @@ async def main(spec: HostedSpec) -> None:
         await _warm_up(client, facts, spec.pooling)
         writer.write(Ready(facts))
         adapter = Adapter(
-            client, facts.max_model_len, reader, writer, arrivals, pooling=spec.pooling, max_adapters=facts.max_adapters
-        )
+            client, facts.max_model_len, reader, writer, arrivals, pooling=spec.pooling, pictures=pictures,
+            max_adapters=facts.max_adapters,
+        )  # fmt: skip
         await adapter.run()
     except Exception as error:
         writer.write(Failed(f"{type(error).__name__}: {error}"[:2000]))
@@ -380,22 +403,28 @@ async def _warm_up(client: Any, facts: EngineFacts, pooling: Pooling | None) -> 
         pass
 
 
-async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts]:
+async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts, Pictures | None]:
     from importlib.metadata import version
 
     config, lacks, notes = make_config(spec)
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    client = EngineCoreClient.make_async_mp_client(
-        vllm_config=config, executor_class=Executor.get_class(config), log_stats=True
-    )
+    try:
+        client = EngineCoreClient.make_async_mp_client(
+            vllm_config=config, executor_class=Executor.get_class(config), log_stats=True
+        )
+    except Exception as error:
+        if config.model_config.is_multimodal_model and (why := why_no_torchvision()):
+            raise NotHostable(f"vLLM's models with images need torchvision, built for its torch: {why}") from error
+        raise
     cache, scheduling = config.cache_config, config.scheduler_config
     # One is vLLM's own. An encoder keeps no KV: what is reported are its rows, each as long as a text may be.
     num_blocks = cache.num_gpu_blocks - 1
     num_blocks = num_blocks or scheduling.max_num_seqs * -(-config.model_config.max_model_len // cache.block_size)
     processes = getattr(client.resources.engine_manager, "processes", [])
-    return client, EngineFacts(
+    pictures = None if Capability.IMAGES in lacks else Pictures(config)
+    facts = EngineFacts(
         version=version("vllm"),
         lacks=lacks,
         # A pooled prompt counts with the one token behind it, which is never computed.
@@ -409,6 +438,7 @@ async def _start(spec: HostedSpec) -> tuple[Any, EngineFacts]:
         notes=tuple(notes),
         max_adapters=0 if config.lora_config is None else config.lora_config.max_cpu_loras,
     )
+    return client, facts, pictures
 
 
 if __name__ == "__main__":

@@ -78,6 +78,17 @@ SCHEDULER = (
 """Without which the stock scheduler runs."""
 
 
+IMAGES = (
+    Point(
+        "vllm.v1.engine.input_processor", "InputProcessor.process_inputs",
+        ("request_id", "prompt", "params", "supported_tasks"),
+    ),
+    Point("vllm.multimodal.media.image", "ImageMediaIO.load_bytes", ("data",)),
+    Point("vllm.v1.engine", "EngineCoreRequest", ("mm_features",)),
+)  # fmt: skip
+"""Without which prompts have no images."""
+
+
 def missing(points: Iterable[Point]) -> list[str]:
     """What is not as expected, a phrase each."""
     found = []

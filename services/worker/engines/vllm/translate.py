@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from services.worker.engines.vllm.images import Pictured
 from shared.engines.messages import Generate, Progress
 from shared.messages.requests import (
     UNKNOWN_LOGPROB,
@@ -30,16 +31,22 @@ PREEMPTED = 3
 """`EngineCoreEventType.PREEMPTED`."""
 
 
-def core_request(message: Generate, max_model_len: int, number: int = 0, pooling: Pooling | None = None) -> Any:
-    """A vLLM `EngineCoreRequest`. `number`: of an online request, greater than those before. `pooling`: of the model. Raises
-    `ValueError` for what vLLM does not take."""
+def core_request(
+    message: Generate,
+    max_model_len: int,
+    number: int = 0,
+    pooling: Pooling | None = None,
+    pictured: Pictured | None = None,
+) -> Any:
+    """A vLLM `EngineCoreRequest`. `number`: of an online request, greater than those before. `pooling`: of the model.
+    `pictured`: its prompt with its images. Raises `ValueError` for what vLLM does not take."""
     from vllm.v1.engine import EngineCoreRequest
 
-    tokens = unpack_tokens(message.prompt)
+    tokens = unpack_tokens(message.prompt) if pictured is None else pictured.tokens
     return EngineCoreRequest(
         request_id=message.key,
         prompt_token_ids=tokens,
-        mm_features=None,
+        mm_features=None if pictured is None else pictured.features,
         sampling_params=None if pooling is not None else _sampling(message, max_model_len - len(tokens), number),
         pooling_params=_pooling(message, number, pooling) if pooling is not None else None,
         arrival_time=time.time() - message.waited_s,
