@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.emulated_cuda.clocks import Agent, Clock
 
@@ -87,7 +86,7 @@ class Plain:
             self._local.left = ExitStack()
             self._local.left.enter_context(torch._C.DisableTorchFunction())
             if not has_left_mode:
-                self._local.left.enter_context(_disable_current_modes())
+                self._local.left.enter_context(torch._C._DisableTorchDispatch())
         self._local.depth = depth + 1
 
     def __exit__(self, *_: object) -> None:

@@ -111,15 +111,14 @@ def append_paged_kv_cache(
 
     def spans(*given: torch.Tensor) -> tuple[list[Span], list[Span]]:
         _, _, rows, places, indices, starts, _, *caches = given
-        size, written = caches[0].shape[2], []
-        for row, position in zip(rows.tolist(), places.tolist(), strict=True):
-            page, offset = int(indices[int(starts[row]) + position // size]), position % size
-            for cache in caches:
-                first = device.span(cache[:1, :1, :1])
+        size, pages, first_pages, written = caches[0].shape[2], indices.tolist(), starts.tolist(), []
+        for cache in caches:
+            first = device.span(cache[:1, :1, :1])
+            of_page, of_head, of_token = (cache.stride(axis) * cache.itemsize for axis in range(3))
+            for row, position in zip(rows.tolist(), places.tolist(), strict=True):
+                page, offset = pages[first_pages[row] + position // size], position % size
                 for head in range(cache.shape[1]):
-                    shift = (
-                        page * cache.stride(0) + head * cache.stride(1) + offset * cache.stride(2)
-                    ) * cache.itemsize
+                    shift = page * of_page + head * of_head + offset * of_token
                     written.append(Span(first.key, first.begin + shift, first.end + shift))
         return device.spans(given[:7]), written
 

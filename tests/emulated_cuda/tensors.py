@@ -8,6 +8,7 @@ Whatever gives the host a value waits for the device; whatever mixes the host's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.emulated_cuda.device import CudaError, Device, Span, extent, place, plain
 
@@ -66,6 +66,28 @@ class DeviceTensor(torch.Tensor):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"data": (self.inner.data_ptr(), False), "shape": tuple(self.shape), "typestr": "|u1", "version": 3}
+
+
+def tree_leaves(tree: Any) -> Iterator[Any]:
+    """What the tuples, lists and dictionaries of an operator's arguments hold. torch's own functions, which know of more,
+    take longer than the operators of a test."""
+    if isinstance(tree, tuple | list):
+        for x in tree:
+            yield from tree_leaves(x)
+    elif isinstance(tree, dict):
+        yield from tree_leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, tuple):
+        return tuple([tree_map(function, x) for x in tree])
+    if isinstance(tree, list):
+        return [tree_map(function, x) for x in tree]
+    if isinstance(tree, dict):
+        return {key: tree_map(function, x) for key, x in tree.items()}
+    return function(tree)
 
 
 def inner_of(x: Any) -> Any:
@@ -266,8 +288,7 @@ WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    leaves = tree_leaves((args, kwargs))
-    ours = [x for x in leaves if isinstance(x, DeviceTensor)]
+    ours = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DeviceTensor)]
     named = kwargs.get("device")
     is_ours = bool(ours) or (named is not None and torch.device(named).type == "cuda")
     if not is_ours:
@@ -298,6 +319,7 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     """Whether the operation is a view of its argument, which reads nothing."""
     aliases = [result.alias_info for result in func._schema.returns]
@@ -311,11 +333,19 @@ def _is_written(func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Arguments that the operator's schema says it changes."""
     found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
     return found
+
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 POISON = 0xFF
@@ -331,8 +361,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def operator(func: Any, args: Any, kwargs: Any, ours: Sequence[DeviceTensor]) -> Any:
     """Any other, of the device's tensors or into its memory."""
-    leaves = tree_leaves((args, kwargs))
-    if ours and any(isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor) and x.dim() for x in leaves):
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if ours and any(not isinstance(x, DeviceTensor) and x.dim() for x in tensors):
         raise CudaError(
             f"Expected all tensors to be on the same device, but found cuda:0 and cpu ({func} at {place()})"
         )
@@ -353,26 +383,25 @@ def operator(func: Any, args: Any, kwargs: Any, ours: Sequence[DeviceTensor]) ->
         for x in tree_leaves(result):
             if x.nbytes <= MAX_POISONED_BYTES:
                 as_bytes(x).fill_(POISON)
-    results, shape = tree_flatten(result)
     fresh: list[torch.Tensor] = []
-    wrapped: list[Any] = []
-    for x in results:
+
+    def wrapped(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            wrapped.append(x)
-        elif id(x) in before:
+            return x
+        if id(x) in before:
             known = before[id(x)]
             if known.shape != x.shape or known.stride() != x.stride():
                 raise NotImplementedError(f"{func} changes the shape of a tensor in place")
-            wrapped.append(known)
-        elif device.serial(x) in storages:
-            wrapped.append(DeviceTensor(x, index if index is not None else device.index))
-        else:
-            placed = device.placed(x)
-            fresh.append(placed)
-            wrapped.append(on_device(placed, index))
+            return known
+        if device.serial(x) in storages:
+            return DeviceTensor(x, index if index is not None else device.index)
+        fresh.append(device.placed(x))
+        return on_device(fresh[-1], index)
+
+    made = tree_map(wrapped, result)
     if (written or fresh) and func not in NOTHING_WRITTEN:
         _note(func, inner_args, inner_kwargs, inputs, written, fresh)
-    return tree_unflatten(wrapped, shape)
+    return made
 
 
 def _note(
@@ -401,18 +430,19 @@ def _note(
 def repeatable(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Callable[..., Any]]:
     """The tensors among the arguments, in the host's memory, and a function that calls `func` with others in their places.
     It keeps none of them: a graph must not keep what it was captured with."""
-    leaves, shape = tree_flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+    tensors = [inner_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    form = tree_map(lambda x: _TENSOR if isinstance(x, torch.Tensor) else x, (args, kwargs))
 
     def again(*given: torch.Tensor) -> Any:
-        filled = list(constants)
-        for i, x in zip(places, given, strict=True):
-            filled[i] = x
-        again_args, again_kwargs = tree_unflatten(filled, shape)
+        rest = iter(given)
+        again_args, again_kwargs = tree_map(lambda x: next(rest) if x is _TENSOR else x, form)
         return func(*again_args, **again_kwargs)
 
-    return [inner_of(leaves[i]) for i in places], again
+    return tensors, again
+
+
+_TENSOR = object()
+"""Stands for each tensor in the arguments that a graph keeps."""
 
 
 # ------------------------------------------------------------------------------------------------- whole functions

@@ -155,9 +155,10 @@ class _PagedWrapper:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device) and out.is_contiguous()
         page_starts, pages, last = self.buffers
-        for row, (begin, end) in enumerate(itertools.pairwise(page_starts.tolist())):
-            own = slice(int(self.starts[row]), int(self.starts[row + 1]))
-            length = (end - begin - 1) * page_size + int(last[row])
+        runs_of_pages, runs_of_rows = (itertools.pairwise(x.tolist()) for x in (page_starts, self.starts))
+        for (begin, end), rows, num_on_last in zip(runs_of_pages, runs_of_rows, last.tolist(), strict=True):
+            own = slice(*rows)
+            length = (end - begin - 1) * page_size + num_on_last
             keys, values = (
                 x[pages[begin:end].long()].transpose(1, 2).flatten(0, 1)[:length].double()
                 .repeat_interleave(heads // kv_heads, 1) for x in (k, v)
@@ -303,8 +304,9 @@ def append_paged_kv_cache(
         assert indices.dtype == torch.int32 and indices.is_contiguous() and indices.dim() == 1
     assert kv_layout == "HND" and len(batch_indices) == len(positions) == len(append_key)
     page_size = paged_kv_cache[0].shape[2]
+    pages, starts = kv_indices.tolist(), kv_indptr.tolist()
     for i, (row, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
-        page = int(kv_indices[int(kv_indptr[row]) + position // page_size])
+        page = pages[starts[row] + position // page_size]
         for cache, new in zip(paged_kv_cache, (append_key, append_value), strict=True):
             cache[page, :, position % page_size] = new[i]
 
