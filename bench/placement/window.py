@@ -1,6 +1,6 @@
-"""A window of a day (day.py), all of its requests simulated faithfully: with the plan of the day's first hour to begin with,
-and with replacement at adaptive and fixed intervals and without. Searches know the day's traffic before the window; the
-first interval begins with it.
+"""A window of a day (day.py), all of its requests simulated faithfully: with the plan of the day's first hour to begin with
+(with turns, of the hour before the window), and with replacement at adaptive and fixed intervals and without. Searches know
+the day's traffic before the window; the first interval begins with it.
 """
 
 from __future__ import annotations
@@ -83,11 +83,14 @@ def seconds(asked: Asked, asked_window: Window) -> tuple[float, float]:
 
 
 def cut(asked: Asked, asked_window: Window) -> tuple[Problem, Traffic, Proposal]:
-    """The window, the day before it, and the plan of the day's first hour."""
+    """The window, the day before it, and the plan of the day's first hour; on a day with turns, of the hour before."""
     problem, first = begun(asked)
     problem = _bounded(problem)
     since_s, until_s = seconds(asked, asked_window)
     past = between(problem.traffic, 0.0, since_s)
+    hour_s = 3600 / asked.course.speed
+    if asked.course.num_turns and since_s >= hour_s:
+        first = search(msgspec.structs.replace(problem, traffic=between(past, since_s - hour_s, since_s)))
     return msgspec.structs.replace(problem, traffic=between(problem.traffic, since_s, until_s)), past, first
 
 
