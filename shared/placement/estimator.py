@@ -654,12 +654,15 @@ class Estimator:
         if course.leaving is not None:
             left = course.leaving.reshape(num_bins, -1)
             last = num_bins - 1 - np.argmax(left[::-1] > 0, axis=0)
-            late = np.flatnonzero((left.max(0) > 0)[place] & (bins < last[place]) & (waited > self._times[last[place]]))
-            since, before = last[place[late]], place[late]
-            rank = np.clip((arrived[late] - admitted[since, before]) / left[since, before], 0.0, 1.0)
-            place[late] = now = chosen(late, since)
-            arrived = came[since, now] + rank * (came[since + 1, now] - came[since, now])
-            waited[late] = self._reaches(admitted, now, arrived * (1 - 1e-9) - 1e-9, since)
+            ends_s, since = np.where(left.max(0) > 0, self._times[last], math.inf), bins.copy()
+            # Whoever waits at a group that ends comes to another one then, which may end as well.
+            while len(moved_on := np.flatnonzero((since < last[place]) & (waited > ends_s[place]))):
+                before, then = place[moved_on], last[place[moved_on]]
+                rank = np.clip((arrived[moved_on] - admitted[then, before]) / left[then, before], 0.0, 1.0)
+                now = chosen(moved_on, then)
+                place[moved_on], since[moved_on] = now, then
+                arrived[moved_on] = came[then, now] + rank * (came[then + 1, now] - came[then, now])
+                waited[moved_on] = self._reaches(admitted, now, arrived[moved_on] * (1 - 1e-9) - 1e-9, then)
         group = place // num_places
         start = np.maximum(at_s, waited)
         start_bin = np.minimum(np.searchsorted(self._times, start, side="right") - 1, num_bins - 1)

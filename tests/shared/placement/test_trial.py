@@ -111,13 +111,22 @@ def test_who_finds_no_group_waits_for_the_next() -> None:
 
 
 def test_who_waits_at_a_group_that_ends_waits_at_the_next_one() -> None:
-    """One group after the other serves no faster than one throughout, however long the queue is."""
+    """One group after the other serves no faster than one throughout, however long the queue is, and loses nobody."""
     asked = given_problem((30, 0), interval_s=60.0)
-    (first,), (second,) = plan(((0,), ("a",))).groups, plan(((1,), ("a",))).groups
-    served = Estimator(asked).served([[Episode(first)], [Episode(first, 0, 30.0), Episode(second, 30.0)]])
-    throughout, in_turn = served.normalised.mean(1)
+    groups = [plan(((device,), ("a",))).groups[0] for device in range(3)]
+    served = Estimator(asked).served(
+        [
+            [Episode(groups[0])],
+            [Episode(groups[0], 0, 30.0), Episode(groups[1], 30.0)],
+            [Episode(groups[0], 0, 20.0), Episode(groups[1], 20.0, 25.0), Episode(groups[2], 25.0)],
+        ]
+    )
+    throughout, *in_turn = served.normalised.mean(1)
     assert throughout > 5.0, "it is too slow for what comes"
-    assert in_turn == pytest.approx(throughout, rel=0.15)
+    assert in_turn == pytest.approx([throughout] * 2, rel=0.25)
+    # Who comes before the first one ends waits at all three.
+    before = (served.at_s > 15.0) & (served.at_s < 20.0)
+    assert np.median(served.normalised[2, before]) < 1.2 * np.median(served.normalised[0, before])
 
 
 def test_groups_that_are_not_there_yet_or_no_more_change_nothing() -> None:
