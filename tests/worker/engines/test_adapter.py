@@ -84,7 +84,7 @@ async def test_a_failed_copy_is_answered_and_the_sequence_leaves_the_engine(capf
 
 
 async def test_slots_of_a_refused_request_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(message: Generate, max_model_len: int, number: int, pooling: object) -> Any:
+    def refuse(*_: object) -> Any:
         raise ValueError("no such parameter")
 
     monkeypatch.setattr(adapter, "core_request", refuse)
@@ -109,7 +109,7 @@ async def test_an_online_request_interrupts_once_it_is_sent(monkeypatch: pytest.
         async def add_request_async(self, request: tuple[str, int]) -> None:
             sent.append((*request, arrivals.get()))
 
-    monkeypatch.setattr(adapter, "core_request", lambda message, _most, number, _pooling: (message.key, number))
+    monkeypatch.setattr(adapter, "core_request", lambda message, _most, number, *_: (message.key, number))
     async with running(Client(), arrivals) as (commands, _):
         for key, priority in (("a", 0), ("b", OFFLINE_PRIORITY), ("c", -1), ("d", 0)):
             sampling = SamplingParams(max_tokens=5)
