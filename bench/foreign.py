@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -301,8 +302,10 @@ def run(
         is_stopped = False
         with log.open("w") as output:
             running = subprocess.Popen(
-                [*command, *tests], cwd=root, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT
-            )
+                [*command, *tests], cwd=root, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT,
+                # What a shell starts in the background does not hear it otherwise.
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            )  # fmt: skip
             try:
                 running.wait(timeout_s)
             except subprocess.TimeoutExpired:

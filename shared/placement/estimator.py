@@ -564,10 +564,9 @@ class Estimator:
             freeness = np.maximum(layout.pool_bytes - held_bytes, 1.0) / (1.0 + many)
             wait = np.add.reduce(w * cost.prefill_s, 1, keepdims=True)
             # A token of one more costs its own model's steps and turns (token_cost.py, which is not for arrays).
-            own_s = cost.fixed_s + marginal
-            turn_s = (own_s - cost.token_s) * n / (n + 1.0)
-            turns_s = own_s * (many - n) / (n + 1.0) + np.add.reduce(turn_s, 1, keepdims=True) - turn_s
-            token_s = own_s + cost.token_s * n + turns_s
+            own_s, beside = cost.fixed_s + marginal, 1.0 / (n + 1.0)
+            turn_s = (own_s - cost.token_s) * n * beside
+            token_s = own_s * (many + 1.0) * beside + marginal + np.add.reduce(turn_s, 1, keepdims=True) - turn_s
             score = freeness / (1.0 + wait / WAIT_GRAIN_S) / token_s
             score = np.where(is_empty, 0.0, score * score)
             if layout.is_open is not None and number + 1 < num_bins:

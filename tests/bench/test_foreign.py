@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,7 +76,11 @@ def test_a_suite_over_its_limit_keeps_the_results_that_it_has(
         "import time\n\ndef test_first():\n    pass\n\ndef test_second():\n    time.sleep(600)\n"
     )
     suite = Suite(name="theirs", tests=("test_it.py",))
-    cases = run(suite, tmp_path, "http://127.0.0.1:81", sys.executable, timeout_s=15)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        cases = run(suite, tmp_path, "http://127.0.0.1:81", sys.executable, timeout_s=15)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [(case.name, case.outcome) for case in cases] == [("test_it::test_first", "passed")]
     assert "theirs: stopped after 15 s" in capsys.readouterr().out
 
