@@ -208,7 +208,7 @@ def _are_commands(what: object) -> TypeGuard[list[Command]]:
 
 
 def _brief(command: Command) -> Command:
-    """Without the tokens, which the recording has already where the request came or was asked for."""
+    """Without tokens and images, which the recording has already where the request came or was asked for."""
     match command:
         case commands.BeginOut(request=request):
             return msgspec.structs.replace(command, request=_without_tokens(request))
@@ -224,7 +224,7 @@ def _brief(command: Command) -> Command:
 
 
 def _without_tokens(request: GenerationRequest) -> GenerationRequest:
-    return msgspec.structs.replace(request, prompt=b"", prior=b"")
+    return msgspec.structs.replace(request, prompt=b"", prior=b"", images=(), chat=b"")
 
 
 def _brief_taken(taken: Detached | None) -> Detached | None:

@@ -55,9 +55,9 @@ def recorded(configuration: Configuration, write: Callable[[bytes], object]) -> 
 
 
 def _brief(action: Action) -> Action:
-    """Without the tokens, which the recording has already where the request was submitted."""
+    """Without tokens and images, which the recording has already where the request was submitted."""
     if isinstance(action, Dispatch | LeftQueue):
-        request = msgspec.structs.replace(action.request, prompt=b"", prior=b"")
+        request = msgspec.structs.replace(action.request, prompt=b"", prior=b"", images=(), chat=b"")
         return msgspec.structs.replace(action, request=request)
     return action
 

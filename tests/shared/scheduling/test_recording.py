@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from shared.messages.requests import Image
 from shared.recording import ReplayMismatch, frames
 from shared.runtime.settings import SchedulerSettings
 from shared.scheduling import recording
@@ -22,7 +24,10 @@ def record_run(picks_at_once: int | None = None) -> bytes:
     for number in range(40):
         now, name = number * 0.1, "abc"[number % 3]
         core.apply(OnReport(make_report(name, number + 1, freeness=float(number % 7), num_running=3)), now)
-        core.apply(Submit(make_request(f"r{number}", model="mn"[number % 2], num_prompt=64 * (number % 5))), now)
+        request = make_request(f"r{number}", model="mn"[number % 2], num_prompt=64 * (number % 5))
+        if number == 1:
+            request = msgspec.structs.replace(request, images=(Image(b"an image"),), chat=b"a chat")
+        core.apply(Submit(request), now)
         while actions := core.actions(now):
             for action in actions:
                 if isinstance(action, Dispatch):
@@ -49,3 +54,4 @@ def test_no_secret_is_recorded_and_no_prompt_twice() -> None:
     run = record_run()
     assert b"do not tell" not in run
     assert run.count(make_request("r4", num_prompt=64 * 4).prompt) == 8, "once for each that was submitted with it"
+    assert run.count(b"an image") == run.count(b"a chat") == 1
