@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.openai.images import MAX_IMAGES
+from services.gateway.openai.images import MAX_IMAGES, MAX_SENT_BYTES, MAX_URL_CHARACTERS, images_of
 from services.gateway.openai.parsing import MAX_SEQUENCE_BYTES
+from services.gateway.openai.schemas import ChatMessage
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
@@ -29,7 +30,8 @@ from tests.gateway.batching import ended, line, reach, start
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 
-HOSTED, SERVED = "hosted", "served"
+HOSTED, SERVED, SERVED_WITH_TOOLS = "hosted", "served", "served-with-tools"
+SEE = {"type": "function", "function": {"name": "see", "parameters": {"type": "object", "properties": {}}}}
 PNG = b"\x89PNG first"
 DATA_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 FAR = "https://images.invalid/a.png"
@@ -44,10 +46,12 @@ TEMPLATE = (
 @pytest.fixture
 async def stack(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> AsyncIterator[Stack]:
     pictures = str(write_checkpoint(tmp_path / "pictures", byte_level_tokenizer(), TEMPLATE))
+    tooled = str(write_checkpoint(tmp_path / "tooled", byte_level_tokenizer(), TEMPLATE + "{% if tools %}{% endif %}"))
     specs = [
         ModelSpec(MODEL, str(checkpoint)),
         ModelSpec(HOSTED, pictures, engine="vllm"),
         ModelSpec(SERVED, pictures, engine="endpoint", engine_url="http://127.0.0.1:1"),
+        ModelSpec(SERVED_WITH_TOOLS, tooled, engine="endpoint", engine_url="http://127.0.0.1:1"),
     ]
     async with running_stack(nats_settings, specs) as stack:
         stack.say("Hello world")
@@ -94,23 +98,65 @@ async def test_a_hosted_engine_is_given_bytes_and_a_prompt_with_placeholders(sta
 
 
 async def test_a_server_is_given_the_chat_as_it_came(stack: Stack) -> None:
-    tool = {"type": "function", "function": {"name": "see", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "1", "type": "function", "function": {"name": "see", "arguments": "{}"}}
     messages = [
         *user(text("A"), part(detail="low"), part(FAR)),
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "R"},
     ]
-    fields = {"tools": [tool], "chat_template_kwargs": {"mood": 1}}
-    request = await sent(stack, SERVED, messages=messages, **fields)
+    fields = {"tools": [SEE], "chat_template_kwargs": {"mood": 1}}
+    request = await sent(stack, SERVED_WITH_TOOLS, messages=messages, **fields)
     assert request.images == (Image(PNG, "image/png"), Image(url=FAR))
     chat = json.loads(request.chat)
     low, auto = ({"type": "image_url", "image_url": {"detail": detail}} for detail in ("low", "auto"))
-    assert chat["messages"] == [{"role": "user", "content": [text("A"), low, auto]}, *messages[1:]]
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert chat["messages"] == [{"role": "user", "content": [text("A"), low, auto]}, said, messages[2]]
     assert (chat["tool_choice"], chat["chat_template_kwargs"]) == ("none", {"mood": 1})
     assert chat["tools"][0]["function"]["name"] == "see"
     assert "<s>" not in prompt_of(stack, request), "the server writes its placeholders itself"
     assert not (await sent(stack, SERVED, messages=user(text("A")))).chat
+
+
+async def test_a_server_is_given_all_that_the_engines_here_are(stack: Stack) -> None:
+    custom = {"id": "2", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+    messages = [
+        *user(part()),
+        {"role": "assistant", "content": None, "function_call": {"name": "see", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "see", "content": "R"},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "Hm."}, text("Yes.")],
+            "tool_calls": [custom],
+        },
+        {"role": "tool", "tool_call_id": "2", "content": [part(), text("a.png")]},
+    ]
+    chat = json.loads((await sent(stack, SERVED, messages=messages, add_special_tokens=True)).chat)
+    _, called, result, refused, thought, last = chat["messages"]
+    assert [call["function"] for call in called["tool_calls"]] == [{"name": "see", "arguments": '{"a": 1}'}]
+    assert (result["role"], result["tool_call_id"]) == ("tool", called["tool_calls"][0]["id"])
+    assert (refused["content"], thought["content"], thought["reasoning_content"]) == ("No.", "Yes.", "Hm.")
+    assert thought["tool_calls"][0]["function"] == {"name": "run", "arguments": '{"input": "ls"}'}
+    assert "An image was left out" in last["content"] and chat["add_special_tokens"]
+
+
+async def test_a_server_whose_template_takes_no_tools_is_told_of_them_in_words(stack: Stack) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    called = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "R"}]
+    messages = [*user(part(detail="low")), *called, *user(part(FAR), text("And?"))]
+    chat = json.loads((await sent(stack, SERVED, messages=messages, tools=[SEE])).chat)
+    told, said, result, last = chat["messages"]
+    assert '"see"' in told["content"][0]["text"] and not {"tools", "tool_choice"} & chat.keys()
+    assert told["content"][1:] == [{"type": "image_url", "image_url": {"detail": "low"}}]
+    assert '"see"' in said["content"] and result == {"role": "user", "content": "R"} and len(last["content"]) == 2
+
+
+async def test_no_url_reaches_the_processes_that_render(stack: Stack) -> None:
+    large = part("data:image/png;base64," + "A" * 3_000_000)
+    messages = [*user(text("A")), {"role": "tool", "tool_call_id": "1", "content": [large]}]
+    for spec in (ModelSpec(MODEL, "x"), ModelSpec(HOSTED, "x", engine="vllm")):
+        plain, images = images_of(msgspec.convert(messages, list[ChatMessage]), spec)
+        assert not images and len(msgspec.msgpack.encode(plain)) < 1000
 
 
 async def test_messages_and_responses_have_images_too(stack: Stack) -> None:
@@ -157,6 +203,7 @@ async def test_usage_has_the_tokens_that_the_engine_made_of_images(stack: Stack)
 
 
 LARGE = f"data:image/png;base64,{base64.b64encode(bytes(MAX_IMAGES_BYTES // 2 + 9)).decode()}"
+CALL = {"id": "1", "type": "function", "function": {"name": "see", "arguments": "{}"}}
 URL = "messages[0].content[0].image_url"
 REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     (MODEL, {"messages": user(part())}, "messages[0].content[0].type", "invalid_value", "is not supported"),
@@ -164,6 +211,17 @@ REFUSED: list[tuple[str, dict[str, Any], str, str, str]] = [
     (HOSTED, {"messages": user(part("data:text/plain;base64,AAAA"))}, URL, "invalid_value", "data: URL with base64"),
     (SERVED, {"messages": user(part("file:///etc/passwd"))}, URL, "invalid_value", "or an http(s) URL"),
     (HOSTED, {"messages": user(part("data:image/png;base64,A"))}, URL, "invalid_value", "cannot be decoded"),
+    (HOSTED, {"messages": user(part("data:image/png;base64,AAé="))}, URL, "invalid_value", "cannot be decoded"),
+    (SERVED, {"messages": user(part("http://x/é"))}, URL, "invalid_value", "ASCII"),
+    (SERVED, {"messages": user(part("http://x/" + "x" * MAX_URL_CHARACTERS))}, URL, "invalid_value", "characters"),
+    (
+        HOSTED,
+        {"messages": [user(part())[0] | {"tool_calls": [CALL]}], "tools": [SEE]},
+        "messages[0].tool_calls",
+        "invalid_value",
+        "only a message of the assistant",
+    ),
+    (SERVED, {"messages": user(part(LARGE)), "n": 32}, "n", "images_too_large", str(MAX_SENT_BYTES)),
     (HOSTED, {"messages": user(part("data:image/png;base64,"))}, URL, "invalid_value", "empty"),
     (HOSTED, {"messages": user({"type": "image_url"})}, URL, "invalid_value", "is expected"),
     (HOSTED, {"messages": user(part(LARGE), part(LARGE))}, "messages", "images_too_large", str(MAX_IMAGES_BYTES)),

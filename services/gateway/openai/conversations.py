@@ -45,6 +45,9 @@ def plain_messages(messages: Sequence[ChatMessage], *, takes_images: bool = Fals
     for i, message in enumerate(messages):
         content: Any = message.content
         thought = ""
+        if message.role != "assistant" and (message.tool_calls or message.function_call):
+            param = f"messages[{i}].{'tool_calls' if message.tool_calls else 'function_call'}"
+            raise invalid(param, f"Invalid value for '{param}': only a message of the assistant has calls.")
         if (
             takes_images
             and message.role == "user"

@@ -11,7 +11,7 @@ import msgspec
 from services.gateway.access.admission import Key
 from services.gateway.context import GatewayContext
 from services.gateway.http.errors import ApiError, invalid
-from services.gateway.openai.images import chat_of, images_of
+from services.gateway.openai.images import chat_of, check_choices, images_of
 from services.gateway.openai.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
@@ -78,8 +78,9 @@ async def _make_prompts(
         messages, images = images_of(message.messages, spec)
         if images and options.num_prompt_top >= 0:
             raise invalid("prompt_logprobs", "'prompt_logprobs' cannot be had of a prompt with images.")
+        check_choices(images, options.num_choices)
         if images and spec.is_endpoint:
-            chat = chat_of(message, tools, images)
+            chat = chat_of(message, tools, images, takes_tools=tokenizer.takes_tools)
         chat_text = await rendered_chat(context, tokenizer, message, messages, max_model_len, tools)
         opening = tokenizer.opening(chat_text, message.messages[-1] if message.continue_final_message else None)
     grammar = grammar_behind(tokenizer, options, opening)
