@@ -167,7 +167,14 @@ async def test_messages_and_responses_have_images_too(stack: Stack) -> None:
     assert prompt_of(stack, request) == "<|system|>S<|end|><|user|><s>What?<|end|><|assistant|>"
     far = {"type": "image", "source": {"type": "url", "url": FAR}}
     request = await sent(stack, SERVED, "/v1/messages", max_tokens=5, messages=user(far))
-    assert request.images == (Image(url=FAR),)
+    assert request.images == (Image(url=FAR),) and not request.is_open_ended
+    request = await sent(stack, SERVED, "/v1/messages", max_tokens=100_000, messages=user(far))
+    assert request.is_open_ended, "what fits beside the image is known to the engine"
+    for wrong in ({"type": "base64", "data": "AAAA"}, {**source, "media_type": "application/pdf"}):
+        answer = await stack.post(
+            "/v1/messages", model=HOSTED, max_tokens=5, messages=user({"type": "image", "source": wrong})
+        )
+        assert answer.status_code == 400 and "messages[0].content[0].source.media_type" in answer.text, answer.text
 
     shown = {"type": "input_image", "image_url": DATA_URL, "detail": "high"}
     asked = {"input": user({"type": "input_text", "text": "What?"}, shown)}

@@ -208,6 +208,9 @@ def _content(message: InputMessage, where: str) -> str | list[dict[str, Any]]:
 def _url(block: Block, where: str) -> str:
     source = block.source if isinstance(block.source, Source) else Source()
     if source.type == "base64":
+        if not source.media_type.startswith("image/"):
+            param = f"{where}.source.media_type"
+            raise invalid(param, f"Invalid value for '{param}': that of an image (image/png) is expected.")
         return f"data:{source.media_type};base64,{source.data}"
     if source.type == "url":
         return source.url

@@ -112,10 +112,11 @@ async def _make_prompts(
     requested = requested if shows_output else 1
     for ids, text_or_ids in zip(all_ids, texts_or_ids, strict=True):
         check_token_ids(ids, tokenizer.vocab_size, param)
+        max_tokens = max_tokens_of(requested, default, len(ids), max_model_len, param, _limit_field(message))
         sampling = sampling_of(
             message,
             options,
-            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param, _limit_field(message)),
+            max_tokens=max_tokens,
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
             grammar="" if grammar is None else grammar.text,
@@ -126,7 +127,9 @@ async def _make_prompts(
             echo_text = text_or_ids
         elif options.echo:
             echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
-        is_open_ended = requested is None and default is None
+        # Beside images, whose tokens the engine counts, a limit that was fitted to the text alone may be too large for it.
+        is_filled = bool(images) and max_tokens == max_model_len - len(ids)
+        is_open_ended = requested is None and (default is None or is_filled)
         prompts.append(Prompt(ids, sampling, echo_text, shows_output, is_open_ended, opening, images, chat))
     return prompts
 

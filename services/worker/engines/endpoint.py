@@ -117,6 +117,8 @@ class _Choice(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """So far, in each chunk."""
 
 
 class _Failure(msgspec.Struct):
@@ -352,7 +354,7 @@ class EndpointEngine:
     # --------------------------------------------------------------------------------------------------- a stream
 
     async def _stream(self, message: Generate) -> None:
-        key, num_top = message.key, message.sampling.logprobs
+        key, num_top, num_bytes = message.key, message.sampling.logprobs, 0
         try:
             url = f"{self._url}/v1/{'chat/' if message.chat else ''}completions"
             async with self._http.stream("POST", url, json=self._body(message)) as answer:
@@ -361,6 +363,9 @@ class EndpointEngine:
                     return
                 async for chunk in _chunks(answer):
                     progress = _progress(key, chunk, num_top)
+                    num_bytes += 0 if progress is None else len(progress.tokens)
+                    if message.chat and chunk.usage is not None and chunk.usage.completion_tokens > num_bytes // 4:
+                        raise NoTokenIds("some came without them, as reasoning may")
                     if progress is not None:
                         self._has_sent = self._has_sent or bool(progress.tokens)
                         self._made.put_nowait(progress)

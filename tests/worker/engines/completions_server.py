@@ -24,9 +24,10 @@ def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
 
 class CompletionsServer:
     """`gate`: streams go on while it is set. `cut_after`: tokens after which a stream ends without a word; 0: never.
-    `names_ids`: whether tokens are named by their ids. `text`: of each. `hangs`: it answers nothing. `status`: of all its
-    answers, `completions_status`: of those to completions, where that is not 200. `model`: the name of its model.
-    `max_model_len`: as it says before its first token."""
+    `names_ids`: whether tokens are named by their ids; those of a chat's reasoning, its first `num_reasoning`, never are.
+    `text`: of each. `hangs`: it answers nothing. `status`: of all its answers, `completions_status`: of those to
+    completions, where that is not 200. `model`: the name of its model. `max_model_len`: as it says before its first
+    token."""
 
     def __init__(self, *, names_ids: bool = True, text: str = "") -> None:
         self._text = text
@@ -38,6 +39,7 @@ class CompletionsServer:
         self.gate.set()
         self.cut_after = 0
         self.names_ids = names_ids
+        self.num_reasoning = 0
         self.bodies: list[dict[str, Any]] = []
         self.num_open = 0
         self.most_open = 0
@@ -107,11 +109,13 @@ class CompletionsServer:
                 if is_chat:
                     top = {"token": name, "logprob": -1.0}
                     told = {"content": [{**top, "top_logprobs": [top] * body["top_logprobs"]}]}
-                    choice = {"delta": {"content": "x"}, "finish_reason": reason}
-                    choice |= {"logprobs": told} if self.names_ids else {}
+                    is_reasoning = number <= self.num_reasoning
+                    delta = {"reasoning_content" if is_reasoning else "content": "x"}
+                    choice = {"delta": delta, "finish_reason": reason}
+                    choice |= {"logprobs": told} if self.names_ids and not is_reasoning else {}
                 chunk: dict[str, Any] = {
                     "choices": [choice],
-                    "usage": {"prompt_tokens": num_prompt} if is_chat else None,
+                    "usage": {"prompt_tokens": num_prompt, "completion_tokens": number} if is_chat else None,
                 }
                 writer.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
                 await writer.drain()

@@ -103,6 +103,15 @@ async def test_a_server_whose_chats_name_no_token_ids_is_no_reason_to_try_again(
     assert stage.end("r1").error.code == ErrorCode.BAD_REQUEST and "ids" in stage.end("r1").error.message
 
 
+async def test_reasoning_whose_tokens_have_no_ids_is_not_dropped_silently(served) -> None:
+    server, stage = served
+    server.num_reasoning = 3
+    await stage.submit(with_image(b"one"))
+    await stage.until(lambda: stage.end("r1"))
+    assert stage.end("r1").error.code == ErrorCode.BAD_REQUEST and "reasoning" in stage.end("r1").error.message
+    assert not stage.output("r1")
+
+
 async def test_a_native_instance_refuses_images(nats_settings) -> None:
     from tests.worker.engines.engine_stage import instance_of
 
