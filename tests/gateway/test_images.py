@@ -178,6 +178,10 @@ async def test_messages_and_responses_have_images_too(stack: Stack) -> None:
 
     shown = {"type": "input_image", "image_url": DATA_URL, "detail": "high"}
     asked = {"input": user({"type": "input_text", "text": "What?"}, shown)}
+    refused = await stack.post("/v1/responses", model=MODEL, **asked)
+    assert "'input_image' is not supported" in refused.text, refused.text
+    refused = await stack.post("/v1/messages", model=MODEL, max_tokens=5, messages=user(block))
+    assert "'image' is not supported" in refused.text, refused.text
     answer = await stack.post("/v1/responses", model=HOSTED, **asked)
     assert answer.status_code == 200 and stack.peer.submitted[-1].images == (Image(PNG, "image/png"),)
     request = await sent(stack, HOSTED, "/v1/responses", input="And?", previous_response_id=answer.json()["id"])

@@ -97,7 +97,7 @@ def renamed(error: ApiError) -> ApiError:
     with Anthropic's words, by which agents know that a conversation has to be made shorter."""
     if error.param is not None and error.param.startswith("messages[") and IMAGE in error.message:
         # A chat's messages are counted otherwise.
-        error.message = error.message.replace(f"'{error.param}'", "'messages'")
+        error.message = error.message.replace(f"'{error.param}'", "'messages'").replace(f"'{IMAGE}'", "'image'")
         error.param = "messages"
     if error.param in _NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")

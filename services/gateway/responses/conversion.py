@@ -277,7 +277,7 @@ def renamed(error: ApiError) -> ApiError:
     """The error that a chat was refused with, with the field as it is called here."""
     if error.param is not None and error.param.startswith("messages["):
         # A chat's messages are counted otherwise.
-        error.message = error.message.replace(f"'{error.param}'", "'input'")
+        error.message = error.message.replace(f"'{error.param}'", "'input'").replace(f"'{IMAGE}'", f"'{_IMAGE}'")
         error.param = "input"
     if error.param in NAMES:
         error.message = error.message.replace(f"'{error.param}'", f"'{NAMES[error.param]}'")
