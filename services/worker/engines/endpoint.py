@@ -364,7 +364,9 @@ class EndpointEngine:
                 async for chunk in _chunks(answer):
                     progress = _progress(key, chunk, num_top)
                     num_bytes += 0 if progress is None else len(progress.tokens)
-                    if message.chat and chunk.usage is not None and chunk.usage.completion_tokens > num_bytes // 4:
+                    num_made = 0 if chunk.usage is None else chunk.usage.completion_tokens
+                    has_failed = progress is not None and progress.error is not None
+                    if message.chat and num_made > num_bytes // 4 and not has_failed:
                         raise NoTokenIds("some came without them, as reasoning may")
                     if progress is not None:
                         self._has_sent = self._has_sent or bool(progress.tokens)

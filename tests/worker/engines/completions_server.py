@@ -27,7 +27,7 @@ class CompletionsServer:
     `names_ids`: whether tokens are named by their ids; those of a chat's reasoning, its first `num_reasoning`, never are.
     `text`: of each. `hangs`: it answers nothing. `status`: of all its answers, `completions_status`: of those to
     completions, where that is not 200. `model`: the name of its model. `max_model_len`: as it says before its first
-    token."""
+    token. `last_reason`: why the most tokens end, where not for their number."""
 
     def __init__(self, *, names_ids: bool = True, text: str = "") -> None:
         self._text = text
@@ -40,6 +40,7 @@ class CompletionsServer:
         self.cut_after = 0
         self.names_ids = names_ids
         self.num_reasoning = 0
+        self.last_reason = ""
         self.bodies: list[dict[str, Any]] = []
         self.num_open = 0
         self.most_open = 0
@@ -102,7 +103,7 @@ class CompletionsServer:
                 token = next_token(tokens)
                 tokens.append(token)
                 is_stop = token in body.get("stop_token_ids", []) and number > body.get("min_tokens", 0)
-                reason = "stop" if is_stop else "length" if number == max_tokens else None
+                reason = "stop" if is_stop else self.last_reason or "length" if number == max_tokens else None
                 name = f"token_id:{token}" if self.names_ids else "word"
                 told: dict[str, Any] = {"tokens": [name], "token_logprobs": [-1.0], "top_logprobs": [{name: -1.0}]}
                 choice: dict[str, Any] = {"index": 0, "text": self._text, "logprobs": told, "finish_reason": reason}

@@ -112,6 +112,14 @@ async def test_reasoning_whose_tokens_have_no_ids_is_not_dropped_silently(served
     assert not stage.output("r1")
 
 
+async def test_a_chat_that_the_server_gives_up_may_go_on_elsewhere(served) -> None:
+    server, stage = served
+    server.last_reason = "abort"
+    await stage.submit(with_image(b"one"))
+    await stage.until(lambda: stage.end("r1"))
+    assert stage.end("r1").error.code == ErrorCode.UNAVAILABLE and "abort" in stage.end("r1").error.message
+
+
 async def test_a_native_instance_refuses_images(nats_settings) -> None:
     from tests.worker.engines.engine_stage import instance_of
 
