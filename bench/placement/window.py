@@ -144,13 +144,9 @@ def serve_all(asked: Asked, asked_window: Window, names: Sequence[str], num_proc
         ):
             served[name] = one
             print(one.row, flush=True)
-    problem, first = begun(asked)
-    speed = asked.course.speed
-    traffic = between(problem.traffic, *seconds(asked, asked_window))
-    estimator = Estimator(
-        msgspec.structs.replace(problem, traffic=traffic), num_bins=int(traffic.interval_s / BIN_S),
-        max_followed=traffic.num_requests,
-    )  # fmt: skip
+    problem, _, first = cut(asked, asked_window)
+    traffic = problem.traffic
+    estimator = Estimator(problem, num_bins=int(traffic.interval_s / BIN_S), max_followed=traffic.num_requests)
     estimated = estimator.predict(first.plan)
     adaptive, none = served["adaptive"], served["none"]
     targets = [
@@ -164,9 +160,9 @@ def serve_all(asked: Asked, asked_window: Window, names: Sequence[str], num_proc
     ]  # fmt: skip
     notes = (
         f"{asked.course.num_devices} L4s, load {asked.load:g}, day {asked.number_of_day}, hours {asked_window}, "
-        f"{speed:g} times as fast as recorded, {asked.course.num_turns} turns of popularity, every step simulated; a "
-        f"search takes {SEARCH_S:g} s. The estimate of the first plan: attainment {estimated.attainment:.4f}, normalised "
-        f"latency {estimated.normalised_latency:.2f}."
+        f"{asked.course.speed:g} times as fast as recorded, {asked.course.num_turns} turns of popularity, every "
+        f"step simulated; a search takes {SEARCH_S:g} s. The estimate of the first plan: attainment "
+        f"{estimated.attainment:.4f}, normalised latency {estimated.normalised_latency:.2f}."
     )
     return Table(
         name=f"{name_of(asked.course)}-{asked.number_of_day}-seed{asked.seed}-{asked_window}".replace(":", ""),

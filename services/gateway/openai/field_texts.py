@@ -64,7 +64,7 @@ FIELD_TEXTS = {
     "strict": "Refuses a schema that cannot be enforced.",
     "messages": "Messages of the conversation.",
     "role": "Role of the speaker.",
-    "content": "Text, or parts of text.",
+    "content": "Text, or parts: texts, and images in messages of the user.",
     "text": "Text, or its form.",
     "image_url": "An image: a data: URL with base64, or an http(s) URL.",
     "url": "URL of an image.",

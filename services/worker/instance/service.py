@@ -83,6 +83,7 @@ from shared.runtime.telemetry import Telemetry
 log = logging.getLogger(__name__)
 
 LACKS = frozenset({Capability.IMAGES})
+"""Capabilities that the native engine lacks."""
 METRICS_INTERVAL_S = 0.2
 """Between two updates of the gauges and counters that are read from the engine."""
 COMPILE_WAIT_S = 0.5

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 MODEL = Path("models/tideway-demo-llama")
-"""Whose tokenizer it has."""
+"""Folder of the model whose tokenizer the checkpoint has."""
 IMAGE_PIXELS, PATCH_PIXELS = 56, 14
 MODEL_TOKENS = 512
 NUM_IMAGE_TOKENS = (IMAGE_PIXELS // PATCH_PIXELS) ** 2
