@@ -75,7 +75,8 @@ class Client:
 
     @property
     def longest_gap_s(self) -> float:
-        return max(b - a for (a, _), (b, _) in pairwise(self.tokens))
+        """The longest time between tokens. A character of several tokens arrives with the last of them: they share its time."""
+        return max((b - a) / num for (a, _), (b, num) in pairwise(self.tokens))
 
     def tokens_until(self, at_s: float) -> int:
         """Tokens of prompt and answer that are known to be computed."""
