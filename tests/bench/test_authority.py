@@ -65,7 +65,7 @@ def test_tokens_of_a_client_count_with_its_prompt_once_it_has_begun() -> None:
     assert client.tokens_until(math.inf) == 0
     client.tokens = [(client.sent_s + at_s, num) for at_s, num in ((0.5, 1), (0.75, 2), (2.0, 2))]
     assert client.tokens_until(client.sent_s + 1.0) == 13 and client.tokens_until(math.inf) == 15
-    assert client.ttft_s == pytest.approx(0.5) and client.longest_gap_s == pytest.approx(1.25)
+    assert client.ttft_s == pytest.approx(0.5) and client.longest_gap_s == pytest.approx(0.625)
 
 
 @pytest.mark.long
