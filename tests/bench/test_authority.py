@@ -71,7 +71,7 @@ def test_tokens_of_a_client_count_with_its_prompt_once_it_has_begun() -> None:
 @pytest.mark.long
 def test_the_live_form_runs() -> None:
     sizes = authority_live.Sizes(
-        num_streams=2, stream_tokens=300, num_lines=4, line_tokens=(64, 16), num_normal=2, normal_tokens=60
+        num_streams=2, stream_tokens=1500, num_lines=4, line_tokens=(64, 16), num_normal=2, normal_tokens=60
     )
     targets, rows = authority_live.measure(sizes)
     assert len(targets) == 4 and all(target.value > 0 for target in targets), list(map(str, targets))

@@ -34,8 +34,10 @@ BUILD_TIMEOUT_S = 60.0
 (`START_TIMEOUT_S`): on a machine that is too busy to compile, torch's operators serve."""
 INSTALL_TIMEOUT_S = 300.0
 LOCK_POLL_S = 0.1
+_AVX512_BF16 = ("avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_bf16")
 VARIANTS = {
-    "avx512-bf16": ("-march=x86-64-v4 -mavx512bf16", ("avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_bf16")),
+    "amx-bf16": ("-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", (*_AVX512_BF16, "amx_tile", "amx_bf16")),
+    "avx512-bf16": ("-march=x86-64-v4 -mavx512bf16", _AVX512_BF16),
     "avx2": ("-march=x86-64-v3", ("avx2", "fma", "bmi2")),
 }
 """Name -> (compiler's flags, flags of the processor in /proc/cpuinfo that it needs); best first."""

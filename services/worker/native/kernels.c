@@ -62,6 +62,13 @@
 #define HAS_PAIRS 0
 #endif
 
+/* Whether the processor multiplies whole tiles of bfloat16 (AMX). */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && LANES == 16
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -299,6 +306,16 @@ static void *team_member(void *start) {
     return NULL;
 }
 
+#if HAS_TILES
+static atomic_int may_use_tiles;
+
+/* Asks the kernel, once for the process, for the registers of tiles. */
+static void ask_for_tiles(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    if (!syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) atomic_store(&may_use_tiles, 1);
+}
+#endif
+
 /* NULL: no memory, or no threads. Lives as long as the process. */
 Team *tideway_team(int num_threads) {
     Team *team = NULL;
@@ -307,6 +324,9 @@ Team *tideway_team(int num_threads) {
     team->num_threads = num_threads;
     team->caller_cpu = -1;
     pthread_mutex_init(&team->in_use, NULL);
+#if HAS_TILES
+    ask_for_tiles();
+#endif
     cpu_set_t allowed;
     if (!sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) == num_threads)
         for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
@@ -318,6 +338,15 @@ Team *tideway_team(int num_threads) {
         pthread_detach(team->threads[i]);
     }
     return team;
+}
+
+/* Whether products of bfloat16 are made by the processor's whole tiles. Known when there is a team. */
+int tideway_has_tiles(void) {
+#if HAS_TILES
+    return atomic_load(&may_use_tiles);
+#else
+    return 0;
+#endif
 }
 
 /* Members yield to what their caller yields to. */
@@ -713,6 +742,20 @@ static __attribute__((noinline)) void add_changes(int bf16, const Product *p, lo
     }
 }
 
+/* Stores what comes of a panel's sums of a row, which it changes. */
+ALWAYS void put_sums(const int bf16, const Product *p, long panel, long row, floats sum[PANEL_VECTORS]) {
+    const Linear *linear = p->linear;
+    const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
+    const int gates = PANEL_VECTORS / 2;
+    if (bias) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) sum[v] += *(const floats_at *)(bias + v * LANES);
+    if (p->gated) UNROLL for (int v = 0; v < gates; v++) sum[v] = activate(p->activation, sum[v]) * sum[gates + v];
+    const long begin = p->gated ? panel * HALF_PANEL : panel * PANEL;
+    const long left = (p->gated ? linear->num_outputs / 2 : linear->num_outputs) - begin;
+    UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+        if (v * LANES < left && (!p->gated || v < gates))
+            store_some(bf16, p->out, row * p->out_stride + begin + v * LANES, sum[v], left - v * LANES);
+}
+
 /* `unpacked`: of `unpacked_panel`, or NULL; `widened`: the rows from `row` on, where there are no pairs. */
 ALWAYS void panel_rows(const int bf16, const int kind, const int rows, const Product *p, long panel, long row,
                        const words *unpacked, const float *widened) {
@@ -734,18 +777,7 @@ ALWAYS void panel_rows(const int bf16, const int kind, const int rows, const Pro
         add_changes(bf16, p, panel, row, rows, sums);
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = sums[r][v];
     }
-    const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
-    const int gates = PANEL_VECTORS / 2;
-    UNROLL for (int r = 0; r < rows; r++) {
-        floats *sum = acc[r];
-        if (bias) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) sum[v] += *(const floats_at *)(bias + v * LANES);
-        if (p->gated) UNROLL for (int v = 0; v < gates; v++) sum[v] = activate(p->activation, sum[v]) * sum[gates + v];
-        const long begin = p->gated ? panel * HALF_PANEL : panel * PANEL;
-        const long left = (p->gated ? linear->num_outputs / 2 : linear->num_outputs) - begin;
-        UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
-            if (v * LANES < left && (!p->gated || v < gates))
-                store_some(bf16, p->out, (row + r) * p->out_stride + begin + v * LANES, sum[v], left - v * LANES);
-    }
+    UNROLL for (int r = 0; r < rows; r++) put_sums(bf16, p, panel, row + r, acc[r]);
 }
 
 static void panel_tail(const int bf16, int rows, const Product *p, long panel, long row, const words *unpacked,
@@ -783,28 +815,34 @@ static void *take_space(Space *space, long bytes) {
     return space->at;
 }
 
+ALWAYS void unpack(const int kind, const Linear *linear, long panel, words *to) {
+    const long per_word = HAS_PAIRS ? 1 : 2, step = PANEL_VECTORS * per_word;
+    const long length = kind == INT4 ? linear->group_words : linear->in_words;
+    const char *at = (const char *)linear->weight + panel * linear->in_words * bytes_of(kind);
+    for (long first = 0; first < linear->in_words; first += length) {
+        Fours fours;
+        if (kind == INT4) fours = fours_of(linear, panel, first / length);
+        for (long k = first; k < first + length; k++) {
+            words b[PANEL_VECTORS];
+            __builtin_prefetch(at + k * bytes_of(kind) + 4096);
+            panel_words(kind, at, k, &fours, b);
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+                to[k * step + v] = HAS_PAIRS ? b[v] : (words)first_of(b[v]);
+                if (!HAS_PAIRS) to[k * step + PANEL_VECTORS + v] = (words)second_of(b[v]);
+            }
+        }
+    }
+}
+
 /* A panel for many tiles of rows: of few bits as words; where there are no pairs, [2 * in_words, PANEL] float32. NULL: there is
  * no memory for it. */
 static const words *unpacked_panel(const Linear *linear, long panel) {
     static _Thread_local Space space;
-    const long per_word = HAS_PAIRS ? 1 : 2, step = PANEL_VECTORS * per_word;
-    words *to = take_space(&space, linear->in_words * step * sizeof(words));
-    const char *at = (const char *)linear->weight + panel * linear->in_words * bytes_of(linear->kind);
-    for (long k = 0; to && k < linear->in_words; k++) {
-        words b[PANEL_VECTORS];
-        if (linear->kind == WORDS) {
-            panel_words(WORDS, at, k, NULL, b);
-        } else if (linear->kind == INT8) {
-            panel_words(INT8, at, k, NULL, b);
-        } else {
-            Fours fours = fours_of(linear, panel, k / linear->group_words);
-            panel_words(INT4, at, k, &fours, b);
-        }
-        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
-            to[k * step + v] = HAS_PAIRS ? b[v] : (words)first_of(b[v]);
-            if (!HAS_PAIRS) to[k * step + PANEL_VECTORS + v] = (words)second_of(b[v]);
-        }
-    }
+    words *to = take_space(&space, linear->in_words * PANEL_VECTORS * (HAS_PAIRS ? 1 : 2) * sizeof(words));
+    if (!to) return NULL;
+    if (linear->kind == WORDS) unpack(WORDS, linear, panel, to);
+    else if (linear->kind == INT8) unpack(INT8, linear, panel, to);
+    else unpack(INT4, linear, panel, to);
     return to;
 }
 
@@ -823,10 +861,140 @@ static const float *widened_rows(const Product *p, long row, long rows) {
     return to;
 }
 
+#if HAS_TILES
+#define TILE 16                     /* rows of a tile; each has 16 words */
+#define TILED_ROWS (2 * TILE)       /* whose sums with a panel are made together */
+#define TILED_WORDS (8 * TILE)      /* of these rows and of a panel, that lie in a core's first cache together */
+#define TILED_GROUP_BYTES (1 << 20) /* of inputs that lie in its second cache */
+#define MOST_TILED_ROWS 512
+
+/* What was written so far lies in memory: the compiler does not know that tiles are read there. */
+ALWAYS void is_written(void) { __asm__ volatile("" ::: "memory"); }
+
+/* Registers 0 and 1 have sums of `low` rows, 2 and 3 of `high`, 4 and 5 their inputs, 6 and 7 weights. */
+static void shape_tiles(long low, long high) {
+    struct { uint8_t palette, first_row, unused[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+    const uint8_t rows[8] = {low, low, high, high, low, high, TILE, TILE};
+    memcpy(shape.rows, rows, sizeof rows);
+    for (int i = 0; i < 8; i++) shape.row_bytes[i] = rows[i] ? 64 : 0;
+    is_written();
+    _tile_loadconfig(&shape);
+}
+
+/* sums [rows] += x [rows <= TILED_ROWS, words first .. end - 1] x a panel's, from 0 if `first` is. Each sum runs over its words
+ * in one order, whatever the rows. */
+static void add_tiles(long rows, const uint32_t *x, long x_stride, const char *panel, long first, long end,
+                      floats (*sums)[PANEL_VECTORS]) {
+    const char *low = (const char *)x, *high = low + TILE * 4 * x_stride;
+    const long step = PANEL * 4, stride = 4 * x_stride;
+    char *low_sums = (char *)sums, *high_sums = (char *)(sums + TILE);
+    is_written();
+    if (first) {
+        _tile_loadd(0, low_sums, step);
+        _tile_loadd(1, low_sums + 64, step);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    if (rows > TILE) {
+        if (first) {
+            _tile_loadd(2, high_sums, step);
+            _tile_loadd(3, high_sums + 64, step);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (long k = first; k < end; k += TILE) {
+            _tile_loadd(6, panel + k * step, step);
+            _tile_loadd(4, low + k * 4, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panel + k * step + 64, step);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, high + k * 4, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, high_sums, step);
+        _tile_stored(3, high_sums + 64, step);
+    } else {
+        for (long k = first; k < end; k += TILE) {
+            _tile_loadd(6, panel + k * step, step);
+            _tile_loadd(4, low + k * 4, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panel + k * step + 64, step);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, low_sums, step);
+    _tile_stored(1, low_sums + 64, step);
+}
+
+static int is_tiled(const Linear *linear) {
+    const long words = linear->kind == WORDS ? linear->in_words : linear->group_words;
+    return words % TILE == 0 && atomic_load_explicit(&may_use_tiles, memory_order_relaxed);
+}
+
+/* sums [rows] += scales * x [rows <= TILED_ROWS, `count` words] x a group's of a panel, from 0 if it is the `first`. */
+static void add_scaled_tiles(long rows, const uint32_t *x, long x_stride, const char *panel, long count, const float *scales,
+                             int is_first, floats (*sums)[PANEL_VECTORS]) {
+    floats parts[TILED_ROWS][PANEL_VECTORS], zero = splat(0.0f);
+    add_tiles(rows, x, x_stride, panel, 0, count, parts);
+    for (long r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+            sums[r][v] = fused(parts[r][v], *(const floats_at *)(scales + v * LANES), is_first ? zero : sums[r][v]);
+}
+
+/* As `multiply`, of bfloat16. */
+static void multiply_by_tiles(Worker *worker, const Product *p) {
+    static _Thread_local Space space;
+    const Linear *linear = p->linear;
+    const int is_scaled = linear->kind != WORDS;
+    const long in_words = linear->in_words, panels = (linear->num_outputs + PANEL - 1) / PANEL;
+    long group = TILED_GROUP_BYTES / (4 * in_words);
+    group = group < 2 * TILED_ROWS ? 2 * TILED_ROWS : group > MOST_TILED_ROWS ? MOST_TILED_ROWS : group;
+    const long groups = (p->num_rows + group - 1) / group;
+    group = ((p->num_rows + groups - 1) / groups + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS;
+    floats(*sums)[PANEL_VECTORS] = take_space(&space, group * sizeof(*sums));
+    if (!sums) abort();
+    long shaped = 0;
+    for (long piece; (piece = take_near(worker, panels * groups)) < panels * groups;) {
+        const long panel = piece % panels, first = piece / panels * group;
+        const long end = first + group < p->num_rows ? first + group : p->num_rows;
+        const long step = is_scaled ? linear->group_words : end - first > TILED_ROWS ? TILED_WORDS : in_words;
+        const char *at = is_scaled ? (const char *)unpacked_panel(linear, panel)
+                                   : (const char *)linear->weight + panel * in_words * bytes_of(WORDS);
+        const float *scales = is_scaled ? linear->scales + panel * (in_words / step) * PANEL : NULL;
+        if (!at) abort();
+        for (long k = 0; k < in_words; k += step) {
+            const long stop = k + step < in_words ? k + step : in_words;
+            for (long row = first; row < end; row += TILED_ROWS) {
+                const long rows = row + TILED_ROWS < end ? TILED_ROWS : end - row;
+                const uint32_t *x = (const uint32_t *)p->x + row * p->x_stride;
+                floats(*of_rows)[PANEL_VECTORS] = sums + (row - first);
+                if (rows != shaped) shape_tiles(rows < TILE ? rows : TILE, rows < TILE ? 0 : rows - TILE);
+                shaped = rows;
+                if (is_scaled)
+                    add_scaled_tiles(rows, x + k, p->x_stride, at + k * bytes_of(WORDS), step, scales + k / step * PANEL, !k,
+                                     of_rows);
+                else add_tiles(rows, x, p->x_stride, at, k, stop, of_rows);
+                if (stop < in_words) continue;
+                if (p->changes) add_changes(1, p, panel, row, (int)rows, of_rows);
+                for (long r = 0; r < rows; r++) put_sums(1, p, panel, row + r, of_rows[r]);
+            }
+        }
+    }
+    if (shaped) _tile_release();
+    sync_team(worker);
+}
+#endif
+
 /* A phase, or two with changes. Many rows are cut, so that those of one piece stay in the cache of a core, and few panels still
  * make many pieces. */
 static void multiply(const int bf16, Worker *worker, const Product *p) {
     if (p->changes) lower(bf16, worker, p);
+#if HAS_TILES
+    if (bf16 && is_tiled(p->linear)) return multiply_by_tiles(worker, p);
+#endif
     const long panels = (p->linear->num_outputs + PANEL - 1) / PANEL;
     long group = 240, groups = (p->num_rows + group - 1) / group;
     if (groups > 1) group = ((p->num_rows + groups - 1) / groups + ROWS - 1) / ROWS * ROWS;
@@ -882,7 +1050,7 @@ static void add_and_norm(const int bf16, Worker *worker, void *hidden, const voi
 
 #define KEY_TILE 64
 #define TILE_VECTORS (KEY_TILE / LANES)
-#define QUERY_ROWS 64 /* pairs of query and head that go over the keys together */
+#define QUERY_ROWS (HAS_TILES ? 128 : 64) /* pairs of query and head that go over the keys together */
 #define MAX_HEAD_DIM 256
 
 typedef struct {
@@ -1060,7 +1228,46 @@ typedef struct {
     int64_t position;
 } Row;
 
-/* One tile of keys for up to GROUP rows: scores, weights, and what they make of the values (Milakov and Gimelshein 2018). */
+/* Weights of a row's scores with a tile of keys, and how far its `sums` shrink, [vectors] (Milakov and Gimelshein 2018). */
+ALWAYS void weigh(const int pairs, const Heads *heads, Row *state, floats scores[TILE_VECTORS], long first, floats *sums,
+                  long vectors, void *weights) {
+    const ints lanes = LANE_NUMBERS;
+    /* in units of ln 2, so that weights are powers of 2 */
+    float scale = heads->scale * 1.44269504f, cap = heads->soft_cap;
+    UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+        if (cap > 0.0f) {
+            floats x = scores[v] * (heads->scale / cap);
+            scores[v] = (2.0f * sigmoid(2.0f * x) - 1.0f) * (cap * 1.44269504f);
+        } else {
+            scores[v] *= scale;
+        }
+    }
+    long newest = state->position - first, oldest = heads->window ? newest - heads->window : -1;
+    if (newest < KEY_TILE - 1 || oldest >= 0) {
+        UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+            ints key = lanes + v * LANES;
+            ints hidden = (key > (int)(newest > KEY_TILE ? KEY_TILE : newest)) |
+                          (key <= (int)(oldest < -1 ? -1 : oldest > KEY_TILE ? KEY_TILE : oldest));
+            scores[v] = choose(hidden, splat(-INFINITY), scores[v]);
+        }
+    }
+    floats of_lanes = scores[0];
+    UNROLL for (int v = 1; v < TILE_VECTORS; v++) of_lanes = larger(of_lanes, scores[v]);
+    float best = largest_lane(of_lanes);
+    if (best > state->largest) {
+        floats shrink = exp2_of(splat(state->largest - best));
+        state->sum *= shrink;
+        for (long i = 0; i < vectors; i++) sums[i] *= shrink;
+        state->largest = best;
+    }
+    UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+        floats weight = exp2_of(scores[v] - state->largest);
+        state->sum += weight;
+        store(pairs, weights, v * LANES, weight);
+    }
+}
+
+/* One tile of keys for up to GROUP rows: scores, weights, and what they make of the values. */
 ALWAYS void attend_group(const int pairs, const int rows, const Heads *heads, const uint32_t *const *queries, Row *state,
                          floats *out, const words *keys, const words *values, long first, const Lines *next_keys,
                          const Lines *next_values) {
@@ -1070,41 +1277,8 @@ ALWAYS void attend_group(const int pairs, const int rows, const Heads *heads, co
     accumulate(pairs, rows, queries, keys, head_dim / per_word, scores, next_keys, 0);
     _Alignas(64) char weights[GROUP][KEY_TILE * 4];
     const uint32_t *weight_words[GROUP];
-    const ints lanes = LANE_NUMBERS;
     UNROLL for (int r = 0; r < rows; r++) {
-        /* in units of ln 2, so that weights are powers of 2 */
-        float scale = heads->scale * 1.44269504f, cap = heads->soft_cap;
-        UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-            if (cap > 0.0f) {
-                floats x = scores[r][v] * (heads->scale / cap);
-                scores[r][v] = (2.0f * sigmoid(2.0f * x) - 1.0f) * (cap * 1.44269504f);
-            } else {
-                scores[r][v] *= scale;
-            }
-        }
-        long newest = state[r].position - first, oldest = heads->window ? newest - heads->window : -1;
-        if (newest < KEY_TILE - 1 || oldest >= 0) {
-            UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-                ints key = lanes + v * LANES;
-                ints hidden = (key > (int)(newest > KEY_TILE ? KEY_TILE : newest)) |
-                              (key <= (int)(oldest < -1 ? -1 : oldest > KEY_TILE ? KEY_TILE : oldest));
-                scores[r][v] = choose(hidden, splat(-INFINITY), scores[r][v]);
-            }
-        }
-        floats of_lanes = scores[r][0];
-        UNROLL for (int v = 1; v < TILE_VECTORS; v++) of_lanes = larger(of_lanes, scores[r][v]);
-        float best = largest_lane(of_lanes);
-        if (best > state[r].largest) {
-            floats shrink = exp2_of(splat(state[r].largest - best));
-            state[r].sum *= shrink;
-            for (long i = 0; i < chunks * TILE_VECTORS; i++) out[r * chunks * TILE_VECTORS + i] *= shrink;
-            state[r].largest = best;
-        }
-        UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-            floats weight = exp2_of(scores[r][v] - state[r].largest);
-            state[r].sum += weight;
-            store(pairs, weights[r], v * LANES, weight);
-        }
+        weigh(pairs, heads, state + r, scores[r], first, out + r * chunks * TILE_VECTORS, chunks * TILE_VECTORS, weights[r]);
         weight_words[r] = (const uint32_t *)weights[r];
     }
     const long length = KEY_TILE / per_word;
@@ -1117,6 +1291,50 @@ ALWAYS void attend_group(const int pairs, const int rows, const Heads *heads, co
             UNROLL for (int v = 0; v < TILE_VECTORS; v++) out[(r * chunks + c) * TILE_VECTORS + v] = acc[r][v];
     }
 }
+
+#if HAS_TILES
+/* sums [TILE rows, 64], `stride` bytes a row, += a [rows, length] words x b [length, 64] words. Registers have as many rows. */
+ALWAYS void add_square(const char *a, long a_stride, const words *b, long length, int is_first, char *sums, long stride) {
+    const long step = 64 * 4;
+    is_written();
+#define EACH(f) f(0) f(1) f(2) f(3)
+#define ZERO(v) _tile_zero(v);
+#define READ(v) _tile_loadd(v, sums + 64 * v, stride);
+#define WRITE(v) _tile_stored(v, sums + 64 * v, stride);
+    if (is_first) { EACH(ZERO) } else { EACH(READ) }
+    for (long k = 0; k < length; k += TILE) {
+        const char *weights = (const char *)b + k * step;
+        _tile_loadd(4, a + k * 4, a_stride);
+        _tile_loadd(6, weights, step);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + 64, step);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, weights + 128, step);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, weights + 192, step);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    EACH(WRITE)
+#undef EACH
+#undef ZERO
+#undef READ
+#undef WRITE
+}
+
+/* As `attend_group`, for up to TILE rows of bfloat16: `queries` [rows, head_dim]. */
+static void attend_tiled(long rows, const Heads *heads, const char *queries, Row *state, floats *out, const words *keys,
+                         const words *values, long first) {
+    const long head_dim = heads->head_dim, chunks = (head_dim + 63) / 64, length = KEY_TILE / 2;
+    floats scores[TILE][TILE_VECTORS];
+    _Alignas(64) char weights[TILE][KEY_TILE * 2];
+    add_square(queries, head_dim * 2, keys, head_dim / 2, 1, (char *)scores, sizeof scores[0]);
+    for (long r = 0; r < rows; r++)
+        weigh(1, heads, state + r, scores[r], first, out + r * chunks * TILE_VECTORS, chunks * TILE_VECTORS, weights[r]);
+    for (long c = 0; c < chunks; c++)
+        add_square(weights[0], sizeof weights[0], values + c * length * TILE_VECTORS, length, 0,
+                   (char *)(out + c * TILE_VECTORS), chunks * 256);
+}
+#endif
 
 /* Queries first_query .. first_query + num_queries - 1 of a sequence, `shared` heads that share a KV head. */
 ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long sequence, long kv_head,
@@ -1132,6 +1350,11 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
     static _Thread_local Row state[QUERY_ROWS];
     static _Thread_local float widened[HAS_PAIRS ? 1 : QUERY_ROWS * MAX_HEAD_DIM];
     const uint32_t *query[QUERY_ROWS];
+#if HAS_TILES
+    static _Thread_local _Alignas(64) char together[QUERY_ROWS * MAX_HEAD_DIM * 2];
+    const int is_tiled = bf16 && head_dim % (2 * TILE) == 0 && atomic_load_explicit(&may_use_tiles, memory_order_relaxed);
+    long shaped = 0;
+#endif
     for (long r = 0; r < num_rows; r++) {
         long t = token + r / shared, head = first_head + r % shared;
         const char *from = (const char *)queries + (t * query_stride + head * head_dim) * size;
@@ -1140,6 +1363,9 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
             for (long d = 0; d < head_dim; d += LANES) store(0, to, d, load(1, from, d));
             from = (const char *)to;
         }
+#if HAS_TILES
+        if (is_tiled) memcpy(together + r * head_dim * 2, from, head_dim * 2);
+#endif
         query[r] = (const uint32_t *)from;
         state[r] = (Row){splat(0.0f), -1e30f, position + r / shared};
     }
@@ -1158,6 +1384,21 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
         pack_values(bf16, batch, kv, table, kv_head, head_dim, first, valid, values);
         next_keys = lines_of(bf16, batch, kv, kv->keys, table, kv_head, head_dim, first + KEY_TILE, context);
         next_values = lines_of(bf16, batch, kv, kv->values, table, kv_head, head_dim, first + KEY_TILE, context);
+#if HAS_TILES
+        if (is_tiled) {
+            for (long line = 0; line < next_keys.lines; line++) fetch(&next_keys, line);
+            for (long line = 0; line < next_values.lines; line++) fetch(&next_values, line);
+            for (long r = 0; r < num_rows; r += TILE) {
+                const long rows = num_rows - r < TILE ? num_rows - r : TILE;
+                if (state[r + rows - 1].position < first) continue;
+                if (rows != shaped) shape_tiles(rows, rows);
+                shaped = rows;
+                attend_tiled(rows, heads, together + r * head_dim * 2, state + r, sums + r * chunks * TILE_VECTORS, keys,
+                             values, first);
+            }
+            continue;
+        }
+#endif
         for (long r = 0; r < num_rows; r += GROUP) {
             if (state[r + GROUP < num_rows ? r + GROUP - 1 : num_rows - 1].position < first) continue;
             floats *to = sums + r * chunks * TILE_VECTORS;
@@ -1174,6 +1415,9 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
             next_keys.lines = next_values.lines = 0;
         }
     }
+#if HAS_TILES
+    if (shaped) _tile_release();
+#endif
     for (long r = 0; r < num_rows; r++) {
         long t = token + r / shared, head = first_head + r % shared;
         floats inverse = splat(1.0f / add_lanes(state[r].sum));

@@ -143,6 +143,8 @@ class Kernels:
         self._team = c_void_p(library.tideway_team(num_threads))
         if not self._team:
             raise OSError(f"no {num_threads} threads can be started")
+        self.has_tiles = bool(library.tideway_has_tiles())
+        """Whether products of bfloat16 are made of whole tiles."""
 
     def linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
@@ -377,26 +379,27 @@ def in_halves(x: torch.Tensor) -> torch.Tensor:
 
 def packs(weight: torch.Tensor) -> bool:
     """Whether `PackedWeight` takes it, and its product is no slower than torch's here: vectors that multiply and add at
-    once are needed (torch is slow without the processor's own instructions for bfloat16, these kernels widen it); those for
-    whole tiles (AMX) torch uses and these kernels do not."""
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or kernels() is None:
-        return False
-    if not _is_fast():
+    once are needed (torch is slow without the processor's own instructions for bfloat16, these kernels widen it), and for
+    bfloat16 whole tiles (AMX), where the processor has them: a compiler may be too old for these."""
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES or not _multiplies(weight.dtype):
         return False
     return weight.shape[1] * weight.itemsize % 4 == 0
 
 
 def packs_integers(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype) -> bool:
     """Whether `PackedIntegers` takes these, [out_features, in_features] and [out_features, G], for inputs of `dtype`."""
-    if values.device.type != "cpu" or dtype != torch.bfloat16 or kernels() is None or not _is_fast():
+    if values.device.type != "cpu" or dtype != torch.bfloat16 or not _multiplies(dtype):
         return False
     if values.shape[1] // scales.shape[1] % 2:
         return False
     return zeros is None or bool(((zeros >= 0) & (zeros <= 16) & (zeros == zeros.round())).all())
 
 
-def _is_fast() -> bool:
-    return {"avx2", "fma"} <= cpu_flags() and "amx_bf16" not in cpu_flags()
+def _multiplies(dtype: torch.dtype) -> bool:
+    compiled, flags = kernels(), cpu_flags()
+    if compiled is None or not {"avx2", "fma"} <= flags:
+        return False
+    return dtype != torch.bfloat16 or compiled.has_tiles or "amx_bf16" not in flags
 
 
 @functools.cache
