@@ -75,7 +75,7 @@ class Client:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest time between tokens. A character of several tokens arrives with the last of them: they share its time."""
+        """The longest time between tokens. Those of one character arrive with its last, and share its time."""
         return max((b - a) / num for (a, _), (b, num) in pairwise(self.tokens))
 
     def tokens_until(self, at_s: float) -> int:
