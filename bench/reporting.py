@@ -140,13 +140,15 @@ def busiest_thread_s(pid: int) -> float:
 
 
 def take_precedence(pid: int, niceness: int) -> None:
-    """Gives a process and its descendants precedence over others on a machine that is in use: where the kernel groups
-    threads by sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""
+    """Gives a process and its descendants precedence over others on a machine that is in use: among threads, and among
+    sessions where the kernel groups threads by these. Below 0 it needs root's rights; raises `OSError` without."""
     stats = _stats()
     for each in stats:
         if _descends(each, stats, pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 Path(f"/proc/{each}/autogroup").write_text(str(niceness))
+                for thread in Path(f"/proc/{each}/task").iterdir():
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 def asked_to_end() -> Callable[[], bool]:
