@@ -28,10 +28,11 @@ class Turns:
         return max(credits, key=credits.__getitem__)
 
     def take(self, taker: str, weights: Mapping[str, float]) -> None:
-        """`taker` had a turn while those in `weights` wanted one. Others are forgotten."""
+        """`taker` had a turn while those in `weights` wanted one. Others keep their credit: they may take turns among
+        themselves in between."""
         credits = self._after(weights)
         credits[taker] -= 1.0
-        self._credits = {other: min(1.0, max(-1.0, credit)) for other, credit in credits.items()}
+        self._credits |= {other: min(1.0, max(-1.0, credit)) for other, credit in credits.items()}
 
     def _after(self, weights: Mapping[str, float]) -> dict[str, float]:
         least = LEAST_SHARE * max(weights.values())

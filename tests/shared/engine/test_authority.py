@@ -278,6 +278,19 @@ def test_a_normal_prompt_is_in_time_beside_high_streams_of_several_models(num_hi
         assert sum(gaps) / len(gaps) <= TPOT_S
 
 
+def test_a_late_prompt_has_turns_beside_a_normal_stream_and_high_ones_of_other_models():
+    """It has no claim any more, and the stream's model has more requests: it has its share of the turns of normal ones."""
+    world = World("ABCD", tpot_s=0.5)
+    for model in "AB":
+        world.submit(f"high{model}", model, 200, 3000, priority=HIGH)
+    for index in range(3):
+        world.submit(f"stream{index}", "C", 200, 2000)
+    world.events.at(2.0, lambda: world.engine.apply(SetObjectives("D", 0.01, 0.5), 2.0))
+    world.submit("late", "D", 200, 20, 2.5)
+    world.run(20.0)
+    assert world.ttft_s("late") <= 5.0
+
+
 def test_beyond_what_the_device_can_do_normal_requests_have_their_share_of_the_turns():
     """Ten streams of high priority leave others' prompts no time within objectives, yet these get on."""
     world = World("AB", tpot_s=0.014)

@@ -38,13 +38,18 @@ def test_new_weights_count_at_once() -> None:
     assert took(turns, {"a": 1.0, "b": 9.0}, 3).count("b") >= 2, "what was taken at other weights is no debt"
 
 
-def test_asking_changes_nothing_and_who_left_is_forgotten() -> None:
+def test_asking_changes_nothing() -> None:
     turns: Turns = Turns()
-    weights = {"a": 1.0, "b": 1.0}
-    assert [turns.next(weights) for _ in range(3)] == ["a", "a", "a"]
-    turns.take("a", weights)
-    turns.take("c", {"c": 1.0, "d": 1.0})
-    assert turns.next(weights) == "a"
+    assert [turns.next({"a": 1.0, "b": 1.0}) for _ in range(3)] == ["a", "a", "a"]
+
+
+def test_turns_of_others_in_between_change_nothing() -> None:
+    turns: Turns = Turns()
+    taken = []
+    for _ in range(12):
+        took(turns, {"c": 1.0, "d": 1.0}, 3)
+        taken += took(turns, {"a": 2.0, "b": 1.0}, 1)
+    assert Counter(taken) == {"a": 8, "b": 4}
 
 
 def test_turns_given_for_other_reasons_are_no_debt_and_no_treasure() -> None:
