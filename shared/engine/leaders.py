@@ -258,15 +258,15 @@ class Leaders:
         """How long something may run before online steps of `need_s` must begin, for no stream of whatever model to stand
         still for longer than its TPOT objective."""
         queues = [queue for queue in self._queues.values() if queue.has_online_work()]
-        return min((queue.token_left_s(begins_s) for queue in queues), default=math.inf) - need_s
+        claims = [self._stream_claim(queue, begins_s) for queue in queues]
+        return room_s(claims) - (need_s - sum(step_s for _, step_s in claims))
 
     def _room_beside_s(self, queue: ModelQueue, begins_s: float) -> float:
         """How long a step of the model's online work may be made by offline work, for no stream of whatever model to stand
-        still for longer than its TPOT objective. Streams of another model may have their step after one of each model."""
+        still for longer than its TPOT objective. Streams of other models run after it, those due first first."""
         others = [other for other in self._queues.values() if other is not queue and other.has_online_work()]
-        left_s = min((other.token_left_s(begins_s) for other in others), default=math.inf)
-        steps_s = sum(other.streams(begins_s)[1] for other in (queue, *others)) / SERVING_STEPS
-        return max(0.0, min(queue.token_left_s(begins_s), left_s - steps_s))
+        room_of_others_s = room_s(self._stream_claim(other, begins_s) for other in others)
+        return max(0.0, min(queue.token_left_s(begins_s), room_of_others_s))
 
     def _offline_decodes_s(self, queue: ModelQueue) -> float:
         """Seconds of a step with the offline sequences that decode, where there is nothing else to do; else inf."""
@@ -290,6 +290,24 @@ class Leaders:
                 if 0 < len(first) < len(group):
                     yield [one for one in group if one in first or self.is_urgent(one.queue, begins_s)]
             yield group
+
+    def due_stream(self, picked: Candidate, candidates: list[Candidate], begins_s: float) -> Candidate:
+        """Which of the candidates leads where the ordering policy picked this one: the one whose streams are due first, if
+        some would stand still for longer than their TPOT objective after a step of the picked one's streams, while all can
+        be in time and no first token is late."""
+        if not self._ordering.bounds_silence or picked.priority_class == PriorityClass.OFFLINE:
+            return picked
+        claims = {one.name: self._stream_claim(one.queue, begins_s) for one in candidates}
+        left_s = room_s(claim for name, claim in claims.items() if name != picked.name)
+        if left_s >= claims[picked.name][1] or self._memory.first_tokens.is_one_late(begins_s):
+            return picked
+        busy = sum(claims[one.name][1] / one.queue.objectives(begins_s).tpot_s for one in candidates)
+        return picked if busy > PACE else min(candidates, key=lambda one: claims[one.name][0])
+
+    @staticmethod
+    def _stream_claim(queue: ModelQueue, begins_s: float) -> tuple[float, float]:
+        """Claim for `room_s`: until a stream of the model is due by its TPOT objective, and a step of all its streams."""
+        return queue.token_left_s(begins_s), queue.streams(begins_s)[1] / SERVING_STEPS
 
     def _favoured_of(self, group: list[Candidate], begins_s: float) -> Iterator[list[Candidate]]:
         """Models in which favoured tenants wait for a step, and favoured models with sequences that do so."""
@@ -418,10 +436,13 @@ class Leaders:
             self._num_led += 1
         elif self._memory.has_online_work():
             self._own_began_s, self._num_led = begins_s, 0
-        if not batch.sequences[-1].is_online:  # they come last
+        has_offline = not batch.sequences[-1].is_online  # they come last
+        if has_offline:
             queue.offline_turn_s = begins_s
-            if queue.name in self._offline_weights:
-                self._offline_turns.take(queue.name, self._offline_weights)
+        # There was time, but its offline sequences lack room: it has no use of its turn.
+        is_vain = not queue.running[PriorityClass.OFFLINE] and batch.budget.fits_prefill(1, 0) > 0
+        if queue.name in self._offline_weights and (has_offline or is_vain):
+            self._offline_turns.take(queue.name, self._offline_weights)
 
     def is_urgent(self, queue: ModelQueue, begins_s: float) -> bool:
         """Whether streams of the model have stood still for so long that they go first."""

@@ -103,6 +103,7 @@ class Planner:
                 picked, is_choice = candidates[0], len(candidates) > 1
                 if is_choice:
                     picked = cast(Candidate, self._ordering.pick_model(cast(list[ModelView], candidates), begins_s))
+                    picked = self.leaders.due_stream(picked, candidates, begins_s)
                 candidates.remove(picked)
                 queue, leading = picked.queue, picked.priority_class
                 limits = self.leaders.limits(picked, begins_s)
