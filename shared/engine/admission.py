@@ -161,7 +161,7 @@ class Admission:
     def gets_share(self, sequence: Sequence, now: float) -> bool:
         """Whether a waiting online sequence lacks what others' online ones hold beyond their shares, perhaps in flight."""
         memory, needed = self._memory, self._memory.num_wanted_blocks(sequence)
-        if not memory.num_free_rows and any(memory.beyond_tenant_share(sequence, now)):
+        if not memory.num_free_rows and any(memory.beyond_row_shares(sequence, now)):
             return True
         if memory.pool.num_available(sequence.model) >= needed:
             return False

@@ -41,7 +41,10 @@ LONG_STEP_S = 0.015
 """Seconds of a step after which the next one is planned when it has ended: the device then waits for the host, for a
 small part of that."""
 STRANGER_SHARE = 0.05
-"""Share of the TTFT objective: what a step with prompts may take where a stranger might come beside a flood."""
+"""Share of the TTFT objective: what prompts may add to a step where a stranger might come beside a flood."""
+EXPECTED_SHARE = 0.03
+"""The same where a model is expected. Much less would keep prompts from their part of the steps beside many streams: their
+model could not serve what it is asked, and ever more of them would be late."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""
@@ -167,18 +170,22 @@ class Favours:
     def waits_for(self, step_s: float, now: float) -> bool:
         """Whether a step in flight that takes so long is to end before the next one is planned: the prompt of an expected
         tenant, or a stranger's beside a flood, would find both."""
-        return step_s >= LONG_STEP_S and (self._shortest_s(now) < inf or self._is_flooded(now))
+        is_expected = _shortest_s(self._tenants, self._known, now) < inf or self._expects_model(now)
+        return step_s >= LONG_STEP_S and (is_expected or self._is_flooded(now))
 
     def step_limit_s(self, queue: ModelQueue, now: float) -> float:
         """How long a step of the model with prompts may take."""
-        cost, shortest_s = queue.cost_model, self._shortest_s(now, queue.name)
+        cost = queue.cost_model
         if cost is None:
             return inf
         decodes_s = cost.predict(queue.online_shape(0))
-        if shortest_s == inf:
-            return decodes_s + STRANGER_SHARE * queue.ttft_objective_s if self._is_flooded(now) else inf
-        least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
-        return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
+        shortest_s = _shortest_s(self._tenants, self._known, now)
+        if shortest_s < inf:
+            least_s = decodes_s + LEAST_PROGRESS * cost.fixed_s / self._steps_in_flight
+            return max(WAIT_SHARE * shortest_s / self._steps_in_flight, least_s)
+        if self._expects_model(now, queue.name):
+            return decodes_s + EXPECTED_SHARE * queue.ttft_objective_s
+        return decodes_s + STRANGER_SHARE * queue.ttft_objective_s if self._is_flooded(now) else inf
 
     def _is_flooded(self, now: float) -> bool:
         """Whether more is asked than can be done in time, and a stranger would be a tenant, or a model, that asks little."""
@@ -189,18 +196,15 @@ class Favours:
             may_come = models.has_dominant(FEW, DOMINANT_SHARE, 1.0)
         return may_come and self._memory.first_tokens.is_one_late(now)
 
-    def _shortest_s(self, now: float, model: str = "") -> float:
-        """Seconds of the shortest among the longest recent prompts of the tenants that are expected beside a dominant one,
-        and of models but this one where a prompt is late; inf: there are none."""
-        shortest_s = _shortest_s(self._tenants, self._known, now)
-        of_models_s = _shortest_s(self._memory.models, self._known_models, now, model)
-        if of_models_s < shortest_s and self._memory.first_tokens.is_one_late(now):
-            return of_models_s
-        return shortest_s
+    def _expects_model(self, now: float, but: str = "") -> bool:
+        """Whether a model is expected beside a dominant one while a prompt is late, and `but` is not expected itself."""
+        known = _shortest_s(self._memory.models, self._known_models, now, but)
+        return known < inf and self._memory.first_tokens.is_one_late(now)
 
 
 def _shortest_s(shares: TenantShares, known: dict[str, _Known], now: float, but: str = "") -> float:
-    """See `Favours._shortest_s`. inf where `but` is expected itself."""
+    """Seconds of the shortest among the longest recent prompts of those that are expected beside a dominant one; inf: there
+    are none, or `but` is expected itself."""
     expected = {
         name: one
         for name, one in known.items()

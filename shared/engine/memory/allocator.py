@@ -488,6 +488,18 @@ class Allocator:
                 found += [other for other in own[1:] if other.priority_class >= sequence.priority_class]
         yield from sorted(found, key=lambda other: self.order_key(other, now), reverse=True)
 
+    def beyond_row_shares(self, sequence: Sequence, now: float) -> Iterator[Sequence]:
+        """Online sequences whose rows a waiting online one may have: their model or tenant holds more than its share.
+        They may be in flight. A model's least share of the rows is as large as that of the pool."""
+        least = int(self._least_share * self.num_rows / len(self.queues)) if len(self.queues) > 1 else 0
+        held = {name: sum(len(queue.running[one]) for one in ONLINE_CLASSES) for name, queue in self.queues.items()}
+        if held[sequence.model] < least:
+            for name, queue in self.queues.items():
+                if held[name] > least:
+                    for priority_class in range(sequence.priority_class, PriorityClass.OFFLINE):
+                        yield from queue.running[priority_class].values()
+        yield from self.beyond_tenant_share(sequence, now)
+
     def _merged_share(self, model: str, num_blocks: int) -> float:
         return num_blocks / self.queues[model].shape.blocks_per_merged
 
@@ -756,7 +768,7 @@ class Allocator:
             if not victim.in_flight and victim.priority_class > sequence.priority_class
         ]
         if sequence.is_online and not victims:
-            victims = [other for other in self.beyond_tenant_share(sequence, now) if not other.in_flight]
+            victims = [other for other in self.beyond_row_shares(sequence, now) if not other.in_flight]
         if self._give_row(victims, now):
             return True
         if self.suspended is None or sequence.priority_class == PriorityClass.OFFLINE:
