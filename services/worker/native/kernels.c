@@ -307,12 +307,13 @@ static void *team_member(void *start) {
 }
 
 #if HAS_TILES
-static atomic_int may_use_tiles;
+static int may_use_tiles;
+static pthread_once_t tiles_are_asked_for = PTHREAD_ONCE_INIT;
 
-/* Asks the kernel, once for the process, for the registers of tiles. */
+/* Asks the kernel for the registers of tiles, of all threads and children of the process. */
 static void ask_for_tiles(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-    if (!syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) atomic_store(&may_use_tiles, 1);
+    may_use_tiles = !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
 }
 #endif
 
@@ -325,7 +326,7 @@ Team *tideway_team(int num_threads) {
     team->caller_cpu = -1;
     pthread_mutex_init(&team->in_use, NULL);
 #if HAS_TILES
-    ask_for_tiles();
+    pthread_once(&tiles_are_asked_for, ask_for_tiles);
 #endif
     cpu_set_t allowed;
     if (!sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) == num_threads)
@@ -343,7 +344,7 @@ Team *tideway_team(int num_threads) {
 /* Whether products of bfloat16 are made by the processor's whole tiles. Known when there is a team. */
 int tideway_has_tiles(void) {
 #if HAS_TILES
-    return atomic_load(&may_use_tiles);
+    return may_use_tiles;
 #else
     return 0;
 #endif
@@ -834,8 +835,8 @@ ALWAYS void unpack(const int kind, const Linear *linear, long panel, words *to) 
     }
 }
 
-/* A panel for many tiles of rows: of few bits as words; where there are no pairs, [2 * in_words, PANEL] float32. NULL: there is
- * no memory for it. */
+/* A panel to be used several times, or by tiles: of few bits as words; where there are no pairs, [2 * in_words, PANEL] float32.
+ * NULL: there is no memory for it. */
 static const words *unpacked_panel(const Linear *linear, long panel) {
     static _Thread_local Space space;
     words *to = take_space(&space, linear->in_words * PANEL_VECTORS * (HAS_PAIRS ? 1 : 2) * sizeof(words));
@@ -866,7 +867,7 @@ static const float *widened_rows(const Product *p, long row, long rows) {
 #define TILED_ROWS (2 * TILE)       /* whose sums with a panel are made together */
 #define TILED_WORDS (8 * TILE)      /* of these rows and of a panel, that lie in a core's first cache together */
 #define TILED_GROUP_BYTES (1 << 20) /* of inputs that lie in its second cache */
-#define MOST_TILED_ROWS 512
+#define MOST_TILES 16               /* of these rows, whose sums are kept meanwhile */
 
 /* What was written so far lies in memory: the compiler does not know that tiles are read there. */
 ALWAYS void is_written(void) { __asm__ volatile("" ::: "memory"); }
@@ -931,7 +932,7 @@ static void add_tiles(long rows, const uint32_t *x, long x_stride, const char *p
 
 static int is_tiled(const Linear *linear) {
     const long words = linear->kind == WORDS ? linear->in_words : linear->group_words;
-    return words % TILE == 0 && atomic_load_explicit(&may_use_tiles, memory_order_relaxed);
+    return words % TILE == 0 && may_use_tiles;
 }
 
 /* sums [rows] += scales * x [rows <= TILED_ROWS, `count` words] x a group's of a panel, from 0 if it is the `first`. */
@@ -950,10 +951,10 @@ static void multiply_by_tiles(Worker *worker, const Product *p) {
     const Linear *linear = p->linear;
     const int is_scaled = linear->kind != WORDS;
     const long in_words = linear->in_words, panels = (linear->num_outputs + PANEL - 1) / PANEL;
-    long group = TILED_GROUP_BYTES / (4 * in_words);
-    group = group < 2 * TILED_ROWS ? 2 * TILED_ROWS : group > MOST_TILED_ROWS ? MOST_TILED_ROWS : group;
-    const long groups = (p->num_rows + group - 1) / group;
-    group = ((p->num_rows + groups - 1) / groups + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS;
+    /* as even as whole tiles allow, and none empty */
+    const long fits = TILED_GROUP_BYTES / (4 * in_words) / TILED_ROWS, tiles = (p->num_rows + TILED_ROWS - 1) / TILED_ROWS;
+    const long most = fits < 2 ? 2 : fits > MOST_TILES ? MOST_TILES : fits, least = (tiles + most - 1) / most;
+    const long group = (least ? (tiles + least - 1) / least : 1) * TILED_ROWS, groups = (p->num_rows + group - 1) / group;
     floats(*sums)[PANEL_VECTORS] = take_space(&space, group * sizeof(*sums));
     if (!sums) abort();
     long shaped = 0;
@@ -1352,7 +1353,7 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
     const uint32_t *query[QUERY_ROWS];
 #if HAS_TILES
     static _Thread_local _Alignas(64) char together[QUERY_ROWS * MAX_HEAD_DIM * 2];
-    const int is_tiled = bf16 && head_dim % (2 * TILE) == 0 && atomic_load_explicit(&may_use_tiles, memory_order_relaxed);
+    const int is_tiled = bf16 && head_dim % (2 * TILE) == 0 && may_use_tiles;
     long shaped = 0;
 #endif
     for (long r = 0; r < num_rows; r++) {

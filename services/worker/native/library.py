@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 PANEL = 32
 LANES = 16
+TILE_INPUTS = 32
+"""Inputs of a tile."""
+NARROW = 256
+"""Inputs of a weight with which it does not matter much how it is multiplied."""
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "relu": 2}
@@ -378,19 +382,27 @@ def in_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def packs(weight: torch.Tensor) -> bool:
-    """Whether `PackedWeight` takes it, and its product is no slower than torch's here: vectors that multiply and add at
-    once are needed (torch is slow without the processor's own instructions for bfloat16, these kernels widen it), and for
-    bfloat16 whole tiles (AMX), where the processor has them: a compiler may be too old for these."""
+    """Whether `PackedWeight` takes it, and its product is no slower than torch's here. That needs vectors that multiply and
+    add at once (torch is slow without the processor's own instructions for bfloat16, these kernels widen it) and, for
+    bfloat16 on a processor with AMX, whole tiles, unless the weight is as narrow as those of adapters."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or not _multiplies(weight.dtype):
         return False
-    return weight.shape[1] * weight.itemsize % 4 == 0
+    num_inputs = weight.shape[1]
+    if (
+        weight.dtype == torch.bfloat16
+        and "amx_bf16" in cpu_flags()
+        and num_inputs > NARROW
+        and num_inputs % TILE_INPUTS
+    ):
+        return False
+    return num_inputs * weight.itemsize % 4 == 0
 
 
 def packs_integers(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype) -> bool:
     """Whether `PackedIntegers` takes these, [out_features, in_features] and [out_features, G], for inputs of `dtype`."""
     if values.device.type != "cpu" or dtype != torch.bfloat16 or not _multiplies(dtype):
         return False
-    if values.shape[1] // scales.shape[1] % 2:
+    if values.shape[1] // scales.shape[1] % (TILE_INPUTS if "amx_bf16" in cpu_flags() else 2):
         return False
     return zeros is None or bool(((zeros >= 0) & (zeros <= 16) & (zeros == zeros.round())).all())
 
@@ -416,7 +428,15 @@ def _library() -> ctypes.CDLL | None:
 @functools.cache
 def _team_of(num_threads: int) -> Kernels | None:
     library = _library()
-    return None if library is None else Kernels(library, num_threads)
+    if library is None:
+        return None
+    compiled = Kernels(library, num_threads)
+    if "amx_bf16" in cpu_flags() and not compiled.has_tiles:
+        logger.warning(
+            "compiled kernels multiply no tiles (AMX), so torch multiplies bfloat16: the compiler does not know them, or the"
+            " system refuses them to this process"
+        )
+    return compiled
 
 
 def kernels() -> Kernels | None:
