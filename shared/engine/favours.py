@@ -43,8 +43,8 @@ small part of that."""
 STRANGER_SHARE = 0.05
 """Share of the TTFT objective: what prompts may add to a step where a stranger might come beside a flood."""
 EXPECTED_SHARE = 0.03
-"""The same where a model is expected. Much less would keep prompts from their part of the steps beside many streams: their
-model could not serve what it is asked, and ever more of them would be late."""
+"""Share of the TTFT objective: what prompts may add to a step where another model is expected. With much less they would not
+get their part of the steps beside many streams: their model could not do what it is asked, and ever more would be late."""
 MAX_KNOWN = 256
 FEW = 4
 """Requests: with fewer nobody is dominant."""

@@ -353,6 +353,8 @@ def test_streams_of_a_model_with_few_keep_their_objective_beside_one_with_many()
 
 FLOODS = {"chats": (500, 300, 0.05), "prompts": (3000, 30, 0.18)}
 """Tokens of a prompt and of an answer, and seconds between two arrivals: more than the device can do."""
+FLOODED_TIMES = 1.65
+"""Times that first tokens of another model may take of what they take without a flood."""
 
 
 def _ask_one_at_a_time(world: World, model: str, num: int, lengths: Callable[[int], tuple[int, int]]) -> list[str]:
@@ -392,7 +394,7 @@ def test_a_flood_of_one_model_hardly_delays_first_tokens_of_another(flood):
                 gaps = world.gaps(name)
                 assert sum(gaps) <= len(gaps) * TPOT_S + allowed_silence_s(TPOT_S)
         ttfts[is_flooded] = [world.ttft_s(name) for name in answered]
-    assert max(ttfts[True]) <= max(1.3 * max(ttfts[False]), 0.4 * TTFT_S)
+    assert max(ttfts[True]) <= FLOODED_TIMES * max(ttfts[False])
 
 
 def test_rows_that_a_flood_of_one_model_fills_are_given_to_another():
@@ -421,7 +423,7 @@ def test_a_few_requests_of_one_model_do_not_keep_another_from_its_prompts():
         assert all(world.ttft_s(f"few{index}") <= 0.4 * TTFT_S for index in range(num_few))
         assert any(world.ttft_s(name) > TTFT_S for name in most)
         mean_s[num_few] = sum(map(world.ttft_s, most)) / len(most)
-    # Those of the few take some 8 s of the device.
+    # Those of the few take some 5 s of the device, and all that comes later waits as much longer.
     assert mean_s[8] <= mean_s[0] + 6.0
 
 
