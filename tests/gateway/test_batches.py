@@ -60,6 +60,15 @@ async def test_a_batch_from_beginning_to_end(stack: Stack) -> None:
     )
 
 
+async def test_what_unicode_takes_for_the_end_of_a_line_ends_none_of_the_output(stack: Stack) -> None:
+    echo(stack)
+    client, text = stack.openai(), "a\x85b\u2028c\u2029d"
+    batch = await start(client, [line(0, prompt=text) | {"custom_id": text}])
+    batch = await reach(client, batch.id, ended)
+    [answer] = await read(client, batch.output_file_id)
+    assert answer["custom_id"] == answer["response"]["body"]["choices"][0]["text"] == text
+
+
 async def test_chats_blank_lines_and_a_last_line_without_an_end(stack: Stack) -> None:
     client = stack.openai()
     url = "/v1/chat/completions"

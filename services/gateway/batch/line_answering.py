@@ -22,7 +22,7 @@ from services.gateway.http.errors import ApiError
 from services.gateway.openai.parsing import options_of
 from services.gateway.openai.replies import Usage
 from services.gateway.openai.schemas import ChatRequest, CompletionRequest
-from services.gateway.requests.answers import Collector
+from services.gateway.requests.answers import Collector, on_one_line
 from services.gateway.requests.exchange import Call
 from services.gateway.requests.prompts import prompts_in_time
 from services.gateway.responses.conversion import opened_response
@@ -59,7 +59,7 @@ class OutputLine(msgspec.Struct):
 def encode_line(
     custom_id: str, response: LineResponse | None, failure: LineFailure | None, usage: Usage | None = None
 ) -> BatchLineResult:
-    line = msgspec.json.encode(OutputLine(f"batch_req_{uuid.uuid4().hex}", custom_id, response, failure))
+    line = on_one_line(msgspec.json.encode(OutputLine(f"batch_req_{uuid.uuid4().hex}", custom_id, response, failure)))
     if usage is None:
         return BatchLineResult(False, line)
     cached = usage.prompt_tokens_details.cached_tokens

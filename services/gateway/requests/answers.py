@@ -151,7 +151,8 @@ _LINE_ENDS = {end.encode(): json.dumps(end)[1:-1].encode() for end in "\x85\u202
 
 
 def on_one_line(encoded: bytes) -> bytes:
-    """JSON in which what Unicode takes for the end of a line is escaped: many clients split streams of events there."""
+    """JSON in which what Unicode takes for the end of a line is escaped: many clients split streams of events and files
+    of lines there."""
     if not encoded.isascii():
         for end, escaped in _LINE_ENDS.items():
             encoded = encoded.replace(end, escaped)
