@@ -452,12 +452,16 @@ def _chat(message: Generate) -> dict[str, Any]:
 
 async def _chunks(answer: httpx.Response) -> Any:
     """Events of a stream of server-sent events. Raises `msgspec.MsgspecError`, `httpx.HTTPError`."""
-    async for line in answer.aiter_lines():
-        if line.startswith("data:"):
-            data = line[5:].strip()
-            if data == "[DONE]":
-                return
-            yield _decode_chunk(data)
+    rest = b""
+    async for received in answer.aiter_bytes():
+        # Not `aiter_lines`, for which U+0085 and U+2028 within a text end a line too.
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield _decode_chunk(data)
 
 
 def _progress(key: str, chunk: _Chunk, num_top: int) -> Progress | None:

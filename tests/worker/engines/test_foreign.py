@@ -119,6 +119,16 @@ async def test_a_server_gets_no_more_than_its_rows_and_offline_requests_after_on
             assert max(map(ends.index, [one.request_id for one in online])) < ends.index("o5")
 
 
+async def test_what_unicode_takes_for_the_end_of_a_line_ends_no_event(nats_settings):
+    async with completions_server(text="a\x85b\u2028c\u2029d") as server:
+        engine = EndpointEngine(server.url, EndpointOptions())
+        async with engine_instance_on(nats_settings, engine, "endpoint") as stage:
+            sent = request("r1", [1, 2], 5)
+            await stage.submit(sent)
+            await stage.until(lambda: stage.end("r1"))
+            assert stage.output("r1") == expected_output(sent, 600)
+
+
 async def test_a_stream_that_ends_without_a_reason_is_given_up_and_the_server_goes_on(nats_settings):
     async with completions_server() as server:
         engine = EndpointEngine(server.url, EndpointOptions())
