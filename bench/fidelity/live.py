@@ -115,7 +115,8 @@ class LiveStack:
         return len(paths) == self._num_instances and all(_told(path) >= set(self._models) for path in paths)
 
     def _paths(self) -> list[Path]:
-        return sorted(self._recordings.parent.glob(f"{self._recordings.name}.worker-*"))
+        found = self._recordings.parent.glob(f"{self._recordings.name}.worker-*")
+        return sorted(path for path in found if path.suffix != ".migrations")
 
     def observed(self) -> list[Observed]:
         """What each instance did so far."""
