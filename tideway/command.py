@@ -485,7 +485,8 @@ def plan(
         bool, typer.Option("--apply", help="Apply the proposed plan; search first if there is none.")
     ] = False,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="Roll back the change in progress, or the last one.")
+        bool,
+        typer.Option("--rollback", help="Roll back the change in progress, or the last one, which may be a rollback."),
     ] = False,
     to_set: Annotated[
         Path | None,

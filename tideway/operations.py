@@ -417,6 +417,12 @@ def scale_instances(
     wanted = "is to be 1 instance" if num_instances == 1 else f"are to be {num_instances} instances"
     say(f"There {wanted}; planned now: {len(plan.instances)}.")
     _say_unplaced(plan, say)
+    if plan.is_chosen and len(plan.instances) < num_instances:
+        say(
+            "  The placement was chosen and keeps its instances: tideway plan --set FILE chooses another, and tideway plan"
+        )
+        say("  --rollback undoes the last change.")
+        return
 
     def status() -> str:
         plan = client.plan()

@@ -60,6 +60,11 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     console.print(fit(models, console, (*reversed(FIGURES), "requests")))
     for name, reason in plan.unplaced.items():
         console.print(f"{escape(name)} is on no instance: {escape(reason)}")
+    if plan.is_chosen:
+        console.print(
+            "This placement was chosen and keeps its instances (tideway plan --set FILE for another; --rollback undoes the"
+            " last change)."
+        )
     if proposal is None:
         console.print("No search has found a plan yet: tideway plan --search.")
     elif not is_current:

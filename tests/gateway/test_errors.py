@@ -96,7 +96,7 @@ FIELDS_OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 3}, "best_of", "'n'"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"service_tier": "gold"}, "service_tier", "'gold'; it is one of 'auto', 'default', 'flex', 'priority', 'scale'."),
-    ({"priority": "low"}, "priority", "high|normal"),
+    ({"priority": "low"}, "priority", "'high', 'normal' or a whole number"),
     (
         {"response_format": {"type": "xml"}},
         "response_format.type",

@@ -205,7 +205,10 @@ async def test_scaling(stack: Stack) -> None:
     assert "all instances where it fits" in line
     said = await on_a_thread(stack, operations.scale_instances, 4, wait_s=None)
     assert said == ["There are to be 4 instances; planned now: 2."]
-    assert stack.peer.scaled == [ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4)]
+    stack.peer.plan = msgspec.structs.replace(stack.peer.plan, is_chosen=True)
+    said = await on_a_thread(stack, operations.scale_instances, 5, wait_s=20)
+    assert said[0].endswith("planned now: 2.") and "was chosen and keeps its instances" in said[1]
+    assert stack.peer.scaled == [ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4), ScaleInstances(5)]
     with pytest.raises(OperatorError, match="'ocean' does not exist"):
         await on_a_thread(stack, operations.scale_model, "ocean", 1, wait_s=None)
 

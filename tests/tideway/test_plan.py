@@ -61,7 +61,11 @@ PROPOSAL = PlanProposal(
 
 
 def shown(
-    proposal: PlanProposal | None, version: int = 3, width: int = 160, more: tuple[InstancePlan, ...] = ()
+    proposal: PlanProposal | None,
+    version: int = 3,
+    width: int = 160,
+    more: tuple[InstancePlan, ...] = (),
+    is_chosen: bool = False,
 ) -> list[str]:
     """Lines, with single spaces. `more`: instances of the plan that runs."""
     state = ReplacementState(
@@ -69,7 +73,8 @@ def shown(
         predicted=predicted(0.9, 15.0), proposal=proposal,
     )  # fmt: skip
     console = Console(file=StringIO(), width=width, highlight=False)
-    plan = ShownPlan(version, [place("node-0", "chat", "code"), *more], unplaced={"huge": "memory"}, replacement=state)
+    instances = [place("node-0", "chat", "code"), *more]
+    plan = ShownPlan(version, instances, unplaced={"huge": "memory"}, is_chosen=is_chosen, replacement=state)
     show_plan(plan, console, as_json=False)
     assert isinstance(console.file, StringIO)
     assert all(line == line.rstrip() for line in console.file.getvalue().splitlines() if "rejected:" in line)
@@ -83,6 +88,13 @@ def test_a_change_of_which_no_traffic_is_known_is_told_without_a_table() -> None
     )
     assert "The change takes 42 s" in text and "What it would have gained is not known yet." in text
     assert "on the last" not in text
+
+
+def test_a_placement_that_was_chosen_is_called_so() -> None:
+    assert any(
+        line.startswith("This placement was chosen and keeps its instances") for line in shown(None, is_chosen=True)
+    )
+    assert not any("was chosen" in line for line in shown(None))
 
 
 def test_a_model_on_another_engine_is_shown_with_it() -> None:

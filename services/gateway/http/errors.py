@@ -225,6 +225,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
         if NAME_PATTERN in sentence:
             sentence = f"expected {NAME_RULE}"
+        if "high|normal" in sentence:
+            sentence = "expected 'high', 'normal' or a whole number"
         sentence = sentence.replace(_STRICT_END, "$")
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None
