@@ -55,10 +55,15 @@ EXPECTED_S = 0.5
 """After it may be here, it is waited for like this for so long."""
 
 
+def _stream_claim(queue: ModelQueue, begins_s: float) -> tuple[float, float]:
+    """Claim for `room_s`: until a stream of the model is due by its TPOT objective, and a step of all its streams."""
+    return queue.token_left_s(begins_s), queue.streams(begins_s)[1] / SERVING_STEPS
+
+
 class Candidate:
     """A model with runnable sequences of one rank, which could lead; the ordering policy sees it as a `ModelView`."""
 
-    __slots__ = ("_memory", "limit_s", "priority_class", "queue")
+    __slots__ = ("_claim", "_memory", "limit_s", "priority_class", "queue")
 
     def __init__(self, memory: Allocator, queue: ModelQueue, priority_class: PriorityClass) -> None:
         self._memory = memory
@@ -66,6 +71,7 @@ class Candidate:
         self.priority_class = priority_class
         self.limit_s = math.inf
         """Most seconds of an offline step beside online work: what the objectives leave."""
+        self._claim: tuple[float, float] | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +96,12 @@ class Candidate:
 
     def streams(self, now: float) -> tuple[float, float]:
         return self.queue.streams(now)
+
+    def stream_claim(self, begins_s: float) -> tuple[float, float]:
+        """See `_stream_claim`; computed once, for the step that is being planned."""
+        if self._claim is None:
+            self._claim = _stream_claim(self.queue, begins_s)
+        return self._claim
 
 
 class Leaders:
@@ -257,16 +269,25 @@ class Leaders:
     def _room_of_streams_s(self, begins_s: float, need_s: float) -> float:
         """How long something may run before online steps of `need_s` must begin, for no stream of whatever model to stand
         still for longer than its TPOT objective."""
-        queues = [queue for queue in self._queues.values() if queue.has_online_work()]
-        claims = [self._stream_claim(queue, begins_s) for queue in queues]
+        claims = self._stream_claims(begins_s)
         return room_s(claims) - (need_s - sum(step_s for _, step_s in claims))
 
     def _room_beside_s(self, queue: ModelQueue, begins_s: float) -> float:
         """How long a step of the model's online work may be made by offline work, for no stream of whatever model to stand
-        still for longer than its TPOT objective. Streams of other models run after it, those due first first."""
-        others = [other for other in self._queues.values() if other is not queue and other.has_online_work()]
-        room_of_others_s = room_s(self._stream_claim(other, begins_s) for other in others)
+        still for longer than its TPOT objective. Streams of other models run after it."""
+        room_of_others_s = room_s(self._stream_claims(begins_s, but=queue))
         return max(0.0, min(queue.token_left_s(begins_s), room_of_others_s))
+
+    def _stream_claims(self, begins_s: float, but: ModelQueue | None = None) -> list[tuple[float, float]]:
+        """Claims of the models' streams, all but one's, in the order in which they run at worst: by when they are due,
+        but those of models with requests of high priority before others."""
+        high, others = list[tuple[float, float]](), list[tuple[float, float]]()
+        for queue in self._queues.values():
+            if queue is not but and queue.has_online_work():
+                is_high = queue.has_work(PriorityClass.ONLINE_HIGH)
+                (high if is_high else others).append(_stream_claim(queue, begins_s))
+        first_s = min((left_s for left_s, _ in others), default=math.inf)
+        return [(min(left_s, first_s), step_s) for left_s, step_s in high] + others
 
     def _offline_decodes_s(self, queue: ModelQueue) -> float:
         """Seconds of a step with the offline sequences that decode, where there is nothing else to do; else inf."""
@@ -294,20 +315,32 @@ class Leaders:
     def due_stream(self, picked: Candidate, candidates: list[Candidate], begins_s: float) -> Candidate:
         """Which of the candidates leads where the ordering policy picked this one: the one whose streams are due first, if
         some would stand still for longer than their TPOT objective after a step of the picked one's streams, while all can
-        be in time and no first token is late."""
+        be in time and no first token is late. While offline work waits for what streams leave, the one whose streams are
+        least ahead of their pace is picked, or the one that is due first once all are as far ahead as they can get."""
         if not self._ordering.bounds_silence or picked.priority_class == PriorityClass.OFFLINE:
             return picked
-        claims = {one.name: self._stream_claim(one.queue, begins_s) for one in candidates}
+        claims = {one.name: one.stream_claim(begins_s) for one in candidates}
+        due = min(candidates, key=lambda one: claims[one.name][0])
+        if self._waits_for_streams(begins_s) and self._can_be_in_time(candidates, begins_s):
+            behind = [one for one in candidates if not self._is_ahead(one.queue, begins_s)]
+            picked = min(behind, key=lambda one: one.queue.objectives(begins_s).slack_s, default=due)
         left_s = room_s(claim for name, claim in claims.items() if name != picked.name)
         if left_s >= claims[picked.name][1] or self._memory.first_tokens.is_one_late(begins_s):
             return picked
-        busy = sum(claims[one.name][1] / one.queue.objectives(begins_s).tpot_s for one in candidates)
-        return picked if busy > PACE else min(candidates, key=lambda one: claims[one.name][0])
+        return due if self._can_be_in_time(candidates, begins_s) else picked
 
     @staticmethod
-    def _stream_claim(queue: ModelQueue, begins_s: float) -> tuple[float, float]:
-        """Claim for `room_s`: until a stream of the model is due by its TPOT objective, and a step of all its streams."""
-        return queue.token_left_s(begins_s), queue.streams(begins_s)[1] / SERVING_STEPS
+    def _can_be_in_time(candidates: list[Candidate], begins_s: float) -> bool:
+        """Whether one step of the streams of each for each TPOT objective leaves time for predictions that are off."""
+        busy = sum(one.stream_claim(begins_s)[1] / one.queue.objectives(begins_s).tpot_s for one in candidates)
+        return busy <= PACE
+
+    def _waits_for_streams(self, begins_s: float) -> bool:
+        """Whether offline work gets what online streams leave: no first token is missing, before which it gets little."""
+        has_turns = self._patience.is_spent or any(
+            self._queues[name].has_online_work() for name in self._offline_weights
+        )
+        return bool(self._offline_weights) and has_turns and self._objectives(begins_s).ttft_left_s == math.inf
 
     def _favoured_of(self, group: list[Candidate], begins_s: float) -> Iterator[list[Candidate]]:
         """Models in which favoured tenants wait for a step, and favoured models with sequences that do so."""
@@ -341,7 +374,8 @@ class Leaders:
         if not high or not normal:
             yield high or normal
             return
-        weight = HIGH_WEIGHT if all(self._is_ahead(one.queue, begins_s) for one in normal) else 1.0
+        is_ahead = self._kept_for is None and all(self._is_ahead(one.queue, begins_s) for one in normal)
+        weight = HIGH_WEIGHT if is_ahead else 1.0
         self._rank_weights = {_HIGH: weight * len(high), _NORMAL: float(len(normal))}
         urgent = [one for one in (*high, *normal) if self.is_urgent(one.queue, begins_s)]
         if urgent:
@@ -440,8 +474,8 @@ class Leaders:
         if has_offline:
             queue.offline_turn_s = begins_s
         # There was time, but its offline sequences lack room: it has no use of its turn.
-        is_vain = not queue.running[PriorityClass.OFFLINE] and batch.budget.fits_prefill(1, 0) > 0
-        if queue.name in self._offline_weights and (has_offline or is_vain):
+        cannot_use_it = not queue.running[PriorityClass.OFFLINE] and batch.budget.fits_prefill(1, 0) > 0
+        if queue.name in self._offline_weights and (has_offline or cannot_use_it):
             self._offline_turns.take(queue.name, self._offline_weights)
 
     def is_urgent(self, queue: ModelQueue, begins_s: float) -> bool:

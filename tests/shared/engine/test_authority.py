@@ -221,6 +221,39 @@ def test_a_backlog_of_another_model_has_turns_beside_streams_of_several(num_mode
     assert harvested["F"] >= 0.75 * harvested[models[0]] > 0
 
 
+@pytest.mark.parametrize("counts", [(1, 8), (2, 10), (4, 30), (1, 1, 8), (1, 2, 4, 8)])
+@pytest.mark.parametrize("backlog", ["F", "A", "B"])
+def test_offline_work_gets_its_part_however_unevenly_streams_are_spread(counts, backlog):
+    """Those of a model with few do not lag while others run far ahead: offline work gets what the last of them leaves."""
+    world = World("ABCDF")
+    for model, num in zip("ABCD", counts, strict=False):
+        for index in range(num):
+            world.submit(f"stream{model}{index}", model, 200, 4000)
+    world.lines(backlog, 200)
+    world.run(8.0)
+    streams = [name for name in world.sent if name.startswith("stream")]
+    gaps = [gap for name in streams for gap in world.gaps(name, 3.0)]
+    assert max(gaps) <= TPOT_S
+    assert world.harvested() >= 8.0 * (2500 if len(counts) < 4 else 1200)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 8), (4, 4, 4), (8, 1, 1)])
+@pytest.mark.parametrize("high", ["A", "AB", "C"])
+@pytest.mark.parametrize("backlog", ["F", "B"])
+def test_no_stream_stands_still_beside_offline_work_and_high_priority(counts, high, backlog):
+    """Streams of high priority run before normal ones, also after an offline step."""
+    world = World("ABCF")
+    for model, num in zip("ABC", counts, strict=True):
+        for index in range(num):
+            priority = HIGH if model in high else Priority.NORMAL
+            world.submit(f"stream{model}{index}", model, 200, 4000, priority=priority)
+    world.lines(backlog, 200)
+    world.run(8.0)
+    streams = [name for name in world.sent if name.startswith("stream")]
+    assert max(gap for name in streams for gap in world.gaps(name, 3.0)) <= TPOT_S
+    assert world.harvested() >= 8.0 * 2500
+
+
 def test_offline_work_without_a_row_does_not_keep_others_from_their_turns():
     """Lines of A could join the steps of its stream, but B's hold all rows."""
     world = World("AB", num_rows=8)
@@ -820,7 +853,9 @@ def _watch_left_out(world: World) -> list[str]:
                     if budget.fits_prefill(missing, one.num_computed) >= min(missing, LEAST_LEFT):
                         yield f"prompt of {one.request.request_id}"
                 elif missing == 1 and one.num_computed < one.capacity and not is_shared_out:
-                    fits = one.is_online or budget.fits_decodes([one.num_computed]) > 0
+                    # decodes are added in order until one does not fit, be it a longer one than this
+                    longest = max(other.num_computed for other in queue.running[priority_class].values())
+                    fits = one.is_online or budget.fits_decodes([longest]) > 0
                     yield from [f"token of {one.request.request_id}"] * fits
             waiting = queue.waiting[priority_class]
             if not waiting or budget.fits_prefill(LEAST_LEFT, 0) < LEAST_LEFT:
