@@ -386,6 +386,12 @@ def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:
     return f"Drained and gone: {', '.join(gone)} (tideway drain INSTANCE --undo brings one back)" if gone else ""
 
 
+CHOSEN = (
+    "This placement was chosen and keeps its instances (tideway plan --set FILE for another; --rollback undoes the last"
+    " change)."
+)
+
+
 def scale_model(
     client: AdminClient, name: str, replicas: int | None, *, wait_s: float | None, say: Callable[[str], None]
 ) -> None:
@@ -418,10 +424,7 @@ def scale_instances(
     say(f"There {wanted}; planned now: {len(plan.instances)}.")
     _say_unplaced(plan, say)
     if plan.is_chosen and len(plan.instances) < num_instances:
-        say(
-            "  The placement was chosen and keeps its instances: tideway plan --set FILE chooses another, and tideway plan"
-        )
-        say("  --rollback undoes the last change.")
+        say(f"  {CHOSEN}")
         return
 
     def status() -> str:

@@ -25,7 +25,7 @@ from shared.placement.plan import (
 )
 from tideway.console import WAIT_LINE_INTERVAL_S, fit, print_json
 from tideway.data_folder import OperatorError
-from tideway.operations import AdminClient, UnavailableError
+from tideway.operations import CHOSEN, AdminClient, UnavailableError
 from tideway.plan_file import GroupSpec
 
 POLL_INTERVAL_S = 0.5
@@ -61,10 +61,7 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     for name, reason in plan.unplaced.items():
         console.print(f"{escape(name)} is on no instance: {escape(reason)}")
     if plan.is_chosen:
-        console.print(
-            "This placement was chosen and keeps its instances (tideway plan --set FILE for another; --rollback undoes the"
-            " last change)."
-        )
+        console.print(CHOSEN)
     if proposal is None:
         console.print("No search has found a plan yet: tideway plan --search.")
     elif not is_current:

@@ -156,6 +156,8 @@ _HALF = re.compile(
 """Half of a character beyond 2^16, alone: what is left where a client cut a text between its halves."""
 _STRICT_END = r"$(?!\\n)"
 """End of the patterns of names as msgspec quotes it; clients need not know that `$` alone lets a line feed follow."""
+_RULES = {NAME_PATTERN: NAME_RULE, "high|normal": "'high', 'normal' or a whole number"}
+"""Words for what a pattern asks, by a part of it."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Before the body in what some editors and shells write."""
 
@@ -223,10 +225,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             raise invalid(param, f"Unknown parameter: '{param}'{nearest(name, known)}", "unknown_parameter") from None
         if sentence.startswith(("Invalid enum value", "Invalid value")) and (choices := _choices(decoder.type, param)):
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
-        if NAME_PATTERN in sentence:
-            sentence = f"expected {NAME_RULE}"
-        if "high|normal" in sentence:
-            sentence = "expected 'high', 'normal' or a whole number"
+        for pattern, rule in _RULES.items():
+            if pattern in sentence:
+                sentence = f"expected {rule}"
         sentence = sentence.replace(_STRICT_END, "$")
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None

@@ -138,15 +138,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.worker.native.building", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--variant", choices=tuple(VARIANTS), action="append", default=[])
-    variants = parser.parse_args().variant
-    failed = 0
-    for variant in variants or [""]:
+    variants, failed = parser.parse_args().variant or [""], 0
+    for variant in variants:
         try:
             print(build(variant, INSTALL_TIMEOUT_S) if variant else find_or_build(INSTALL_TIMEOUT_S))
         except BuildError as error:
             print(f"kernels are not compiled, torch's operators take their place: {error}", file=sys.stderr)
             failed += 1
-    return int(failed == len(variants or [""]))
+    return int(failed == len(variants))
 
 
 if __name__ == "__main__":

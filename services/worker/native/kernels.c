@@ -306,8 +306,9 @@ static void *team_member(void *start) {
     return NULL;
 }
 
+static int may_use_tiles; /* 0 until the kernel has been asked */
+
 #if HAS_TILES
-static int may_use_tiles;
 static pthread_once_t tiles_are_asked_for = PTHREAD_ONCE_INIT;
 
 /* Asks the kernel for the registers of tiles, of all threads and children of the process. */
@@ -342,13 +343,7 @@ Team *tideway_team(int num_threads) {
 }
 
 /* Whether products of bfloat16 are made by the processor's whole tiles. Known when there is a team. */
-int tideway_has_tiles(void) {
-#if HAS_TILES
-    return may_use_tiles;
-#else
-    return 0;
-#endif
-}
+int tideway_has_tiles(void) { return may_use_tiles; }
 
 /* Members yield to what their caller yields to. */
 static void take_niceness(Team *team) {
@@ -889,45 +884,41 @@ static void add_tiles(long rows, const uint32_t *x, long x_stride, const char *p
     const char *low = (const char *)x, *high = low + TILE * 4 * x_stride;
     const long step = PANEL * 4, stride = 4 * x_stride;
     char *low_sums = (char *)sums, *high_sums = (char *)(sums + TILE);
+    const int has_high = rows > TILE;
     is_written();
     if (first) {
         _tile_loadd(0, low_sums, step);
         _tile_loadd(1, low_sums + 64, step);
+        if (has_high) {
+            _tile_loadd(2, high_sums, step);
+            _tile_loadd(3, high_sums + 64, step);
+        }
     } else {
         _tile_zero(0);
         _tile_zero(1);
-    }
-    if (rows > TILE) {
-        if (first) {
-            _tile_loadd(2, high_sums, step);
-            _tile_loadd(3, high_sums + 64, step);
-        } else {
+        if (has_high) {
             _tile_zero(2);
             _tile_zero(3);
         }
-        for (long k = first; k < end; k += TILE) {
-            _tile_loadd(6, panel + k * step, step);
-            _tile_loadd(4, low + k * 4, stride);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, panel + k * step + 64, step);
-            _tile_dpbf16ps(1, 4, 7);
+    }
+    for (long k = first; k < end; k += TILE) {
+        _tile_loadd(6, panel + k * step, step);
+        _tile_loadd(4, low + k * 4, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panel + k * step + 64, step);
+        _tile_dpbf16ps(1, 4, 7);
+        if (has_high) {
             _tile_loadd(5, high + k * 4, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(2, high_sums, step);
-        _tile_stored(3, high_sums + 64, step);
-    } else {
-        for (long k = first; k < end; k += TILE) {
-            _tile_loadd(6, panel + k * step, step);
-            _tile_loadd(4, low + k * 4, stride);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, panel + k * step + 64, step);
-            _tile_dpbf16ps(1, 4, 7);
-        }
     }
     _tile_stored(0, low_sums, step);
     _tile_stored(1, low_sums + 64, step);
+    if (has_high) {
+        _tile_stored(2, high_sums, step);
+        _tile_stored(3, high_sums + 64, step);
+    }
 }
 
 static int is_tiled(const Linear *linear) {
@@ -1130,6 +1121,10 @@ ALWAYS Lines lines_of(const int bf16, const Batch *batch, const Kv *kv, const ch
 ALWAYS void fetch(const Lines *lines, long line) {
     if (line < lines->lines)
         UNROLL for (int i = 0; i < TILE_VECTORS; i++) __builtin_prefetch(lines->runs[i] + line * 64, 0, 3);
+}
+
+ALWAYS void fetch_all(const Lines *lines) {
+    for (long line = 0; line < lines->lines; line++) fetch(lines, line);
 }
 
 /* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE], widened if there are no pairs; keys from `valid` on are 0. */
@@ -1377,8 +1372,8 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
     first -= first % KEY_TILE;
     Lines next_keys = lines_of(bf16, batch, kv, kv->keys, table, kv_head, head_dim, first, context);
     Lines next_values = lines_of(bf16, batch, kv, kv->values, table, kv_head, head_dim, first, context);
-    for (long line = 0; line < next_keys.lines; line++) fetch(&next_keys, line);
-    for (long line = 0; line < next_values.lines; line++) fetch(&next_values, line);
+    fetch_all(&next_keys);
+    fetch_all(&next_values);
     for (; first <= last; first += KEY_TILE) {
         long valid = context - first < KEY_TILE ? context - first : KEY_TILE;
         pack_keys(bf16, batch, kv, table, kv_head, head_dim, first, valid, keys);
@@ -1387,8 +1382,8 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
         next_values = lines_of(bf16, batch, kv, kv->values, table, kv_head, head_dim, first + KEY_TILE, context);
 #if HAS_TILES
         if (is_tiled) {
-            for (long line = 0; line < next_keys.lines; line++) fetch(&next_keys, line);
-            for (long line = 0; line < next_values.lines; line++) fetch(&next_values, line);
+            fetch_all(&next_keys);
+            fetch_all(&next_values);
             for (long r = 0; r < num_rows; r += TILE) {
                 const long rows = num_rows - r < TILE ? num_rows - r : TILE;
                 if (state[r + rows - 1].position < first) continue;

@@ -388,12 +388,7 @@ def packs(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or not _multiplies(weight.dtype):
         return False
     num_inputs = weight.shape[1]
-    if (
-        weight.dtype == torch.bfloat16
-        and "amx_bf16" in cpu_flags()
-        and num_inputs > NARROW
-        and num_inputs % TILE_INPUTS
-    ):
+    if weight.dtype == torch.bfloat16 and _has_amx() and num_inputs > NARROW and num_inputs % TILE_INPUTS:
         return False
     return num_inputs * weight.itemsize % 4 == 0
 
@@ -402,16 +397,20 @@ def packs_integers(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
     """Whether `PackedIntegers` takes these, [out_features, in_features] and [out_features, G], for inputs of `dtype`."""
     if values.device.type != "cpu" or dtype != torch.bfloat16 or not _multiplies(dtype):
         return False
-    if values.shape[1] // scales.shape[1] % (TILE_INPUTS if "amx_bf16" in cpu_flags() else 2):
+    if values.shape[1] // scales.shape[1] % (TILE_INPUTS if _has_amx() else 2):
         return False
     return zeros is None or bool(((zeros >= 0) & (zeros <= 16) & (zeros == zeros.round())).all())
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
-    compiled, flags = kernels(), cpu_flags()
-    if compiled is None or not {"avx2", "fma"} <= flags:
+    compiled = kernels()
+    if compiled is None or not {"avx2", "fma"} <= cpu_flags():
         return False
-    return dtype != torch.bfloat16 or compiled.has_tiles or "amx_bf16" not in flags
+    return dtype != torch.bfloat16 or compiled.has_tiles or not _has_amx()
+
+
+def _has_amx() -> bool:
+    return "amx_bf16" in cpu_flags()
 
 
 @functools.cache
@@ -431,7 +430,7 @@ def _team_of(num_threads: int) -> Kernels | None:
     if library is None:
         return None
     compiled = Kernels(library, num_threads)
-    if "amx_bf16" in cpu_flags() and not compiled.has_tiles:
+    if _has_amx() and not compiled.has_tiles:
         logger.warning(
             "compiled kernels multiply no tiles (AMX), so torch multiplies bfloat16: the compiler does not know them, or the"
             " system refuses them to this process"

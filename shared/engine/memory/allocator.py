@@ -391,8 +391,12 @@ class Allocator:
 
     def least_merged(self) -> int:
         """Merged blocks that each model can have for its online requests, whatever the others do."""
+        return self._least_of(self.pool.num_merged)
+
+    def _least_of(self, total: int) -> int:
+        """A model's least share of so many, rounded down; 0 where it is the only one."""
         num_models = len(self.queues)
-        return int(self._least_share * self.pool.num_merged / num_models) if num_models > 1 else 0
+        return int(self._least_share * total / num_models) if num_models > 1 else 0
 
     def _held_blocks(self, priority_class: int = PriorityClass.ONLINE_NORMAL) -> dict[str, int]:
         """Blocks of each model, without those of sequences that come after the rank."""
@@ -491,7 +495,7 @@ class Allocator:
     def beyond_row_shares(self, sequence: Sequence, now: float) -> Iterator[Sequence]:
         """Online sequences whose rows a waiting online one may have: their model or tenant holds more than its share.
         They may be in flight. A model's least share of the rows is as large as that of the pool."""
-        least = int(self._least_share * self.num_rows / len(self.queues)) if len(self.queues) > 1 else 0
+        least = self._least_of(self.num_rows)
         held = {name: sum(len(queue.running[one]) for one in ONLINE_CLASSES) for name, queue in self.queues.items()}
         if held[sequence.model] < least:
             for name, queue in self.queues.items():
