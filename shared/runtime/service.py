@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from shared.bus.interface import BusError
 from shared.models.checkpoint import CheckpointError
 from shared.runtime.settings import BusSettings, SettingsError, load
+from shared.runtime.struct_types import prepare_struct_types
 from shared.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -139,6 +140,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]], settings: BusS
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         set_up_logging(service, settings.log_level, settings.log_format)
+        prepare_struct_types()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_until_stopped(main, settings.watchdog_s))
     except OPERATOR_ERRORS as error:

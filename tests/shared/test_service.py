@@ -17,7 +17,9 @@ import pytest
 from shared.runtime.service import FORMATTERS, TextFormatter, unless_stopped
 
 PROGRAM = """
-import asyncio, logging, resource, sys
+import asyncio, logging, resource, sys, threading
+from typing import Annotated
+import msgspec
 from shared.models.checkpoint import CheckpointError
 from shared.runtime.service import load_or_exit, run_service
 from shared.runtime.settings import SchedulerSettings, SettingsError
@@ -32,6 +34,28 @@ async def wait(stop):
 async def hang(stop):
     print("ready", flush=True)
     await asyncio.Event().wait()
+
+def struct_type():
+    class Inner(msgspec.Struct):
+        least: Annotated[int, msgspec.Meta(ge=0)] | None = None
+        names: dict[str, Annotated[str, msgspec.Meta(max_length=3)]] | None = None
+    class Outer(msgspec.Struct):
+        share: Annotated[float, msgspec.Meta(ge=0)] | None = None
+        inner: Inner | None = None
+    return Outer
+
+kinds = [struct_type() for _ in range(500)]
+
+async def decode(stop):
+    sys.setswitchinterval(1e-6)
+    for kind in kinds:
+        threads = [
+            threading.Thread(target=msgspec.convert, args=({"share": 0.5, "inner": {"least": 3}}, kind)) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 async def misconfigured(stop):
     raise SettingsError("port 80 is taken")
@@ -82,6 +106,11 @@ def test_it_may_have_all_descriptors_that_the_hard_limit_allows() -> None:
     process.terminate()
     _, err = process.communicate(timeout=20)
     assert f"descriptors ({hard}, {hard})" in err
+
+
+def test_threads_may_decode_a_type_first_at_the_same_time() -> None:
+    process = start("decode")
+    assert (*process.communicate(timeout=60), process.returncode) == ("", "", 0)
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

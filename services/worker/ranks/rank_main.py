@@ -47,6 +47,7 @@ from services.worker.ranks.messages import (
 )
 from shared.runtime.garbage import freeze_heap
 from shared.runtime.service import set_up_logging
+from shared.runtime.struct_types import prepare_struct_types
 
 if TYPE_CHECKING:
     from services.worker.executor.executor import Executor
@@ -208,6 +209,7 @@ def _serve(stream: Stream[ToRank], setup: SetUp) -> None:
         stream, executor, tells_results=group.is_last_stage and not group.is_first_stage and group.rank == 0
     )
     stream.send(framed(Ready()))
+    prepare_struct_types()
     freeze_heap()
     member.serve()
     executor.close()
