@@ -49,7 +49,18 @@ class Snapshot:
     @classmethod
     def take(cls, client: AdminClient, clock: Callable[[], float]) -> Snapshot:
         """Raises `OperatorError`."""
-        return cls(client.instances(), client.models(), clock())
+        instances, models = client.instances(), client.models()
+        for model in models.models:
+            # Of the moment at which the instances told it, rather than of the next question.
+            on_instances = [one for each in instances.instances for one in each.models if one.name == model.name]
+            model.num_running = sum(one.num_running for one in on_instances)
+            model.num_waiting = sum(one.num_waiting for one in on_instances)
+        return cls(instances, models, clock())
+
+    @property
+    def load_age_s(self) -> float | None:
+        """Age of the oldest load; None: there is none."""
+        return max((each.load.age_s for each in self.instances.instances if each.load), default=None)
 
     @property
     def num_migrating(self) -> int:
@@ -75,7 +86,8 @@ def render(snapshot: Snapshot, rate: float | None, url: str, console: Console, p
     bar = BARS[console.options.ascii_only]
     instances = fit(_instances(snapshot.instances, bar), console, LEAST_WANTED)
     models = fit(_models(snapshot), console, ("step times", "running", "waiting", "queued"))
-    lines: list[RenderableType] = [Text(url, "bold", overflow="fold"), _counts(snapshot, rate), instances, models]
+    lines: list[RenderableType] = [Text(url, "bold", overflow="fold"), _counts(snapshot, rate)]
+    lines += [_ages(snapshot), instances, models]
     told = [instance for instance in snapshot.instances.instances if instance.load and instance.load.kv_copies]
     if told:
         lines.append(fit(_copies(told), console, ("fetched\nblocks", "not yet\ncopied")))
@@ -101,6 +113,14 @@ def _counts(snapshot: Snapshot, rate: float | None) -> Text:
     if rate is not None:
         parts.append(f"{rate:.1f} moves/s")
     return Text("  ".join(parts), "bold")
+
+
+def _ages(snapshot: Snapshot) -> Text:
+    """How old the numbers are."""
+    load_s, queued_s = snapshot.load_age_s, snapshot.models.queued_age_s
+    parts = [] if load_s is None else [f"running, waiting, moving: {load_s:.1f} s ago"]
+    parts += [] if queued_s is None else [f"queued: {queued_s:.1f} s ago"]
+    return Text("  ".join(parts), "dim")
 
 
 def _instances(instances: InstanceStates, bar: str) -> Table:

@@ -260,6 +260,8 @@ class ModelStates(msgspec.Struct):
     models: list[ModelState]
     """Each model that is served or being loaded."""
     adapters: list[AdapterState] = []
+    queued_age_s: float | None = None
+    """Age of `num_queued`, which the scheduler says once a second; null: it has said nothing."""
 
 
 class InstanceModel(msgspec.Struct, kw_only=True):

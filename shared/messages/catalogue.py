@@ -37,6 +37,7 @@ from shared.messages.cluster import (
     ModelStatistics,
     NodeInfo,
     PlacementPlan,
+    ReportLoad,
     SetRole,
     StatisticsReport,
     StoredCostModel,
@@ -170,6 +171,9 @@ TAKEN_OVER = Topic(f"{PREFIX}.gateways.taken_over", TakenOver, sent_by=GATEWAY, 
 CANCEL_CALL = Topic(f"{PREFIX}.gateways.cancel_call", CancelCall, sent_by=GATEWAY, heard_by=GATEWAY)
 GATEWAY_COPY = Endpoint(f"{_GATEWAY}.copy", CallCopy, CopyTaken, sent_by=GATEWAY, served_by=GATEWAY)
 DROP_COPY = Topic(f"{PREFIX}.gateways.drop_copy", DropCopy, sent_by=GATEWAY, heard_by=GATEWAY)
+
+# gateway -> all instances, while somebody looks at the load: each reports now
+REPORT_LOAD = Topic(f"{PREFIX}.instances.report_load", ReportLoad, sent_by=GATEWAY, heard_by=WORKER)
 
 # instance -> scheduler; node agent -> everyone
 LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY)

@@ -368,6 +368,10 @@ def mark_keys(move: NextMove) -> list[bytes]:
     return [move.marks[at : at + KEY_BYTES] for at in range(0, len(move.marks), KEY_BYTES)]
 
 
+class ReportLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Gateway to all instances: report the load now, for somebody who looks on."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 

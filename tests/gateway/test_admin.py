@@ -14,7 +14,7 @@ import pytest
 from services.gateway.admin import cluster_loads
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ScaleInstances, ScaleModel
-from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC
+from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC, REPORT_LOAD
 from shared.messages.channels import Topic
 from shared.messages.cluster import (
     DraftUse,
@@ -158,6 +158,30 @@ async def test_reports_are_heard_only_while_somebody_asks(pair: Stack, monkeypat
     assert (await instances_of(pair.client))["b"]["load"]["num_running"] == 7, "asked again too soon"
 
 
+async def test_instances_are_asked_to_report_so_that_their_loads_are_of_one_moment(
+    pair: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_loads, "FRESH_S", 0.0)
+    pair.peer.loads = {"a": {}, "b": {}}
+    await instances_of(pair.client)
+    loads: dict[str, dict[str, object]] = {"a": {}, "b": BUSY}
+
+    def report_all(_: object) -> None:
+        pair.peer.loads = loads
+        for instance_id in loads:
+            pair.peer.report(instance_id)
+        pair.peer.loads = {}  # they say nothing unless they are asked
+
+    pair.peer.loads = {}
+    await pair.peer.bus.subscribe(REPORT_LOAD, report_all)
+    shown = await instances_of(pair.client)
+    assert shown["b"]["load"]["num_running"] == 7, "what it said a moment ago will not do"
+    assert all(each["load"]["age_s"] < 0.3 for each in shown.values())
+    loads["b"] = {**BUSY, "models": [ModelLoad(model=MODEL, num_running=9, num_waiting=4)]}
+    [model] = (await pair.client.get("/admin/models")).json()["models"]
+    assert (model["num_running"], model["num_waiting"]) == (9, 4), "of the same source as the instances"
+
+
 async def test_models_with_their_queues(stack: Stack) -> None:
     await stack.peer.add_instance("b", MODEL, num_running=5)
     await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
@@ -171,6 +195,7 @@ async def test_models_with_their_queues(stack: Stack) -> None:
     await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
     model = await only_model()
     assert (model["num_queued"], model["num_running"], model["num_waiting"]) == (17, 5, 0)
+    assert 0 <= (await stack.client.get("/admin/models")).json()["queued_age_s"] < 5
 
 
 async def test_models_with_their_traffic(stack: Stack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -355,9 +356,10 @@ async def test_one_view_of_top(stack: Stack) -> None:
         output = io.StringIO()
         await asyncio.to_thread(show_top, client, Console(file=output, width=160), once=True)
     text = output.getvalue()
-    url, counts, *rows = [line for line in text.splitlines() if line.strip()]
+    url, counts, ages, *rows = [line for line in text.splitlines() if line.strip()]
     assert url == stack.url
-    assert "1 instance  " in counts and "17 queued" in counts and "1 moving" in counts
+    assert "1 instance  7 running  2 waiting  17 queued  1 moving" in counts, "as in both tables"
+    assert re.fullmatch(r"running, waiting, moving: \d\.\d s ago  queued: \d\.\d s ago", ages)
     [row] = [line for line in rows if line.split()[0] == "b"]
     assert row.split() == ["b", "ready", "native", "both", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
     assert any(MODEL in line and " 17 " in line for line in rows)
@@ -448,7 +450,7 @@ async def test_models_and_their_traffic(stack: Stack) -> None:
 
     await stack.peer.bus.serve(PLACEMENT_TRAFFIC, answer)
     [row] = [line for line in (await shown()).splitlines() if line.startswith(MODEL)]
-    expected = "online 1.5 3 120±30 64±8 250 ms 500 ms 400 ms 2.5 s 0 ms 0 ms 40 ms 900 ms 1.25 s 87.5% 0"
+    expected = "online 1.5 3 120±30 64±8 250 ms 500 ms 400 ms 2.5 s 0 ms 0 ms 40 ms 900 ms 1.25 s 87.5% 2"
     assert row.split() == [MODEL, *expected.split()]
     assert not [line for line in (await shown()).splitlines() if "offline" in line]
     replies[0] = msgspec.structs.replace(replies[0], offline=online)

@@ -13,6 +13,7 @@ import torch
 
 from services.worker.instance.models import InstanceModels
 from shared.bus.interface import BusError
+from shared.engine.load_reports import HEARTBEAT_S
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
@@ -23,8 +24,9 @@ from shared.messages.catalogue import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
+    REPORT_LOAD,
 )
-from shared.messages.cluster import ExecutionStatistics, ExecutionStatisticsReport, ModelSpec
+from shared.messages.cluster import ExecutionStatistics, ExecutionStatisticsReport, ModelSpec, ReportLoad
 from shared.messages.requests import (
     Cancel,
     ErrorCode,
@@ -60,6 +62,16 @@ async def test_a_request_streams_its_tokens_and_ends(stage):
     assert any("r1" in report.admitted for report in stage.reports)
     finished = [f for report in stage.reports for f in report.finished]
     assert [(f.model, f.prompt_tokens, f.output_tokens) for f in finished] == [("a", 5, 20)]
+
+
+async def test_it_reports_its_load_when_it_is_asked(stage):
+    await stage.until(lambda: stage.reports)
+    with Stopwatch() as watch:
+        for _ in range(6):
+            num_reports = len(stage.reports)
+            stage.bus.publish(REPORT_LOAD, ReportLoad())
+            await stage.until(lambda num=num_reports: len(stage.reports) > num)
+    assert watch.seconds < 3 * HEARTBEAT_S, "heartbeats would take twice as long"
 
 
 async def test_many_requests_share_frames(stage):

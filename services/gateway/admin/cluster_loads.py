@@ -1,8 +1,8 @@
 """How loaded instances and queues are, for operators who look: the registry's entries, and what was reported.
 
 Instances report up to 50 times a second each. Reading all of that in every gateway would cost a large cluster more than it
-is worth, so reports are subscribed to only while somebody asks, for long enough to hear those that are busy; for those that
-idle, and report once a second, what they said lately will do. The scheduler's statistics are one message a second.
+is worth, so reports are subscribed to only while somebody asks. All instances are asked to report then, so that what is
+shown of them is of one moment. The scheduler's statistics are one message a second.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from services.gateway.models.catalog import Catalog
 from shared.bus.interface import Bus, BusError, Subscription
 from shared.messages.admin import InstanceLoad, InstanceModel, InstanceState
-from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
-from shared.messages.cluster import InstanceInfo, LoadReport, ModelLoad, StatisticsReport, TenantStatistics
+from shared.messages.catalogue import LOAD_REPORTS, REPORT_LOAD, SCHEDULER_STATISTICS
+from shared.messages.cluster import InstanceInfo, LoadReport, ModelLoad, ReportLoad, StatisticsReport, TenantStatistics
 from shared.runtime.tasks import set_within
 
 logger = logging.getLogger(__name__)
 
 FRESH_S = 0.5
 """Nobody is heard again for a question that comes so soon after another."""
-LISTEN_S = 0.1
+LISTEN_S = 0.3
+"""Time that instances have to report; for one that does not, what it said lately will do."""
 LONG_LISTEN_S = 1.2
 """Time to listen where instances were not heard lately: longer than the second between reports of one that idles."""
 LATELY_S = 3.0
@@ -86,6 +87,10 @@ class ClusterLoads:
             return None
         return {model.model: model.num_queued for model in self._statistics[0].models}
 
+    def queued_age_s(self) -> float | None:
+        """Age of what `num_queued` says."""
+        return None if self._statistics is None else self._bus.now() - self._statistics[1]
+
     def queue_lengths(self) -> Mapping[str, tuple[int, int]] | None:
         """Lengths of the schedulers' queues: online and offline requests by model."""
         if self.num_queued() is None or self._statistics is None:
@@ -131,6 +136,7 @@ class ClusterLoads:
                 logger.info("load reports cannot be heard: %s", error)
                 return
             try:
+                self._bus.publish(REPORT_LOAD, ReportLoad())
                 # Those that say nothing are known from before, or not at all.
                 await set_within(all_heard, LONG_LISTEN_S if is_long else LISTEN_S)
             finally:

@@ -169,7 +169,9 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     bounds = int(DEFAULT_INTERVAL_S), int(LEAST_INTERVAL_S), int(MAX_INTERVAL_S)
     interval_s = whole_number_of(request.query_params, "interval_s", *bounds)
-    plan, traffic = await asyncio.gather(api_errors(_stored_plan(context)), _traffic(context, interval_s))
+    plan, traffic, instances = await asyncio.gather(
+        api_errors(_stored_plan(context)), _traffic(context, interval_s), context.loads.states()
+    )
     crashes = context.catalog.crashes
     ends = {
         spec.name: f"{instance.instance_id} {crashes[instance.instance_id]}"
@@ -182,9 +184,10 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     states = []
     for spec in context.catalog.models:
         on_instances = {
-            info.instance_id: loaded
-            for info in context.catalog.alive.values()
-            if (loaded := loaded_model(info, spec.name)) is not None
+            instance.instance_id: model
+            for instance in instances
+            for model in instance.models
+            if model.name == spec.name
         }
         state, found = context.catalog.state(spec.name), context.catalog.failure(spec.name)
         failure = None if found is None else found.message
@@ -217,9 +220,8 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 why_asleep=context.catalog.why_asleep(spec.name),
             )
         )
-    return json_response(
-        ModelStates(states, [_adapter_state(context, spec, traffic) for spec in context.catalog.adapters])
-    )
+    adapters = [_adapter_state(context, spec, traffic) for spec in context.catalog.adapters]
+    return json_response(ModelStates(states, adapters, context.loads.queued_age_s()))
 
 
 def _sampling_defaults(context: GatewayContext, spec: ModelSpec) -> dict[str, float]:

@@ -53,6 +53,7 @@ from shared.messages.catalogue import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
+    REPORT_LOAD,
 )
 from shared.messages.cluster import InstanceInfo, InstancePlan, LoadedModel, LoadReport, ModelSpec
 from shared.messages.console import PoolView, ShowPool
@@ -163,6 +164,7 @@ class EngineInstance:
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._engine.send([ClearEngineCache()])),
+            await bus.subscribe(REPORT_LOAD, lambda _: self._reporter.touch()),
         ]
         await self._registration.open()
         bus.on_reconnect(self.touch)

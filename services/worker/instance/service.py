@@ -53,6 +53,7 @@ from shared.messages.catalogue import (
     INSTANCE_ROLE,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
+    REPORT_LOAD,
 )
 from shared.messages.cluster import (
     DraftUse,
@@ -215,6 +216,7 @@ class InstanceService:
             await bus.serve(INSTANCE_ROLE.at(**ids), self._on_role),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._migrations.on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._clear_prefix_cache()),
+            await bus.subscribe(REPORT_LOAD, lambda _: self._reporter.touch()),
             await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
         ]
         await self._registration.open()
