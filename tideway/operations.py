@@ -387,9 +387,10 @@ def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:
 
 
 CHOSEN = (
-    "This placement was chosen and keeps its instances (tideway plan --set FILE for another; --rollback undoes the last"
-    " change)."
+    "this placement was chosen by a search or an operator, and keeps its instances whatever numbers are asked for"
+    " (tideway plan --set FILE for another; tideway plan --rollback undoes the last change)"
 )
+"""Said to an operator where `PlacementPlan.is_chosen`."""
 
 
 def scale_model(
@@ -404,7 +405,8 @@ def scale_model(
     if name in plan.asleep:
         say("  It is put away, and loaded there when a request for it comes.")
     elif replicas is not None and len(places) < replicas:
-        say(f"  No more than {len(places)} can hold it now.")
+        say(f"  {len(places)} of {replicas} can be had now: {_why_fewer(plan, places)}.")
+        say("  The rest is wished for, and comes when that changes.")
     _say_unplaced(plan, say)
 
     def status() -> str:
@@ -412,6 +414,18 @@ def scale_model(
         return _served(places, client.instances(), name) if places else f"{name} is planned nowhere"
 
     _wait(status, wait_s, say)
+
+
+def _why_fewer(plan: PlacementPlan, places: Collection[str]) -> str:
+    """Why a model is planned for no more instances than `places`."""
+    drained = f", and {', '.join(plan.draining)} drained" if plan.draining else ""
+    others = [one.instance_id for one in plan.instances if one.instance_id not in places]
+    if others:
+        reason = f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} no room for it{drained}"
+    else:
+        are = "is 1 instance" if len(places) == 1 else f"are {len(places)} instances"
+        reason = f"there {are}{drained} (tideway scale --instances N for more)"
+    return f"{reason}; {CHOSEN}" if plan.is_chosen else reason
 
 
 def scale_instances(
@@ -424,7 +438,7 @@ def scale_instances(
     say(f"There {wanted}; planned now: {len(plan.instances)}.")
     _say_unplaced(plan, say)
     if plan.is_chosen and len(plan.instances) < num_instances:
-        say(f"  {CHOSEN}")
+        say(f"  {num_instances - len(plan.instances)} more wait: {CHOSEN}.")
         return
 
     def status() -> str:

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 DEFAULT_DATA_DIR = Path(".tideway")
+SERVER_KEY_VARIABLE = "OPENAI_API_KEY"
+"""Environment variable of the API key of a server that is measured."""
 DataDir = Annotated[
     Path,
     typer.Option(

@@ -61,7 +61,7 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     for name, reason in plan.unplaced.items():
         console.print(f"{escape(name)} is on no instance: {escape(reason)}")
     if plan.is_chosen:
-        console.print(CHOSEN)
+        console.print(f"{CHOSEN[0].upper()}{CHOSEN[1:]}.")
     if proposal is None:
         console.print("No search has found a plan yet: tideway plan --search.")
     elif not is_current:
@@ -145,6 +145,8 @@ def carry_out(
             raise OperatorError(f"Nothing is carried out: {_state(plan).problem or 'placement says no reason'}.")
         if not stage:
             say(f"Replacement {change.number}: {change.reason}")
+            if change.undoes and before is not None and before.undoes:
+                say(f"  {before.number} rolled {before.undoes} back: the placement of {before.undoes} comes back.")
         for line in lines_of(change, stage, num_steps):
             say(line)
         stage, num_steps = change.stage, len(change.steps)
@@ -153,6 +155,10 @@ def carry_out(
                 say(f"  {name} had no instance for a while: its requests waited.")
             if change.stage == "rolled_back" and action != "roll_back":
                 raise OperatorError(f"Rolled back: {change.failure}.")
+            if change.undoes and change.stage == "carried_out":
+                say(
+                    f"Replacement {change.undoes} is undone. Another --rollback undoes this, replacement {change.number}."
+                )
             return
         _pause(deadline_s, f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,6 +18,8 @@ def show_tenants(client: AdminClient, console: Console, *, as_json: bool) -> Non
     states = client.tenants()
     empty = "There is no API key, and nobody asks for anything."
     show_listing(console, states, _table(states.tenants), as_json=as_json, empty=empty)
+    if not as_json and any(re.fullmatch("key-[0-9a-f]{8}", one.tenant) for one in states.tenants):
+        console.print("key-...: a key without a tenant's name, by the beginning of its SHA-256.")
 
 
 def _table(tenants: list[TenantState]) -> Table:

@@ -38,6 +38,7 @@ from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
 from tideway.first_request import first_request
 from tideway.liveness import probe_for_ever, restart_when_there_is_space
+from tideway.operations import CHOSEN
 from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 
@@ -281,10 +282,7 @@ class Up:
     def _report_chosen(self, plan: PlacementPlan | None) -> None:
         """Its groups go before those that nodes make of themselves."""
         if plan is not None and plan.is_chosen:
-            self._reporter.warn(
-                "the placement that was chosen earlier stays, whatever --instances and --tensor-parallel say "
-                "(tideway plan; --rollback or --set changes it)"
-            )
+            self._reporter.warn(CHOSEN)
 
     def _report_earlier_models(self, configured: dict[str, ModelSpec]) -> None:
         """What was added at run time, or asked for at an earlier start."""

@@ -595,6 +595,8 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """W3C trace parent of its span; empty: it is not traced."""
     unready: list[str] = []
     """`model on instance`: that did not serve when the change began, which leaves it as it is: it may fail."""
+    undoes: Amount = 0
+    """Number of the replacement that an operator rolls back by this one; 0: none."""
 
     @property
     def is_over(self) -> bool:

@@ -169,14 +169,15 @@ def begin(
     *,
     is_chosen: bool = True,
     home: Sequence[InstancePlan] = (),
+    undoes: int = 0,
 ) -> PlacementPlan:
     """The plan with a change to `target`. `ready`: (model, instance id) pairs that serve now. `home`: to which it leads,
-    where it leads there."""
+    where it leads there. `undoes`: number of the change that it rolls back."""
     plan = cluster.plan
     number = 1 if plan.change is None else plan.change.number + 1
     planned = {(spec.name, place.instance_id) for place in plan.instances for spec in place.models}
     change = carry_out.begin(number, reason, plan.instances, target, now_s, planned.difference(ready))
-    change = msgspec.structs.replace(change, is_chosen=is_chosen, was_chosen=plan.is_chosen)
+    change = msgspec.structs.replace(change, is_chosen=is_chosen, was_chosen=plan.is_chosen, undoes=undoes)
     return _with_change(plan, change, home=home)
 
 
@@ -194,7 +195,7 @@ def roll_back(cluster: Cluster, now_s: float, ready: Collection[tuple[str, str]]
         names = ", ".join(spec.name for spec in place.models)
         raise ProblemError(f"{place.instance_id} has no room for {names} at once, as far as is known now")
     reason = f"the operator rolls replacement {plan.change.number} back"
-    return begin(cluster, reason, target, now_s, ready, is_chosen=plan.change.was_chosen)
+    return begin(cluster, reason, target, now_s, ready, is_chosen=plan.change.was_chosen, undoes=plan.change.number)
 
 
 def abandoned(plan: PlacementPlan, cause: str, why: str, now_s: float) -> PlacementPlan:

@@ -203,8 +203,9 @@ async def test_a_server_that_wants_another_key_is_told_in_its_own_words(server: 
         with pytest.raises(BenchError) as refused:
             await list_models(connections, server.url, WRONG_KEY)
     assert str(refused.value) == (
-        f"{server.url}/v1/models does not name the models (401: Incorrect API key.); give --api-key or --model"
-    )
+        f"{server.url}/v1/models does not name the models (401: Incorrect API key.); give an API key of that server by "
+        "--api-key or OPENAI_API_KEY"
+    ), "a model's name would not help"
 
 
 async def test_a_key_of_a_tenant(server: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,16 +200,27 @@ async def test_scaling(stack: Stack) -> None:
     stack.peer.plan = PlacementPlan(1, [InstancePlan(name, "node", [spec], 0, 0) for name in "ab"])
     assert await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None) == [
         f"{MODEL} is to be on 3 instances; planned: a, b.",
-        "  No more than 2 can hold it now.",
+        "  2 of 3 can be had now: there are 2 instances (tideway scale --instances N for more).",
+        "  The rest is wished for, and comes when that changes.",
     ]
+    on_one = [InstancePlan("a", "node", [spec], 0, 0), InstancePlan("b", "node", [ModelSpec("ebb", "source")], 0, 0)]
+    stack.peer.plan, both = msgspec.structs.replace(stack.peer.plan, instances=on_one, draining=["c"]), stack.peer.plan
+    said = await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None)
+    assert said[1] == "  1 of 3 can be had now: b has no room for it, and c drained."
+    stack.peer.plan = both
     [line] = await on_a_thread(stack, operations.scale_model, MODEL, None, wait_s=None)
     assert "all instances where it fits" in line
     said = await on_a_thread(stack, operations.scale_instances, 4, wait_s=None)
     assert said == ["There are to be 4 instances; planned now: 2."]
     stack.peer.plan = msgspec.structs.replace(stack.peer.plan, is_chosen=True)
     said = await on_a_thread(stack, operations.scale_instances, 5, wait_s=20)
-    assert said[0].endswith("planned now: 2.") and "was chosen and keeps its instances" in said[1]
-    assert stack.peer.scaled == [ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4), ScaleInstances(5)]
+    assert said[0].endswith("planned now: 2.") and said[1] == f"  3 more wait: {operations.CHOSEN}."
+    said = await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None)
+    assert said[1].endswith(f"N for more); {operations.CHOSEN}.")
+    assert stack.peer.scaled == [
+        ScaleModel(MODEL, 3), ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4), ScaleInstances(5),
+        ScaleModel(MODEL, 3),
+    ]  # fmt: skip
     with pytest.raises(OperatorError, match="'ocean' does not exist"):
         await on_a_thread(stack, operations.scale_model, "ocean", 1, wait_s=None)
 

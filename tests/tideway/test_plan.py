@@ -13,7 +13,8 @@ from rich.console import Console
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
 from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Rejected, Trial
-from tideway.plan import lines_of, search, show_plan
+from tideway.operations import CHOSEN
+from tideway.plan import carry_out, lines_of, search, show_plan
 
 
 def predicted(attainment: float, p99_s: float) -> Prediction:
@@ -91,9 +92,7 @@ def test_a_change_of_which_no_traffic_is_known_is_told_without_a_table() -> None
 
 
 def test_a_placement_that_was_chosen_is_called_so() -> None:
-    assert any(
-        line.startswith("This placement was chosen and keeps its instances") for line in shown(None, is_chosen=True)
-    )
+    assert CHOSEN[1:] in " ".join(shown(None, is_chosen=True))
     assert not any("was chosen" in line for line in shown(None))
 
 
@@ -185,6 +184,32 @@ def test_a_search_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     search(Client(), wait_s=60.0, say=said.append)  # type: ignore[arg-type]
     assert [line.partition(" (")[0] for line in said[1:-1]] == ["  still searching"] * 2
     assert said[0].startswith("Searching") and said[-1].startswith("The search over 40 requests")
+
+
+def test_a_roll_back_says_what_another_one_does() -> None:
+    class Client:
+        """Each roll-back undoes the last replacement."""
+
+        change = PlanChange(
+            number=1, reason="it pays", stage="carried_out", begun_s=0.0, stage_s=0.0, step_s=0.0, before=[], target=[]
+        )
+
+        def change_plan(self, _: str) -> ReplacementState:
+            number = self.change.number
+            self.change = msgspec.structs.replace(self.change, number=number + 1, undoes=number, reason="rolls back")
+            return ReplacementState(mode="off", interval_s=600.0, since_s=0.0)
+
+        def shown_plan(self) -> ShownPlan:
+            return ShownPlan(version=3, instances=[], change=self.change)
+
+    client, said = Client(), list[str]()
+    carry_out(client, "roll_back", wait_s=60.0, say=said.append)  # type: ignore[arg-type]
+    assert said[0] == "Replacement 2: rolls back" and "comes back" not in said[1]
+    assert said[-1] == "Replacement 1 is undone. Another --rollback undoes this, replacement 2."
+    said.clear()
+    carry_out(client, "roll_back", wait_s=60.0, say=said.append)  # type: ignore[arg-type]
+    assert said[1] == "  2 rolled 1 back: the placement of 1 comes back."
+    assert said[-1] == "Replacement 2 is undone. Another --rollback undoes this, replacement 3."
 
 
 def told(*seen: tuple[str, list[str]]) -> list[str]:

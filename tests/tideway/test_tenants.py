@@ -81,6 +81,7 @@ async def test_what_each_tenant_has_and_uses_over_all_gateways(
         assert three["keys"] == [] and three["num_running"] == 0
         text = await asyncio.to_thread(shown, stack.url)
         assert all(len(line) <= 80 for line in text.splitlines())
+        assert "key-...: a key without a tenant's name, by the beginning of its SHA-256." in text
         row = next(line for line in text.splitlines() if line.startswith("acme"))
         assert row.split()[1:7] == ["2.5", "30.2", "s", "75%", "12", "3"] and "60/100,000" in text and "2/8" in text
         stack.peer.may_answer.set()

@@ -25,6 +25,7 @@ from tideway.bench.prompts import (
 )
 from tideway.bench.records import RequestRecord
 from tideway.bench.workload import PlannedRequest, StreamSpec
+from tideway.options import SERVER_KEY_VARIABLE
 
 MESSAGE_CHARACTERS = 300
 FAILED_FINISH_REASONS = ("error", "abort", "cancelled")
@@ -267,9 +268,12 @@ async def list_models(connections: Connections, url: str, api_key: str) -> list[
         raise BenchError(f"{url} does not answer ({error}); --url says where the server is") from None
     except httpx.HTTPStatusError as error:
         told = f"{error.response.status_code}: {_message_of(error.response.text)}"
-        raise BenchError(f"{url}/v1/models does not name the models ({told}); give --api-key or --model") from None
+        remedy = "--model"
+        if error.response.status_code in (401, 403):
+            remedy = f"an API key of that server by --api-key or {SERVER_KEY_VARIABLE}"
+        raise BenchError(f"{url}/v1/models does not name the models ({told}); give {remedy}") from None
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-        raise BenchError(f"{url}/v1/models does not name the models ({error}); give --api-key or --model") from None
+        raise BenchError(f"{url}/v1/models does not name the models ({error}); give --model") from None
 
 
 async def calibrate(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tideway.data_folder import DataFolder, OperatorError
-from tideway.options import DEFAULT_DATA_DIR, DataDir, is_default
+from tideway.options import DEFAULT_DATA_DIR, SERVER_KEY_VARIABLE, DataDir, is_default
 
 ARRIVALS = (
     "poisson:RATE, gamma:RATE:CV, constant:RATE, onoff:ON_S:ON_RATE:OFF_S[:OFF_RATE[:CV]], closed:CONCURRENCY,"
@@ -161,7 +161,9 @@ def bench(
     ] = 0.0,
     api_key: Annotated[
         str,
-        typer.Option(rich_help_panel=SERVER, envvar="OPENAI_API_KEY", show_envvar=True, help="API key of the server."),
+        typer.Option(
+            rich_help_panel=SERVER, envvar=SERVER_KEY_VARIABLE, show_envvar=True, help="API key of the server."
+        ),
     ] = "",
     timeout: Annotated[float, typer.Option(rich_help_panel=SERVER, help="Timeout of one request, in seconds.")] = 600.0,
     metrics_url: Annotated[
