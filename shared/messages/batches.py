@@ -69,6 +69,15 @@ class BatchProblem(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
+class BatchWait(msgspec.Struct, frozen=True):
+    """Why a batch, or some of its lines, wait."""
+
+    code: str
+    """tokens_per_minute | storage | scheduler"""
+    message: str
+    """The same in words."""
+
+
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A batch as the Batch API shows it; written by the gateway that owns it. Times are Unix seconds."""
 
@@ -97,6 +106,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_expires_after_s: int | None = None
     reserved_bytes: int = 0
     """Set aside for all its results, in the store of results, before it begins."""
+    waiting_for: BatchWait | None = None
 
 
 class BatchLineResult(msgspec.Struct, frozen=True):

@@ -72,9 +72,11 @@ async def test_a_batch_waits_for_room_before_it_begins(small: Stack) -> None:
     assert (await reach(client, held[0].id, ended)).status == "cancelled"
     held = [held[1], await start(client, [line(i) for i in range(50)])]
     await reach(client, held[0].id, ended)
-    assert (await client.batches.retrieve(held[1].id)).status == "validating", "the small one fits"
+    waiting = await reach(client, held[1].id, lambda batch: batch.waiting_for)
+    assert (waiting.status, waiting.waiting_for["code"]) == ("validating", "storage"), "the small one fits"
     await results.purge("batch_other")
-    assert (await reach(client, held[1].id, ended)).request_counts.completed == 50
+    done = await reach(client, held[1].id, ended)
+    assert (done.request_counts.completed, done.waiting_for) == (50, None)
 
 
 async def test_uploads_leave_room_for_the_output(

@@ -57,7 +57,7 @@ STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *sorted(TER
 
 def test_the_objects_have_the_fields_of_the_openai_package() -> None:
     batch = {field.name for field in msgspec.structs.fields(BatchObject)}
-    assert batch - {"predicted_finish_at"} == set(openai.types.Batch.model_fields)
+    assert batch - {"predicted_finish_at", "waiting_for"} == set(openai.types.Batch.model_fields)
     file = {field.name for field in msgspec.structs.fields(FileObject)}
     assert file == set(openai.types.FileObject.model_fields) - {"status_details"}
 

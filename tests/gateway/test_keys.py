@@ -36,6 +36,7 @@ from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import MAX_TENANT_NAME, ErrorCode, ErrorInfo, FinishReason, RequestClass
 from shared.runtime.settings import BusSettings, GatewaySettings, SettingsError
+from tests.gateway.batching import reach
 from tests.gateway.conftest import MODEL, running_gateway, running_stack
 from tests.gateway.peer import until
 from tests.tideway.readme import REPOSITORY
@@ -286,7 +287,9 @@ async def test_a_batch_line_counts_once_and_waits_untokenised(
         num_before = num_made
         await asyncio.sleep(0.3)
         assert num_made == num_before, "the other line waits"
-        await client.batches.cancel(batch.id)
+        waiting = (await reach(client, batch.id, lambda shown: shown.waiting_for)).waiting_for
+        assert waiting["code"] == "tokens_per_minute" and "The 100 tokens per minute" in waiting["message"]
+        assert (await client.batches.cancel(batch.id)).waiting_for is None
 
 
 async def test_the_charge_of_a_prompt_over_several_tries() -> None:

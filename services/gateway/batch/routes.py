@@ -143,5 +143,6 @@ def batch_object(record: BatchRecord) -> BatchObject:
             record.input_tokens + record.output_tokens,
         ),
         metadata=record.metadata or None,
+        waiting_for=record.waiting_for,
         predicted_finish_at=None if finish_s is None else int(finish_s),
     )

@@ -46,6 +46,7 @@ from shared.messages.batches import (
     BatchLineResult,
     BatchProblem,
     BatchRecord,
+    BatchWait,
     OfflineDemand,
 )
 from shared.messages.requests import ErrorCode
@@ -72,6 +73,8 @@ _CODE_OF_STATUS = {408: ErrorCode.DEADLINE, 429: ErrorCode.OVERLOADED, 503: Erro
 _EXPIRED = LineFailure("batch_expired", "This line could not be run before the batch's completion window was over.")
 _INPUT_LOST = LineFailure("input_lost", "This line was not run because the batch's input file is lost.")
 _STORE_FULL = "The server's storage for answers is full; what could be stored is in the output."
+_WAITS_FOR_ROOM = BatchWait("storage", "The server's storage for answers has no room for its results now.")
+_WAITS_FOR_SCHEDULER = BatchWait("scheduler", "No scheduler answers that could grant its lines.")
 _FULL = LineFailure("storage_full", "This line has no answer because the server's storage for answers is full.")
 
 
@@ -94,6 +97,8 @@ class BatchRun:
         self._progress_at = context.bus.now()
         self._full_at: float | None = None
         """Since when nothing could be stored."""
+        self._num_without_tokens = 0
+        """Lines that wait for tokens per minute of their key."""
         self._book: LineBook
         self._span: Span
 
@@ -209,6 +214,7 @@ class BatchRun:
                 return
             if not is_told:
                 logger.warning("%s waits until there is room for its results", self._record.batch_id)
+                await self._change(lambda record: _waiting(record, "validating", _WAITS_FOR_ROOM))
             is_told = True
             await set_within(self._is_cancelled, ROOM_INTERVAL_S * (0.5 + random.random()))
 
@@ -344,7 +350,11 @@ class BatchRun:
         custom_id, attempts, charge = custom_id_of(line.raw), Attempts(), PromptCharge(self._context.admission)
         while True:
             while (wait_s := await charge.wait_s(self._key(), self._context.bus.now())) > 0:
-                await asyncio.sleep(wait_s)
+                self._num_without_tokens += 1
+                try:
+                    await asyncio.sleep(wait_s)
+                finally:
+                    self._num_without_tokens -= 1
             ticket = await take(account, self._book.plan.tokens[line.index])
             limit = None
             try:
@@ -435,11 +445,25 @@ class BatchRun:
             model: self._grants.feed.share_per_s(self._context.catalog.base(model)) for model in self._book.plan.models
         }
         finish_s = predicted_finish_s(self._book, self._pace, shares, time.time())
-        return msgspec.structs.replace(self._book.counted(record), predicted_finish_s=finish_s)
+        shown = msgspec.structs.replace(self._book.counted(record), predicted_finish_s=finish_s)
+        return _waiting(shown, "in_progress", self._waits_for())
+
+    def _waits_for(self) -> BatchWait | None:
+        if self._full_at is not None:
+            return _WAITS_FOR_ROOM
+        if self._num_without_tokens and (limit := self._key().tokens_per_minute) is not None:
+            message = f"The {limit:,} tokens per minute of its API key are used up; lines wait until some are left."
+            return BatchWait("tokens_per_minute", message)
+        return _WAITS_FOR_SCHEDULER if self._grants.feed.is_refused else None
 
 
 def _problem(error: InputError) -> BatchProblem:
     return BatchProblem(error.code, str(error), error.line, "input_file_id")
+
+
+def _waiting(record: BatchRecord, status: str, wait: BatchWait | None) -> BatchRecord:
+    """What it waits for in this status; unchanged in another."""
+    return msgspec.structs.replace(record, waiting_for=wait) if record.status == status else record
 
 
 def _ended(record: BatchRecord, files: BatchFiles, problem: BatchProblem | None, now_s: float) -> BatchRecord:

@@ -50,10 +50,12 @@ def is_terminal(record: BatchRecord) -> bool:
 
 
 def advance(record: BatchRecord, status: str, now_s: float) -> BatchRecord:
-    """`record` in its next state, entered at `now_s` (Unix seconds); unchanged where that state cannot follow."""
+    """`record` in its next state, entered at `now_s` (Unix seconds), in which it waits for nothing yet; unchanged where that
+    state cannot follow."""
     if status not in _NEXT.get(record.status, ()):
         return record
-    return msgspec.structs.replace(record, status=status, status_s={**record.status_s, status: now_s})
+    status_s = {**record.status_s, status: now_s}
+    return msgspec.structs.replace(record, status=status, status_s=status_s, waiting_for=None)
 
 
 def expire(record: BatchRecord, now_s: float) -> BatchRecord:

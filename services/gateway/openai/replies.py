@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from shared.messages.batches import BatchWait
 from shared.messages.cluster import AdminAction
 
 FinishedBy = Literal["stop", "length", "tool_calls"]
@@ -404,6 +405,8 @@ class BatchObject(msgspec.Struct, kw_only=True):
     """Numbers of its lines."""
     usage: BatchUsage
     metadata: dict[str, str] | None
+    waiting_for: BatchWait | None
+    """Why it, or some of its lines, wait; null: they do not, but for interactive requests."""
     predicted_finish_at: int | None
     """Not OpenAI's: when the batch will probably be done, at the present throughput."""
 

@@ -155,6 +155,7 @@ export function showBatch(detail) {
     times.map(([status, atS]) => `${status.replace("_", " ")} ${clock(atS)}`).join(", "),
     `files: input ${batch.input_file_id}${batch.output_file_id ? `, output ${batch.output_file_id}` : ""}${batch.error_file_id ? `, errors ${batch.error_file_id}` : ""}`,
   ];
+  if (batch.waiting_for) lines.push(`waits: ${batch.waiting_for.message}`);
   const problems = (batch.errors?.data ?? []).map((one) => `${one.line ? `line ${one.line}: ` : ""}${one.message}`);
   byId("batch-shown").replaceChildren(element("h3", {}, batch.id), ...lines.map((line) => element("div", {class: "small dim"}, line)),
     ...problems.map((text) => element("div", {class: "bad small"}, text)),
