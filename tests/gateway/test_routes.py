@@ -176,7 +176,9 @@ async def test_what_is_wrong_with_a_route_is_told(two: Stack) -> None:
         ({"name": "a\n", "arms": {"old": 1}}, "name"),
         ({"name": "a/../old", "arms": {"old": 1}}, "name"),
         ({"name": "a/", "arms": {"old": 1}}, "name"),
-        ({"name": "public", "arms": {"nobody": 1}}, "model"),
+        ({"name": "public", "arms": {"nobody": 1}}, "arms"),
+        ({"name": "public", "arms": {"old": 1}, "mirrors": {"nobody": 0.5}}, "mirrors"),
+        ({"name": "public", "arms": {"old": 1}, "fallbacks": ["nobody"]}, "fallbacks"),
         ({"name": "public", "arms": {"old": 1}, "mirrors": {"new": 2}}, "mirrors[...]"),
         ({"name": "public", "arms": {"old": 1}, "sticky": "hair"}, "sticky"),
     ):

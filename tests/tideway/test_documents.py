@@ -78,6 +78,17 @@ def test_curl_lines_ask_for_something_that_is_there(line: str) -> None:
             assert json.loads(body)["model"] in DEMONSTRATION_MODELS
 
 
+def test_the_curls_of_the_api_name_models_that_the_demonstration_has() -> None:
+    text = (REPOSITORY / "docs" / "api.md").read_text()
+    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r'"model": "([^"]+)"', "".join(blocks)))
+    for members in re.findall(r'"(?:arms|mirrors)": (\{.*?\})', "".join(blocks)):
+        named |= set(json.loads(members))
+    assert "another" in named and named - {"another", "NAME"} <= set(DEMONSTRATION_MODELS), named
+    addresses = re.findall(r"(?:localhost|127.0.0.1):8000[^ ]*", "".join(blocks))
+    assert len(addresses) > 15 and not [one for one in addresses if "..." in one or re.search("/[A-Z_]{4}", one)]
+
+
 def test_the_readme_shows_what_was_promised() -> None:
     assert len(curl_lines()) >= 3
     assert any('"stream": true' in line for line in curl_lines())

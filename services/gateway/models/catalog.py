@@ -130,10 +130,11 @@ class Catalog:
         watches = (self._model_watch, self._adapter_watch)
         return next((watch.problem for watch in watches if watch is not None and watch.problem), "")
 
-    def check_seen(self, what: str) -> None:
-        """Raises `ServiceError`, with `what` that means for the client, while models and adapters cannot be seen."""
+    def check_seen(self, what: str, field: str = "model") -> None:
+        """Raises `ServiceError`, with `what` that means for the client, while models and adapters cannot be seen. `field`:
+        that names the model."""
         if problem := self.problem:
-            raise ServiceError.of(ErrorCode.UNAVAILABLE, f"{what}: {problem}.", "model")
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, f"{what}: {problem}.", field)
 
     def is_gone(self, model: str) -> bool:
         """Whether it is known that there is no model or adapter of this name."""

@@ -64,13 +64,15 @@ class Routes:
 
     async def put(self, route: Route) -> None:
         """Returns when it holds here. Raises `ApiError` where a model is not there, `BusError`."""
-        models = [arm.model for arm in route.arms] + [mirror.model for mirror in route.mirrors] + [*route.fallbacks]
-        for model in models:
+        models = [("arms", arm.model) for arm in route.arms]
+        models += [("mirrors", mirror.model) for mirror in route.mirrors]
+        models += [("fallbacks", model) for model in route.fallbacks]
+        for field, model in models:
             if not self._catalog.has(model):
-                self._catalog.check_seen(f"Whether the model '{model[:200]}' exists is not known now")
+                self._catalog.check_seen(f"Whether the model '{model[:200]}' exists is not known now", field)
                 known = ", ".join(map(repr, self._catalog.names)) or "none"
                 message = f"There is no model '{model[:200]}'; a route leads to models, and those there are: {known}."
-                raise ApiError(400, message, param="model", code="model_not_found")
+                raise ApiError(400, message, param=field, code="model_not_found")
         await self._stored.put(bucket_key(route.name), route)
         await true_within(lambda: self.get(route.name) == route, self._changed, CHANGE_S)
 
