@@ -19,6 +19,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from shared.placement.plan import DEFAULT_SLO_SCALE
 from tideway.data_folder import OperatorError
 
 LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
@@ -55,6 +56,13 @@ class TableConsole(Console):
 def print_json(console: Console, told: object) -> None:
     """Prints one JSON object on one line, however narrow the console is."""
     console.print(msgspec.json.encode(told).decode(), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+SLO_TOLD = (
+    "SLO: a request's latency, to its last token, is at most so many times its model's mean execution time (slo_scale, "
+    f"{DEFAULT_SLO_SCALE:g} unless set). The objectives of first and later tokens (tideway explain) are others."
+)
+"""What plans and traffic call the SLO."""
 
 
 def show_listing(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shared.messages.admin import AdapterState, ModelState
 from shared.messages.traffic import MeanStd, ModelSummary
-from tideway.console import LOOK, show_listing, turned
+from tideway.console import LOOK, SLO_TOLD, show_listing, turned
 from tideway.operations import AdminClient
 
 LEAST_WANTED = (
@@ -42,6 +42,8 @@ def show_models(client: AdminClient, console: Console, *, interval_s: int, as_js
             table.add_row(*row)
     table = turned(table, console)
     show_listing(console, states, table, as_json=as_json, least_wanted=LEAST_WANTED)
+    if not as_json:
+        console.print(SLO_TOLD)
     if not as_json and any(state.traffic is None for state in shown):
         console.print("Of some the traffic is not known: no placement answers, or it does not know them yet.")
 

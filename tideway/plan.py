@@ -23,7 +23,7 @@ from shared.placement.plan import (
     Trial,
     told_left_behind,
 )
-from tideway.console import WAIT_LINE_INTERVAL_S, fit, print_json
+from tideway.console import SLO_TOLD, WAIT_LINE_INTERVAL_S, fit, print_json
 from tideway.data_folder import OperatorError
 from tideway.operations import CHOSEN, AdminClient, UnavailableError
 from tideway.plan_file import GroupSpec
@@ -58,6 +58,7 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     console.print(_places(plan, proposal if is_current else None))
     models = _models(state, proposal if is_current else None)
     console.print(fit(models, console, (*reversed(FIGURES), "requests")))
+    console.print(SLO_TOLD)
     for name, reason in plan.unplaced.items():
         console.print(f"{escape(name)} is on no instance: {escape(reason)}")
     if plan.is_chosen:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation, TimelinePhase
 from shared.monitor.timeline import OBJECTIVES, Times, parts_of, seconds, total, words
+from shared.runtime.settings import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS
 from tideway.console import LOOK, fit, print_json, show_listing
 from tideway.operations import AdminClient
 
@@ -31,6 +32,11 @@ STYLES = {
     Phase.RESCUE: "red",
 }
 
+OBJECTIVES_TOLD = (
+    "Objectives are those that a request names (ttft_ms, tpot_ms), else its model's, else the default: "
+    f"{DEFAULT_TTFT_MS:g} ms to the first token and {DEFAULT_TPOT_MS:g} ms a token, unless TIDEWAY_TTFT_MS and "
+    "TIDEWAY_TPOT_MS say otherwise. The SLO of tideway plan and tideway models is another: of a request's whole latency."
+)
 LEAST_WANTED = ("lost", "preempted", "class", "tokens", "moved", "instance", "model", "time")
 """Columns that give way to ids, which must be whole to be copied."""
 
@@ -95,24 +101,25 @@ def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_js
         return
     if not explained.objectives:
         console.print(f"No request with an objective ended in the last {interval_s} s.")
+        console.print(OBJECTIVES_TOLD)
         return
-    console.print(fit(_missed_table(explained), console, ("requests", "share"), ("objective",)))
+    console.print(fit(_missed_table(explained), console, ("requests", "share"), ("of",)))
     for one in explained.objectives:
         if one.num_missed:
             console.print(_told(one))
+    console.print(OBJECTIVES_TOLD)
 
 
 def _missed_table(explained: SloExplanation) -> Table:
     title = f"Objectives in the last {explained.interval_s:.0f} s"
-    table = Table("model", "objective", title=title, **LOOK)
+    table = Table("model", "of", title=title, **LOOK)
     for name in ("requests", "missed", "share", "objective", "mean of\nmissed"):
         table.add_column(name, justify="right")
     for one in explained.objectives:
-        of_missed = (seconds(one.objective_s), seconds(one.measured_s)) if one.num_missed else ("-", "-")
+        which = {0: "", one.num_judged: " (default)"}.get(one.num_default, " (mean)")
+        times = f"{seconds(one.objective_s)}{which}", seconds(one.measured_s) if one.num_missed else "-"
         share = f"{one.num_missed / one.num_judged:.1%}"
-        table.add_row(
-            escape(one.model), OBJECTIVES[one.name], str(one.num_judged), str(one.num_missed), share, *of_missed
-        )
+        table.add_row(escape(one.model), OBJECTIVES[one.name], str(one.num_judged), str(one.num_missed), share, *times)
     return table
 
 

@@ -102,7 +102,7 @@ class GatewayService:
         catalog = Catalog(bus, tokenizers)
         loads, batches = ClusterLoads(bus, catalog), Batches(bus)
         self._placer = Placer(bus, catalog, metrics, settings.max_submissions)
-        timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s)
+        timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s, catalog.objectives_ms)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
         tenants = TenantPolicy(settings)
         self._key_uses = SharedKeyUses(bus, gateway_id, metrics)

@@ -155,6 +155,8 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
     is_met: bool
     parts: list[Part]
     text: str
+    is_default: bool = False
+    """Whether it is the instance's default: neither request nor model names one."""
 
 
 class SequenceTimeline(msgspec.Struct, kw_only=True):
@@ -204,12 +206,15 @@ class MissedObjective(msgspec.Struct, frozen=True, kw_only=True):
     num_judged: int
     num_missed: int
     measured_s: float
-    """Mean of those that missed; likewise the rest."""
+    """Mean of those that missed; likewise `parts`."""
     objective_s: float
+    """Mean of all that were judged."""
     parts: list[Part]
     """Seconds a request. They make up the time that the objective is about."""
     examples: list[str]
     """Ids of the last ones that missed."""
+    num_default: int = 0
+    """How many had the default objective, as neither they nor their model name one."""
 
 
 class SloExplanation(msgspec.Struct, frozen=True):

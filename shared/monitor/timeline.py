@@ -202,8 +202,11 @@ class Course:
         return sum(event.kind is kind for _, event in self.told)
 
 
-def objectives(course: Course, ended_s: float, num_output: int) -> list[Objective]:
-    """How far a request that is over met its objectives, and where its time went."""
+def objectives(
+    course: Course, ended_s: float, num_output: int, are_default: tuple[bool, bool] = (False, False)
+) -> list[Objective]:
+    """How far a request that is over met its objectives, and where its time went. `are_default`: of the first token, and of
+    later ones, whether neither it nor its model names an objective."""
     _, spent = course.phases(ended_s)
     arrived_s, first_s = course.told[0][1].at_s, course.delivered_s
     arrived = course.last(EventKind.ARRIVED)
@@ -213,9 +216,10 @@ def objectives(course: Course, ended_s: float, num_output: int) -> list[Objectiv
     ttft_s = (ended_s if first_s is None else first_s) - arrived_s
     # One that ended early without a token, cancelled say, tells nothing.
     if ttft_objective_s > 0 and (first_s is not None or ttft_s > ttft_objective_s):
-        found.append(_objective("ttft", ttft_objective_s, ttft_s, spent.first, 1))
+        found.append(_objective("ttft", ttft_objective_s, ttft_s, spent.first, 1, are_default[0]))
     if tpot_objective_s > 0 and first_s is not None and num_output > 1:
-        found.append(_objective("tpot", tpot_objective_s, ended_s - first_s, spent.later, num_output - 1))
+        later_s, num_later = ended_s - first_s, num_output - 1
+        found.append(_objective("tpot", tpot_objective_s, later_s, spent.later, num_later, are_default[1]))
     return found
 
 
@@ -237,15 +241,19 @@ def _split(spent: Times, own: Phase, others: Phase, own_s: float) -> None:
         spent[others] = total_s - spent[own]
 
 
-def _objective(name: str, objective_s: float, total_s: float, spent: Times, number: int) -> Objective:
+def _objective(name: str, objective_s: float, total_s: float, spent: Times, number: int, is_default: bool) -> Objective:
     parts = parts_of(spent)
     measured_s = total_s / number
     is_met = measured_s <= objective_s
     verdict = "met" if is_met else f"missed by {seconds(measured_s - objective_s)}"
-    text = f"{OBJECTIVES[name]} {seconds(measured_s)}, objective {seconds(objective_s)}: {verdict}"
+    of = f"{seconds(objective_s)}{' (default)' if is_default else ''}"
+    text = f"{OBJECTIVES[name]} {seconds(measured_s)}, objective {of}: {verdict}"
     if not is_met:
         text += f"; {words(parts)}"
-    return Objective(name=name, objective_s=objective_s, measured_s=measured_s, is_met=is_met, parts=parts, text=text)
+    return Objective(
+        name=name, objective_s=objective_s, measured_s=measured_s, is_met=is_met, parts=parts, text=text,
+        is_default=is_default,
+    )  # fmt: skip
 
 
 def parts_of(spent: Times, divisor: float = 1.0) -> list[Part]:
@@ -329,10 +337,10 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
 class _Sums:
     """Sums of one model and objective."""
 
-    __slots__ = ("examples", "measured_s", "num_judged", "num_missed", "objective_s", "spent")
+    __slots__ = ("examples", "measured_s", "num_default", "num_judged", "num_missed", "objective_s", "spent")
 
     def __init__(self) -> None:
-        self.num_judged = self.num_missed = 0
+        self.num_judged = self.num_missed = self.num_default = 0
         self.measured_s = self.objective_s = 0.0
         self.spent: Times = Times()
         self.examples: list[str] = []
@@ -341,8 +349,9 @@ class _Sums:
         num = other.num_missed
         self.num_judged += other.num_judged
         self.num_missed += num
+        self.num_default += other.num_default
         self.measured_s += num * other.measured_s
-        self.objective_s += num * other.objective_s
+        self.objective_s += other.num_judged * other.objective_s
         for part in other.parts:
             self.spent[part.phase] += num * part.seconds
         self.examples = (self.examples + other.examples)[-NUM_EXAMPLES:]
@@ -355,9 +364,10 @@ class _Sums:
             num_judged=self.num_judged,
             num_missed=self.num_missed,
             measured_s=self.measured_s / num,
-            objective_s=self.objective_s / num,
+            objective_s=self.objective_s / max(1, self.num_judged),
             parts=parts_of(self.spent, num),
             examples=self.examples,
+            num_default=self.num_default,
         )
 
 
@@ -397,6 +407,7 @@ class SloBook:
                     objective_s=objective.objective_s,
                     parts=objective.parts,
                     examples=[request_id] if is_missed else [],
+                    num_default=int(objective.is_default),
                 )
             )
 

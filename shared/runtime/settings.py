@@ -351,6 +351,9 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
         return cast(Literal["auto", "both", "prefill", "decode"], (roles[index : index + 1] or ["auto"])[0] or "auto")
 
 
+DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 1500.0, 110.0
+
+
 class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Passed by the node agent to the instances it starts."""
 
@@ -406,9 +409,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Restore checkpoints beside other work; false: the steps of the model wait for them."""
     checkpoint_start: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Used share of the KV pool at which checkpointing begins."""
-    ttft_ms: Annotated[float, msgspec.Meta(gt=0)] = 1500.0
+    ttft_ms: Annotated[float, msgspec.Meta(gt=0)] = DEFAULT_TTFT_MS
     """Objective of online requests and models that name none: time to first token."""
-    tpot_ms: Annotated[float, msgspec.Meta(gt=0)] = 110.0
+    tpot_ms: Annotated[float, msgspec.Meta(gt=0)] = DEFAULT_TPOT_MS
     """Objective per output token after the first, where neither request nor model names one."""
     profile: str = "auto"
     """Step times of a model are learnt from its steps until a cost model is loaded, or measured briefly while nothing is to

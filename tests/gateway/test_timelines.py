@@ -73,9 +73,11 @@ async def test_what_missed_its_objective_is_explained(stack: Stack, monkeypatch)
     [objective] = over["objectives"]
     assert (objective["name"], objective["is_met"]) == ("ttft", False)
     assert "missed by" in objective["text"] and "instance queue" in objective["text"]
+    assert objective["is_default"] and "(default)" in objective["text"], "neither request nor model names one"
     assert abs(sum(part["seconds"] for part in objective["parts"]) - over["ttft_s"]) < 1e-6
     [explained] = (await stack.client.get("/admin/slo?interval_s=60")).json()["objectives"]
     assert (explained["model"], explained["num_judged"], explained["num_missed"]) == (MODEL, 1, 1)
+    assert explained["num_default"] == 1
     assert abs(sum(part["seconds"] for part in explained["parts"]) - explained["measured_s"]) < 1e-6
     listed = (await stack.client.get("/admin/requests?missed=true&limit=5")).json()["requests"]
     assert [one["id"] for one in listed] == [sent.request_id] and listed[0]["events"] == []

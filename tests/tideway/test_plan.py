@@ -96,6 +96,12 @@ def test_a_placement_that_was_chosen_is_called_so() -> None:
     assert not any("was chosen" in line for line in shown(None))
 
 
+def test_what_the_slo_of_a_plan_is_stands_below_it() -> None:
+    assert "at most so many times its model's mean execution time (slo_scale, 5 unless set)" in " ".join(
+        shown(PROPOSAL)
+    )
+
+
 def test_a_model_on_another_engine_is_shown_with_it() -> None:
     hosted = msgspec.structs.replace(place("node-1"), models=[ModelSpec("fast", "/models/fast", engine="vllm")])
     assert "node-1 1 fast (vllm)" in shown(None, more=(hosted,))

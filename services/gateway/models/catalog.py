@@ -173,6 +173,11 @@ class Catalog:
         """Unix seconds."""
         return self._models[bucket_key(model)][1]
 
+    def objectives_ms(self, model: str) -> tuple[float, float]:
+        """Objectives that the model names, for the first token and for later ones; 0: none."""
+        found = self._models.get(bucket_key(self.base(model)))
+        return (0.0, 0.0) if found is None else (found[0].ttft_ms, found[0].tpot_ms)
+
     def spec(self, model: str | None) -> ModelSpec:
         """The model of this name, or the base model of the adapter. Raises `ApiError` 404, and `ServiceError` while it
         cannot be seen which there are. None stands for the only model, where there is one only."""

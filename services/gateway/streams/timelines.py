@@ -52,6 +52,7 @@ Question = FindTimeline | ListTimelines | ExplainSlo
 
 class _Timeline:
     __slots__ = (
+        "are_default",
         "course",
         "ended_s",
         "http_request_id",
@@ -64,7 +65,12 @@ class _Timeline:
         "state",
     )
 
-    def __init__(self, request: GenerationRequest, http_request_id: str) -> None:
+    def __init__(self, request: GenerationRequest, http_request_id: str, of_model: tuple[float, float]) -> None:
+        """`of_model`: objectives that its model names; 0: none."""
+        self.are_default = (
+            not (request.ttft_objective_s or of_model[0]),
+            not (request.tpot_objective_s or of_model[1]),
+        )
         self.request_id = request.request_id
         self.http_request_id = http_request_id
         self.model = request.public_model
@@ -83,7 +89,7 @@ class _Timeline:
         """None while it runs."""
         if self.settled is not None or not self.state:
             return self.settled or []
-        return objectives(self.course, self.ended_s, self.num_output)
+        return objectives(self.course, self.ended_s, self.num_output, self.are_default)
 
     @property
     def has_missed(self) -> bool:
@@ -108,12 +114,21 @@ class _Answers:
 
 
 class Timelines:
-    def __init__(self, bus: Bus, gateway_id: str, max_ended: int, keep_s: float) -> None:
-        """`max_ended`, `keep_s`: how many requests that are over are kept, and for how long; 0: none has a timeline."""
+    def __init__(
+        self,
+        bus: Bus,
+        gateway_id: str,
+        max_ended: int,
+        keep_s: float,
+        objectives_ms: Callable[[str], tuple[float, float]],
+    ) -> None:
+        """`max_ended`, `keep_s`: how many requests that are over are kept, and for how long; 0: none has a timeline.
+        `objectives_ms`: those that a model names, for the first token and for later ones; 0: none."""
         self._bus = bus
         self._gateway_id = gateway_id
         self._max_ended = max_ended
         self._keep_s = keep_s
+        self._objectives_ms = objectives_ms
         self._open: dict[str, _Timeline] = {}
         self._streams: dict[str, Stream] = {}
         self._ended: OrderedDict[str, _Timeline] = OrderedDict()
@@ -155,7 +170,8 @@ class Timelines:
         if not self._max_ended:
             return
         request_id = request.request_id
-        timeline = _Timeline(request, self._http_ids.get(call_of(request_id), ""))
+        named, of_model = self._http_ids.get(call_of(request_id), ""), self._objectives_ms(request.model)
+        timeline = _Timeline(request, named, of_model)
         self._open[request_id], self._streams[request_id] = timeline, stream
         self._note(timeline, EventKind.RECEIVED, arrived_at)
         self._note(timeline, EventKind.SUBMITTED, self._bus.now(), numbers=(timeline.num_prompt,))

@@ -163,6 +163,10 @@ def test_misses_are_summed_up_over_the_last_minutes() -> None:
     book.count("other", "n", judged(True, 4.0), START_S + 20)
     of_m, of_n = book.explain(60.0, START_S + 25)
     assert (of_m.num_judged, of_m.num_missed, of_n.num_missed) == (20, 10, 1)
+    assert isclose(of_m.objective_s, 1.5)
+    met = SloBook()
+    met.count("r", "m", judged(False), START_S)
+    assert [one.objective_s for one in met.explain(60.0, START_S)] == [1.5], "also where none missed it"
     assert [part.phase for part in of_m.parts] == [Phase.QUEUE, Phase.PREFILL]
     assert isclose(total(of_m.parts), of_m.measured_s) and of_m.examples[-1] == "r18"
     assert words(of_m.parts) == "queue 2 s (67%), prefill 1 s (33%)"
