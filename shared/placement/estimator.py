@@ -11,14 +11,20 @@ requests w, both real numbers, and all pairs of all groups, of as many plans as 
     cycle    F + (D + C c)(1 + n) + what the others take between two turns, at most as long as a stream may be silent;
              all the longer where the steps of all models, s / cycle each, would take more than the time there is
              first come first served: x(m) ~ a(m) (mean time of a request alone) / s(m), whatever the silence
-    prefill  a share phi of the time, first come first served, up to chunk / (chunk + sum(s))
+    prefill  a share phi of the time, up to chunk / (chunk + sum(s)); where that is too little, each model has as much
+             as the others, and what one does not need is theirs
+             first come first served: in proportion to what waits
     rate     (1 - phi) / cycle                        tokens of each of its sequences
-    memory   sequences are admitted while their KV fits the pool and there are rows
+    memory   sequences are admitted while their KV fits the pool and there are rows, which the models share likewise
 
-New requests of a model, and those that wait at a group that ends, go to its groups in proportion to the square of freeness
-(free blocks per request) over what a token of one more costs there (policies/token_cost.py: they gather where others of
-their model are), and less where prompts wait. Where arrivals outrun what a group can do, w grows, and what came later waits
-until all before it is admitted.
+New requests of a model, and those that wait at a group that ends, go to its groups in proportion to
+
+    freeness^2 / (1 + prompts' wait / 0.2 s)^2            free blocks per request
+    / cost^8                                              of a token of one more (policies/token_cost.py)
+    1.5 at one of the model's groups, 1 at the others     equal groups, told apart by chance, gather a model's requests each
+
+but for half of those that come while prompts are computed there, which dispatch sends elsewhere whatever it costs. Where
+arrivals outrun what a group can do, w grows, and what came later waits until all before it is admitted.
 
 Then each request is followed through its pair's curves: it starts when as many were admitted as had come, takes its own
 prompt's time, and ends when the pair has moved on by as many tokens as it outputs. Of models with many requests an evenly
@@ -61,8 +67,13 @@ MAX_PAIRS = 1 << 14
 """Pairs of a group with a model that are reckoned at once: what lies in the processor's caches."""
 WAIT_GRAIN_S = 0.2
 """A group where prompts wait for so long is half as likely to get the next one."""
-EASE = 0.5
-"""How much of the way to the wanted split of arrivals is gone in a bin: they are told of each other's load late."""
+LEAST_EASE = 0.2
+"""Least of the way to the wanted split of arrivals that is gone in a bin. What is there changes as requests end, so in bins
+that are longer than requests take, the split would overshoot."""
+TILT = 0.5
+"""How much more than others the group is liked in which a model gathers, all else being equal: fitted."""
+SPREAD_SHARE = 0.5
+"""Share of the requests that meet a prompt's computation and go where the memory is, whatever a token costs: fitted."""
 CHANCE_S = 1.0
 """Over which a mean load is taken, that arrivals by chance differ from: fitted; 1 to 3 s rank plans alike."""
 NEVER_S = 1e9
@@ -191,6 +202,17 @@ def estimate(problem: Problem, plan: Plan, *, order: Order = "turns") -> Predict
 def _index(names: Sequence[str], name: str) -> int:
     """-1 without it."""
     return names.index(name) if name in names else -1
+
+
+def _is_home(stream: Array, num_models: int, held: Array) -> Array:
+    """[groups, places] whether the model gathers there, all else being equal: a problem's n-th model on the n-th of its
+    groups, counted round and round. `held`: [streams] places."""
+    flat = stream.ravel()
+    order = np.argsort(flat, kind="stable")
+    number = np.empty(len(flat), np.int64)
+    number[order] = np.arange(len(flat)) - (np.cumsum(held) - held)[flat[order]]
+    is_home: Array = number.reshape(stream.shape) == stream % num_models % held[stream]
+    return is_home
 
 
 class Estimator:
@@ -480,19 +502,25 @@ class Estimator:
         rivals = held[layout.stream] - 1.0
         has_rivals = (rivals > 0) & ~is_empty
         split = np.where(is_empty, 0.0, 1.0 / held[layout.stream])
+        likes = 1.0 + TILT * _is_home(layout.stream, num_models, held)
+        request_s = float(self.num_requests @ self.execution_s) / max(1, int(self.num_requests.sum()))
+        eases = np.maximum(LEAST_EASE, -np.expm1(-request_s / self._widths))
         arrivals = np.concatenate([self._arrivals.T, np.zeros((num_bins, 1))], axis=1)
         of = np.where(is_empty, num_models, layout.stream % num_models)
         has_knee = bool(np.any(cost.over_s > 0))
         n, w = np.zeros(shape), np.zeros(shape)
 
+        def shared(score: Array) -> Array:
+            """Each place's share of its stream."""
+            sums = np.bincount(flat, score.ravel(), minlength=num_streams)
+            shares: Array = score / (sums[layout.stream] + 1e-300)
+            return shares
+
         def to_open(split: Array, number: int) -> Array:
             """Arrivals go to places that take them."""
             if layout.is_open is None or number >= num_bins:
                 return split
-            wanted = (split + 1e-9) * layout.is_open[number]
-            sums = np.bincount(flat, wanted.ravel(), minlength=num_streams)
-            shared: Array = wanted / (sums[layout.stream] + 1e-300)
-            return shared
+            return shared((split + 1e-9) * layout.is_open[number])
 
         split = to_open(split, 0)
         splits, came, admitted, rates = (np.empty((num_bins, *shape)) for _ in range(4))
@@ -533,16 +561,15 @@ class Estimator:
             cycle *= np.maximum(1.0, np.add.reduce(step / cycle, 1, keepdims=True))
             ready = w + arrive
             seconds = ready * (cost.prefill_s + cost.steps_s * (1.0 - active))
-            needed = np.add.reduce(seconds, 1, keepdims=True)
             most = layout.chunk_s / (layout.chunk_s + total)
             if layout.serves is not None:
                 most = most * layout.serves[number][:, None]
-            done = np.minimum(1.0, most * width / (needed + 1e-12))
-            phi = done * needed / width
-            fits = np.ones_like(phi)
-            asked = (layout.pool_bytes, n, ready, done, phi, cycle)
+            done = self._granted(seconds, most * width)
+            spent = done * seconds / width
+            fits = np.ones(shape)
+            asked = (layout.pool_bytes, n, ready, done, spent, cycle)
             rate, stay, added = self._admitted(width, fits, cost, *asked)
-            short = fits[:, 0] < 1.0
+            short = np.minimum.reduce(fits, 1) < 1.0
             if short.any():
                 # A group in which all fits is done. Of many groups only the others are reckoned again.
                 rows = short if len(fits) > FEW_GROUPS else slice(None)
@@ -551,7 +578,7 @@ class Estimator:
                     found = self._admitted(width, left, costs, *some)
                 rate[rows], stay[rows], added[rows] = found
                 fits[rows] = left
-            phi = phi * fits
+            phi = np.add.reduce(spent * fits, 1, keepdims=True)
             admit = done * ready * fits
             n = stay + added * fits
             w = ready - admit
@@ -567,16 +594,31 @@ class Estimator:
             own_s, beside = cost.fixed_s + marginal, 1.0 / (n + 1.0)
             turn_s = (own_s - cost.token_s) * n * beside
             token_s = own_s * (many + 1.0) * beside + marginal + np.add.reduce(turn_s, 1, keepdims=True) - turn_s
-            score = freeness / (1.0 + wait / WAIT_GRAIN_S) / token_s
-            score = np.where(is_empty, 0.0, score * score)
+            free = np.where(is_empty, 0.0, np.square(freeness / (1.0 + wait / WAIT_GRAIN_S)))
             if layout.is_open is not None and number + 1 < num_bins:
-                score *= layout.is_open[number + 1] > 0
-            sums = np.bincount(flat, score.ravel(), minlength=num_streams)
-            split = to_open(split + EASE * (score / (sums[layout.stream] + 1e-300) - split), number + 1)
+                free *= layout.is_open[number + 1] > 0
+            cheap = shared(free * likes * np.square(np.square(np.square(1.0 / token_s))))
+            spread = SPREAD_SHARE * np.bincount(flat, (cheap * phi).ravel(), minlength=num_streams)[layout.stream]
+            wanted = cheap + spread * (shared(free) - cheap)
+            split = to_open(split + eases[number] * (wanted - split), number + 1)
         return _Course(splits, came, admitted, rates, phis, steps, busy, leaving)
 
-    @staticmethod
+    def _granted(self, wanted: Array, most: Array) -> Array:
+        """[groups, places] share of what is wanted that each gets of at most `most` [groups, 1]: in turns equally much, what
+        one does not want going to the others; the same share first come first served."""
+        if self._is_fcfs:
+            shared: Array = np.minimum(1.0, most / (np.add.reduce(wanted, 1, keepdims=True) + 1e-12))
+            return shared
+        granted, short = np.ones(wanted.shape), np.flatnonzero(np.add.reduce(wanted, 1) > most[:, 0])
+        if len(short):
+            least_first = np.sort(wanted[short], axis=1)
+            before = np.cumsum(least_first, axis=1) - least_first
+            levels = np.maximum(most[short] - before, 0.0) / np.arange(wanted.shape[1], 0, -1)
+            granted[short] = np.minimum(1.0, levels.max(1, keepdims=True) / (wanted[short] + 1e-12))
+        return granted
+
     def _admitted(
+        self,
         width: float,
         fits: Array,
         cost: _Cost,
@@ -584,21 +626,20 @@ class Estimator:
         n: Array,
         ready: Array,
         done: Array,
-        phi: Array,
+        spent: Array,
         cycle: Array,
     ) -> tuple[Array, Array, Array]:
         """Tokens a second of each sequence, those that stay, and those that come if all fit; makes `fits` the share of them
         that does, in KV pool and rows."""
-        rate = (1.0 - phi * fits) / cycle
+        rate = (1.0 - np.add.reduce(spent * fits, 1, keepdims=True)) / cycle
         passed = width * rate / cost.num_output
         left = np.exp(-passed)
         stay = n * left
         added = done * ready * (1.0 - left) / (passed + 1e-12)
-        free = pool_bytes - np.add.reduce(cost.kv_bytes * stay, 1, keepdims=True)
-        wanted = np.add.reduce(cost.kv_bytes * added, 1, keepdims=True)
-        rows = MAX_ROWS - np.add.reduce(stay, 1, keepdims=True)
-        most = np.minimum(free / (wanted + 1e-9), rows / (np.add.reduce(added, 1, keepdims=True) + 1e-9))
-        np.multiply(0.5, fits + np.minimum(1.0, np.maximum(0.0, most)), out=fits)
+        free = np.maximum(pool_bytes - np.add.reduce(cost.kv_bytes * stay, 1, keepdims=True), 0.0)
+        rows = np.maximum(MAX_ROWS - np.add.reduce(stay, 1, keepdims=True), 0.0)
+        fit = np.minimum(self._granted(cost.kv_bytes * added, free), self._granted(added, rows))
+        np.multiply(0.5, fits + fit, out=fits)
         return rate, stay, added
 
     # -------------------------------------------------------------------------------------------------- requests
