@@ -6,8 +6,8 @@ the time that its prompts take and wait.
                                 or they take more than `MOST_WORK` of its instances' time,
                                 or a batch of it will miss its deadline
     one less    for a period    with one instance less, for every model: mean freeness >= high, prompts wait for at most
-                                `SPARE_LATE` of the objective and take at most `SPARE_WORK`, and all batches are in time:
-                                the instance with the fewest requests is drained
+                                `SPARE_LATE` of the objective and take at most `SPARE_WORK`, with the streams' steps at most
+                                `SPARE_TIME`, and all batches are in time: the instance with the fewest requests is drained
     kept        for a period    demand while an instance is being drained: that instance stays
 
 Freeness is in decode steps until the KV pool is full, as a normal request sees it. The mean of a model covers the instances
@@ -36,6 +36,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shared.policies.token_cost import Resident
 from shared.policies.virtual_usage import left_of
 
 IDLE_BOUNDS = 2.0
@@ -47,6 +48,9 @@ RETRY_S = 30.0
 MOST_WORK, SPARE_WORK = 0.7, 0.5
 """Share of the instances' time that prompts may take: above the first there are too few instances; with one less, at
 most the second. Decodes need the rest."""
+SPARE_TIME = 0.8
+"""Share of an instance's time that prompts and the streams' steps may take together with one instance less, unless it
+adds nothing to the others' steps."""
 WORK, WORK_BEHIND = 1.03, 1.3
 """Times the measured work of prompts that comes, as what is measured still has a little of before; and where they wait for
 too long, since no more is sent than instances can take."""
@@ -98,6 +102,10 @@ class Member(NamedTuple):
     """Tokens in its whole KV pool."""
     late: float = 0.0
     """Predicted time until one more prompt would begin, over the TTFT objective."""
+    residents: Sequence[Resident] = ()
+    """Its models with their online requests and the costs of their decode steps."""
+    tpot_s: float = 0.0
+    """TPOT objective; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,19 @@ def work_of(model: str, serving: Mapping[str, Sequence[Member]], work: Mapping[s
     """Share of the time of the model's instances that prompts of all models would take with `num_less` fewer instances."""
     on_each = {name: work.get(name, 0.0) / max(1, len(members) - num_less) for name, members in serving.items()}
     return _mean([sum(on_each[name] for name in member.models) for member in serving[model]])
+
+
+def decodes_of(member: Member, leaving: Member | None = None, num_left: int = 1) -> float:
+    """Share of a member's time in which each of its models with requests makes a step within each TPOT objective, with an
+    even part of the requests of `leaving`, if one of `num_left` others takes them; 0: not known."""
+    if not member.tpot_s:
+        return 0.0
+    steps: dict[str, tuple[float, tuple[float, float]]] = {}
+    for one, share in ((member, 1.0), (leaving, 1.0 / max(1, num_left))):
+        for model, num, cost_s in one.residents if one is not None else ():
+            before, known_s = steps.get(model, (0.0, cost_s))
+            steps[model] = (before + share * num, known_s)
+    return sum(min(1.0, n) * one_s + max(0.0, n - 1) * more_s for n, (one_s, more_s) in steps.values()) / member.tpot_s
 
 
 def pressure_of(pressure: float, busy: float, num_then: int, num_now: int) -> float:
@@ -409,10 +430,14 @@ class Autoscaling:
     ) -> bool:
         members = serving[model]
         num_left = len(members) - 1
+        others = [one for one in members if one.instance_id != member.instance_id]
+        decodes, more = (_mean([decodes_of(one, each, num_left) for one in others]) for each in (None, member))
+        work = work_of(model, serving, fleet.work, num_less=1)
         return (
             mean_without(members, member, self._cap) >= self.bounds.high
             and sum(each.late for each in members) <= SPARE_LATE * num_left
-            and work_of(model, serving, fleet.work, num_less=1) <= SPARE_WORK
+            and work <= SPARE_WORK
+            and (work + more <= SPARE_TIME or more <= decodes)
             and self._pressure(model, serving, fleet, now, num_less=1) <= SPARE_PRESSURE
         )
 

@@ -148,4 +148,6 @@ def _member(instance_id: str, state: InstanceState) -> Member:
         load.num_requests,
         float(per_merged * state.info.num_merged),
         report.prompts_s / report.ttft_s if report.ttft_s else 0.0,
+        load.residents,
+        report.tpot_s,
     )

@@ -362,3 +362,27 @@ def test_what_was_missed_soon_after_it_had_left_is_kept_for_longer_each_time() -
         second - first for first, second in pairwise(shrunk_s)
     )
     assert len(shrunk_s) <= 3 and shrunk_s[1] - shrunk_s[0] >= HOLD_S
+
+
+def of_models(name: str, num_models: int, num: int) -> Member:
+    """With `num` requests of each of the models, whose steps take 12 ms, and 0.2 ms for each more."""
+    residents = [(f"m{number}", num, (0.012, 0.0002)) for number in range(num_models)]
+    return member(name, FREE, num_running=2, num_requests=6)._replace(residents=residents, tpot_s=0.11)
+
+
+def test_streams_of_many_models_that_would_meet_keep_an_instance() -> None:
+    three = [of_models(name, 8, 1) for name in "abc"]
+    assert decisions(Autoscaling(BOUNDS), Fleet(three), 0, 12) == [], "0.9 of the time for a step of each"
+    assert decisions(Autoscaling(BOUNDS), Fleet([of_models(name, 3, 20) for name in "abc"]), 0, 12) == [
+        (10, Shrink("c"))
+    ]
+    prompts = {"m": 0.9}
+    assert (
+        decisions(Autoscaling(BOUNDS), Fleet([of_models(name, 3, 20) for name in "abc"], work=prompts), 0, 12) == []
+    ), "0.43 of the time for steps, and 0.45 for prompts"
+
+
+def test_what_adds_nothing_to_the_others_steps_may_leave_whatever_they_take() -> None:
+    slow = [of_models(name, 9, 1) for name in "ab"]
+    idle = of_models("c", 0, 0)._replace(num_requests=0, num_running=0)
+    assert decisions(Autoscaling(BOUNDS), Fleet([*slow, idle]), 0, 12) == [(10, Shrink("c"))]
