@@ -91,7 +91,7 @@ test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)
 	@$(if $(ARGS),true,TIDEWAY_TEST_EXAMPLES=5 $(BIN)/python -m pytest -n 2 --dist worksteal -p no:schemathesis -m hypothesis tests/shared)
 	@$(if $(ARGS),true,$(BIN)/python -m pytest -n 2 -p tests.emulated_cuda.plugin -p no:schemathesis -m "gpu and long" \
-		tests/worker/kv_transport tests/worker/test_executor.py tests/worker/test_on_cuda.py)
+		tests/worker/kv_transport tests/worker/test_deterministic.py tests/worker/test_executor.py tests/worker/test_on_cuda.py)
 
 test-fast: development
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast -p no:schemathesis $(ARGS)

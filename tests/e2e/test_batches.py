@@ -110,7 +110,7 @@ def test_a_wrong_file_is_refused_by_line(stack: Stack, client: openai.OpenAI) ->
 
 
 def test_cancelling(stack: Stack, client: openai.OpenAI) -> None:
-    batch_id = submit(client, COMPLETIONS, [completion(i, 400) for i in range(400)])
+    batch_id = submit(client, COMPLETIONS, [completion(i, 20 if i < 8 else 400) for i in range(400)])
     reach(stack, batch_id, lambda batch: batch.request_counts.completed >= 3)
     assert client.batches.cancel(batch_id).status == "cancelling"
     batch = reach(stack, batch_id, has_ended, 20)
@@ -144,7 +144,7 @@ def wait_idle(stack: Stack) -> None:
 
 
 def test_live_requests_are_answered_while_a_batch_runs(stack: Stack, client: openai.OpenAI) -> None:
-    batch_id = submit(client, COMPLETIONS, [completion(i, 120) for i in range(600)])
+    batch_id = submit(client, COMPLETIONS, [completion(i, 20 if i < 8 else 120) for i in range(600)])
     reach(stack, batch_id, lambda batch: batch.request_counts.completed >= 1)
     for number in range(5):
         answer = client.completions.create(model="llama", prompt=f"Hello {number}", max_tokens=10)

@@ -30,7 +30,9 @@ NUM_MERGED = 8
 LENGTHS = (5, 40, 97, 33, 170)
 STEPS = 8
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+ON_EACH_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.long, NEEDS_CUDA])]
+)
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"logprobs": 5},
     {"temperature": 1.0, "seed": 7, "logprobs": 2},

@@ -84,10 +84,10 @@ def test_models_make_the_tokens_of_transformers(folder: Path, variant: str) -> N
 @pytest.mark.parametrize(
     ("variant", "changes", "quantization", "num_graphs"),
     [
-        ("qwen3", {"head_dim": 64}, "", SIZES),
+        pytest.param("qwen3", {"head_dim": 64}, "", SIZES, marks=pytest.mark.long),
         ("qwen3", {"head_dim": 64}, "fp8", SIZES),
         pytest.param("qwen3", {"head_dim": 64}, "int8", SIZES, marks=pytest.mark.long),
-        ("qwen3-moe", {"head_dim": 64}, "", SIZES),
+        pytest.param("qwen3-moe", {"head_dim": 64}, "", SIZES, marks=pytest.mark.long),
         pytest.param("qwen3-moe", {"head_dim": 64}, "int8", 0, marks=pytest.mark.long),
         ("qwen3-moe", {"head_dim": 64}, "fp8", 0),
         ("gemma3", {"head_dim": 64}, "", SIZES),
