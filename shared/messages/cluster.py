@@ -371,6 +371,9 @@ def mark_keys(move: NextMove) -> list[bytes]:
 class ReportLoad(msgspec.Struct, frozen=True, array_like=True):
     """Gateway to all instances: report the load now, for somebody who looks on."""
 
+    within_s: Seconds = 0.0
+    """Time over which the reports of all are spread, each at random, so that many do not keep a scheduler from its work."""
+
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.

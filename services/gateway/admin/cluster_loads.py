@@ -26,6 +26,8 @@ FRESH_S = 0.5
 """Nobody is heard again for a question that comes so soon after another."""
 LISTEN_S = 0.3
 """Time that instances have to report; for one that does not, what it said lately will do."""
+SPREAD_S, MOST_SPREAD_S = 0.0002, 0.2
+"""Time over which reports are spread, for each instance and at most."""
 LONG_LISTEN_S = 1.2
 """Time to listen where instances were not heard lately: longer than the second between reports of one that idles."""
 LATELY_S = 3.0
@@ -136,7 +138,7 @@ class ClusterLoads:
                 logger.info("load reports cannot be heard: %s", error)
                 return
             try:
-                self._bus.publish(REPORT_LOAD, ReportLoad())
+                self._bus.publish(REPORT_LOAD, ReportLoad(min(MOST_SPREAD_S, SPREAD_S * len(present))))
                 # Those that say nothing are known from before, or not at all.
                 await set_within(all_heard, LONG_LISTEN_S if is_long else LISTEN_S)
             finally:

@@ -164,7 +164,7 @@ class EngineInstance:
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._engine.send([ClearEngineCache()])),
-            await bus.subscribe(REPORT_LOAD, lambda _: self._reporter.touch()),
+            await bus.subscribe(REPORT_LOAD, self._reporter.on_asked),
         ]
         await self._registration.open()
         bus.on_reconnect(self.touch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 from shared.bus.interface import Bus
@@ -13,7 +14,7 @@ from shared.engine.load_reports import (
     drift_interval_s,
 )
 from shared.messages.catalogue import LOAD_REPORTS
-from shared.messages.cluster import LoadReport
+from shared.messages.cluster import LoadReport, ReportLoad
 from shared.runtime.tasks import set_within
 
 
@@ -32,6 +33,10 @@ class LoadReporter:
     def touch(self) -> None:
         """There is news: it is published soon."""
         self._changed.set()
+
+    def on_asked(self, asked: ReportLoad) -> None:
+        """Somebody looks on."""
+        asyncio.get_running_loop().call_later(random.random() * asked.within_s, self.touch)
 
     def on_step(self, *, is_news: bool) -> None:
         """A step has ended, with news or with tokens alone."""

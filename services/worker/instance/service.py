@@ -216,7 +216,7 @@ class InstanceService:
             await bus.serve(INSTANCE_ROLE.at(**ids), self._on_role),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._migrations.on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._clear_prefix_cache()),
-            await bus.subscribe(REPORT_LOAD, lambda _: self._reporter.touch()),
+            await bus.subscribe(REPORT_LOAD, self._reporter.on_asked),
             await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
         ]
         await self._registration.open()
