@@ -187,11 +187,12 @@ def is_left_out(name: str) -> bool:
 
 def archive(folder: Path, output: Path) -> dict[str, int]:
     """Returns the bytes of each top-level entry, before compression. Wheels have copies of shared libraries under other
-    names instead of links: here they are links."""
+    names instead of links: here they are links. `output` is there only when it is whole."""
     sizes: dict[str, int] = {}
     seen: dict[bytes, str] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(output, "w:xz", preset=9) as tar:
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    with tarfile.open(unfinished, "w:xz", preset=9) as tar:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             top = name.partition("/")[0]
@@ -207,6 +208,7 @@ def archive(folder: Path, output: Path) -> dict[str, int]:
             sizes[top] = sizes.get(top, 0) + entry.size
             with path.open("rb") as content:
                 tar.addfile(entry, content)
+    unfinished.replace(output)
     return sizes
 
 

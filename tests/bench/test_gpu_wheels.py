@@ -172,6 +172,21 @@ def test_the_archive_has_each_library_once_and_nothing_that_compiling_needs(tmp_
     assert (tmp_path / "again/lib/ucx/libx.so.0").read_bytes() == library
 
 
+def test_an_interrupted_run_leaves_the_archive_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/y.py").write_bytes(b"1")
+    archive(tmp_path / "site", tmp_path / "site.tar.xz")
+    before = (tmp_path / "site.tar.xz").read_bytes()
+
+    def interrupted(_name: str) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wheels, "is_left_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        archive(tmp_path / "site", tmp_path / "site.tar.xz")
+    assert (tmp_path / "site.tar.xz").read_bytes() == before
+
+
 @pytest.mark.parametrize("version", ["3", "2.7", "3.12.1", "python3.12", ""])
 def test_a_python_is_named_by_its_minor_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["wheels", "--python", version])
