@@ -16,6 +16,7 @@ from services.gateway.anthropic.writing import MessageBuilder, MessageWriter
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError
+from services.gateway.http.ignored_fields import LEFT_OUT
 from services.gateway.requests.answering import (
     answered,
     answered_once,
@@ -67,7 +68,7 @@ def _with_key(request: Request) -> dict[str, str]:
 async def _create(exchange: Exchange) -> Response:
     exchange.authenticate(_with_key(exchange.request))
     message = await read_message(exchange.request, _REQUEST, exchange.context.bodies)
-    exchange.note_left_out(f"tools.{i}" for i, tool in enumerate(message.tools or ()) if tool.is_left_out)
+    exchange.note((f"tools.{i}" for i, tool in enumerate(message.tools or ()) if tool.is_left_out), LEFT_OUT)
     keep_alive = keep_alive_of(exchange)
     wish = exchange.wish(message)
 

@@ -26,6 +26,10 @@ MAX_NAME_CHARACTERS = 200
 MAX_LOGGED = 1000
 """Pairs of a field and a key; after so many nothing more is logged."""
 
+UNENFORCED = "the keyword '%s' cannot be enforced and has no effect"
+WITHOUT_EFFECT = "the field '%s' has no effect with this model"
+LEFT_OUT = "'%s' is left out: the model is not told of it"
+
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
 
@@ -38,22 +42,11 @@ class IgnoredFields:
     def note_unknown(self, request: Request, kind: type[msgspec.Struct], body: bytes | bytearray) -> None:
         """`kind`: what `body` was decoded to."""
         names = list(_unknown(kind, body.removeprefix(BYTE_ORDER_MARK), ""))
-        self._note(request, names, "the field '%s' is not known and has no effect", _known(kind))
+        self.note(request, names, "the field '%s' is not known and has no effect", _known(kind))
 
-    def note_unenforced(self, request: Request, names: Sequence[str]) -> None:
-        """`names`: keywords of a schema, with their places."""
-        self._note(request, names, "the keyword '%s' cannot be enforced and has no effect", ())
-
-    def note_without_effect(self, request: Request, names: Sequence[str]) -> None:
-        """`names`: fields that this model has no use for."""
-        self._note(request, names, "the field '%s' has no effect with this model", ())
-
-    def note_left_out(self, request: Request, names: Sequence[str]) -> None:
-        """`names`: tools, or fields of tools, that the model is not told of."""
-        self._note(request, names, "'%s' is left out: the model is not told of it", ())
-
-    def _note(self, request: Request, names: Sequence[str], words: str, known: Collection[str]) -> None:
-        """The header is set where the answer begins."""
+    def note(self, request: Request, names: Sequence[str], words: str, known: Collection[str] = ()) -> None:
+        """The header is set where the answer begins. `words`: for the log; `%s` is a name. `known`: names that may be
+        meant."""
         if not names:
             return
         self._metrics.ignored_fields.inc(len(names))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, of_info
+from services.gateway.http.ignored_fields import UNENFORCED, WITHOUT_EFFECT
 from services.gateway.openai.parsing import (
     MAX_SEQUENCES,
     Options,
@@ -214,8 +215,9 @@ async def begin(
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, exchange.request.headers, settings.request_timeout_s)
     exchange.identify(message.model, message, options)
-    if options.grammar is not None:
-        exchange.note_unenforced(options.grammar)
+    if (grammar := options.grammar) is not None:
+        param = exchange.field_names.get(grammar.param, grammar.param)
+        exchange.note((f"{param}.{keyword}" for keyword in grammar.left_out), UNENFORCED)
     exchange.note_state(spec.name)
     texts_or_ids = texts_or_ids_of(message)
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
@@ -231,7 +233,7 @@ async def begin(
     with context.telemetry.tracer.start_as_current_span("tokenize"):
         prompts, tokenizer = await exchange.unless_gone(prompts_in_time(context, spec, message, options, texts_or_ids))
     if isinstance(message, ChatRequest):
-        exchange.note_without_effect(fields_without_effect(message, tokenizer.template_variables))
+        exchange.note(fields_without_effect(message, tokenizer.template_variables), WITHOUT_EFFECT)
     num_tokens = sum(len(prompt.tokens) for prompt in prompts)
     if not isinstance(message, PooledRequest):
         prompts = fitted_prompts(key, prompts, options.num_choices, message)

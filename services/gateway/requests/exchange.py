@@ -23,7 +23,6 @@ from services.gateway.models.catalog import READY
 from services.gateway.models.routes import Routed
 from services.gateway.openai.parsing import Options
 from services.gateway.openai.schemas import GenerationFields
-from services.gateway.openai.structured import Grammar
 from services.gateway.requests.answers import Collector, Operation
 from services.gateway.requests.kept_calls import STREAM_HEADER, Kept, Plan, Wish
 from services.gateway.requests.pooling import POOLED_AT_ONCE, PooledRequest, pooled_body
@@ -368,21 +367,10 @@ class Exchange(Call):
         self.span.update_name(f"{self.operation} {model}")
         self.context.metrics.in_flight.labels(self.request_class.value).inc()
 
-    def note_unenforced(self, grammar: Grammar) -> None:
-        """Has the client told which keywords of its schema have no effect."""
-        param = self.field_names.get(grammar.param, grammar.param)
+    def note(self, names: Iterable[str], words: str) -> None:
+        """Tells the client what of its request changes nothing. `words`: for the log, such as `UNENFORCED`."""
         if (noted := self.context.bodies.ignored_fields) is not None:
-            noted.note_unenforced(self.request, [f"{param}.{keyword}" for keyword in grammar.left_out])
-
-    def note_without_effect(self, names: Sequence[str]) -> None:
-        """Tells the client which of its fields the model has no use for."""
-        if (noted := self.context.bodies.ignored_fields) is not None:
-            noted.note_without_effect(self.request, [self.field_names.get(name, name) for name in names])
-
-    def note_left_out(self, names: Iterable[str]) -> None:
-        """Tells the client of tools that the model is not told of. `names`: their places."""
-        if (noted := self.context.bodies.ignored_fields) is not None:
-            noted.note_left_out(self.request, list(names))
+            noted.note(self.request, [self.field_names.get(name, name) for name in names], words)
 
     def resume(self, record: KeptCall) -> None:
         if self.metrics is None:

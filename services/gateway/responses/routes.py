@@ -15,6 +15,7 @@ from services.gateway.anthropic.routes import resume_message
 from services.gateway.context import GatewayContext
 from services.gateway.http.bodies import read_message
 from services.gateway.http.errors import ApiError, invalid
+from services.gateway.http.ignored_fields import LEFT_OUT
 from services.gateway.openai.parsing import Options, whole_number_of
 from services.gateway.requests.answering import (
     answer_again,
@@ -81,7 +82,7 @@ async def _create(exchange: Exchange) -> Response | KeptCall:
     context, key = exchange.context, exchange.authenticate()
     exchange.field_names = NAMES
     message = await read_message(exchange.request, _REQUEST, context.bodies)
-    exchange.note_left_out(left_out(message.tools))
+    exchange.note(left_out(message.tools), LEFT_OUT)
     items = await _conversation(context, message, key.tenant)
     message.tools = tools_of(message, items)
     keep_alive = keep_alive_of(exchange)
