@@ -48,12 +48,7 @@ def plain_messages(messages: Sequence[ChatMessage], *, takes_images: bool = Fals
         if message.role != "assistant" and (message.tool_calls or message.function_call):
             param = f"messages[{i}].{'tool_calls' if message.tool_calls else 'function_call'}"
             raise invalid(param, f"Invalid value for '{param}': only a message of the assistant has calls.")
-        if (
-            takes_images
-            and message.role == "user"
-            and isinstance(content, list)
-            and any(p.type == IMAGE for p in content)
-        ):
+        if takes_images and message.images:
             for j, part in enumerate(content):
                 if part.type != IMAGE:
                     check_parts([part], f"messages[{i}].content", role="user", first=j)

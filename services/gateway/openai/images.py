@@ -41,7 +41,7 @@ def images_of(messages: Sequence[ChatMessage], spec: ModelSpec) -> tuple[list[Ch
             continue
         parts = []
         for j, part in enumerate(message.content):
-            if not spec.is_native and _is_image(message, part):
+            if not spec.is_native and message.shows(part):
                 image = _image(part, f"messages[{i}].content[{j}].image_url", num_left, takes_urls=spec.is_endpoint)
                 images.append(image)
                 num_left -= len(image.data) + len(image.url)
@@ -60,11 +60,6 @@ def check_choices(images: Sequence[Image], num_choices: int) -> None:
     if num_bytes > MAX_SENT_BYTES:
         message = f"'n' times the bytes of the images in 'messages' is {num_bytes}; the limit is {MAX_SENT_BYTES}."
         raise invalid("n", message, "images_too_large")
-
-
-def _is_image(message: ChatMessage, part: ContentPart) -> bool:
-    """What assistants and tools are said to have shown is no image to any engine."""
-    return message.role == "user" and part.type == IMAGE
 
 
 def _image(part: ContentPart, param: str, max_bytes: int, *, takes_urls: bool) -> Image:
@@ -110,13 +105,7 @@ def chat_of(
     messages = plain_messages(request.messages, takes_images=True)
     if tools and not takes_tools:
         messages, tools = with_instructions(messages, tools), None
-    shown = (
-        part
-        for message in request.messages
-        if isinstance(message.content, list)
-        for part in message.content
-        if _is_image(message, part)
-    )
+    shown = (part for message in request.messages for part in message.images)
     chat: dict[str, Any] = {"messages": [_as_sent(message, shown) for message in messages]}
     if tools:
         chat |= {"tools": tools, "tool_choice": "none"}

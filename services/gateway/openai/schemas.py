@@ -454,6 +454,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
     function_call: dict[str, Any] | None = None
     """A call as it was written before there were `tool_calls`; its result has the role `function`."""
 
+    def shows(self, part: ContentPart) -> bool:
+        """Whether this part is an image to an engine: what assistants and tools are said to have shown is none."""
+        return self.role == "user" and part.type == IMAGE
+
+    @property
+    def images(self) -> list[ContentPart]:
+        return [part for part in self.content if self.shows(part)] if isinstance(self.content, list) else []
+
     def __post_init__(self) -> None:
         if self.tool_calls is not None:
             check_nesting(tool_calls=self.tool_calls)
