@@ -41,41 +41,40 @@ def _is_hosted(kind: str) -> bool:
 
 def left_out(tools: Sequence[ResponseTool] | None) -> Iterator[str]:
     """Places of the tools that the model is not told of, and of skills."""
-    return _left_out(tools or (), "tools", set(_own_names(tools or (), None)))
-
-
-def _left_out(tools: Sequence[ResponseTool], path: str, taken: set[str]) -> Iterator[str]:
-    for i, tool in enumerate(tools):
-        if tool.type == "namespace":
-            yield from _left_out(tool.tools or (), f"{path}.{i}.tools", taken)
-        elif not _is_hosted(tool.type):
-            continue
-        elif _client_tool(tool, taken) is None:
-            yield f"{path}.{i}"
+    for where, tool, _, client in _walk(tools):
+        path = where.replace("[", ".").replace("]", "")
+        if client is None and _is_hosted(tool.type):
+            yield path
         elif tool.type == "shell" and (tool.environment or {}).get("skills"):
-            yield f"{path}.{i}.environment.skills"
-
-
-def _own_names(tools: Sequence[ResponseTool], namespace: str | None) -> Iterator[str]:
-    """Names by which the model knows the client's own tools."""
-    for tool in tools:
-        name = chat_name(tool.name or "", namespace)
-        if tool.type == "namespace":
-            yield from _own_names(tool.tools or (), name)
-        elif tool.type in _OWN:
-            yield name
+            yield f"{path}.environment.skills"
 
 
 _OWN = ("function", "custom")
 
 
-def _client_tool(tool: ResponseTool, taken: set[str]) -> ClientTool | None:
-    """`taken`: names that another tool has, so that one of OpenAI's is left out; that of this one is added."""
-    client = client_tool(tool)
-    if client is None or client.name in taken:
-        return None
-    taken.add(client.name)
-    return client
+def _walk(
+    tools: Sequence[ResponseTool] | None,
+) -> Iterator[tuple[str, ResponseTool, str | None, ClientTool | None]]:
+    """All tools with their places and namespaces, and what those are that OpenAI defines and the client runs: one whose
+    name another tool has is left out."""
+    found = list(_with_nested(tools, "tools", None))
+    taken = {chat_name(tool.name or "", namespace) for _, tool, namespace in found if tool.type in _OWN}
+    for where, tool, namespace in found:
+        client = client_tool(tool)
+        if client is not None and client.name in taken:
+            client = None
+        if client is not None:
+            taken.add(client.name)
+        yield where, tool, namespace, client
+
+
+def _with_nested(
+    tools: Sequence[ResponseTool] | None, param: str, namespace: str | None
+) -> Iterator[tuple[str, ResponseTool, str | None]]:
+    for i, tool in enumerate(tools or ()):
+        yield f"{param}[{i}]", tool, namespace
+        if tool.type == "namespace":
+            yield from _with_nested(tool.tools, f"{param}[{i}].tools", chat_name(tool.name or "", namespace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +99,10 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 def called_tools(tools: Sequence[ResponseTool] | None) -> list[Called]:
     """Raises `ApiError` 400 for one of a kind that nobody knows, or without a name."""
-    return list(_called(tools or (), "tools", None, set(_own_names(tools or (), None))))
-
-
-def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None, taken: set[str]) -> Iterator[Called]:
-    for i, tool in enumerate(tools):
-        where = f"{param}[{i}]"
-        if (client := _client_tool(tool, taken)) is not None:
-            yield Called("client", client.name, None, client.function(), client)
+    called = []
+    for where, tool, namespace, client in _walk(tools):
+        if client is not None:
+            called.append(Called("client", client.name, None, client.function(), client))
             continue
         if _is_hosted(tool.type):
             continue
@@ -121,7 +116,6 @@ def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None, ta
         if tool.name is None:
             raise invalid(f"{where}.name", f"Missing required parameter: '{where}.name'.")
         if tool.type == "namespace":
-            yield from _called(tool.tools or (), f"{where}.tools", chat_name(tool.name, namespace), taken)
             continue
         check_types(tool.parameters, f"{where}.parameters")
         is_custom = tool.type == "custom"
@@ -132,7 +126,8 @@ def _called(tools: Sequence[ResponseTool], param: str, namespace: str | None, ta
             "strict": None if is_custom else tool.strict,
         }
         function = {"type": "function", "function": fields}
-        yield Called("custom" if is_custom else "function", tool.name, namespace, function)
+        called.append(Called("custom" if is_custom else "function", tool.name, namespace, function))
+    return called
 
 
 def _custom_description(tool: ResponseTool) -> str | None:
