@@ -857,8 +857,8 @@ static const float *widened_rows(const Product *p, long row, long rows) {
     return to;
 }
 
-#if HAS_TILES
 #define TILE 16                     /* rows of a tile; each has 16 words */
+#if HAS_TILES
 #define TILED_ROWS (2 * TILE)       /* whose sums with a panel are made together */
 #define TILED_WORDS (8 * TILE)      /* of these rows and of a panel, that lie in a core's first cache together */
 #define TILED_GROUP_BYTES (1 << 20) /* of inputs that lie in its second cache */
@@ -1330,6 +1330,13 @@ static void attend_tiled(long rows, const Heads *heads, const char *queries, Row
         add_square(weights[0], sizeof weights[0], values + c * length * TILE_VECTORS, length, 0,
                    (char *)(out + c * TILE_VECTORS), chunks * 256);
 }
+
+static void release_tiles(void) { _tile_release(); }
+#else /* never called */
+static void shape_tiles(long low, long high) {}
+static void attend_tiled(long rows, const Heads *heads, const char *queries, Row *state, floats *out, const words *keys,
+                         const words *values, long first) {}
+static void release_tiles(void) {}
 #endif
 
 /* Queries first_query .. first_query + num_queries - 1 of a sequence, `shared` heads that share a KV head. */
@@ -1346,11 +1353,9 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
     static _Thread_local Row state[QUERY_ROWS];
     static _Thread_local float widened[HAS_PAIRS ? 1 : QUERY_ROWS * MAX_HEAD_DIM];
     const uint32_t *query[QUERY_ROWS];
-#if HAS_TILES
-    static _Thread_local _Alignas(64) char together[QUERY_ROWS * MAX_HEAD_DIM * 2];
-    const int is_tiled = bf16 && head_dim % (2 * TILE) == 0 && may_use_tiles;
+    static _Thread_local _Alignas(64) char together[HAS_TILES ? QUERY_ROWS * MAX_HEAD_DIM * 2 : 1];
+    const int is_tiled = HAS_TILES && bf16 && head_dim % (2 * TILE) == 0 && may_use_tiles;
     long shaped = 0;
-#endif
     for (long r = 0; r < num_rows; r++) {
         long t = token + r / shared, head = first_head + r % shared;
         const char *from = (const char *)queries + (t * query_stride + head * head_dim) * size;
@@ -1359,9 +1364,7 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
             for (long d = 0; d < head_dim; d += LANES) store(0, to, d, load(1, from, d));
             from = (const char *)to;
         }
-#if HAS_TILES
         if (is_tiled) memcpy(together + r * head_dim * 2, from, head_dim * 2);
-#endif
         query[r] = (const uint32_t *)from;
         state[r] = (Row){splat(0.0f), -1e30f, position + r / shared};
     }
@@ -1380,7 +1383,6 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
         pack_values(bf16, batch, kv, table, kv_head, head_dim, first, valid, values);
         next_keys = lines_of(bf16, batch, kv, kv->keys, table, kv_head, head_dim, first + KEY_TILE, context);
         next_values = lines_of(bf16, batch, kv, kv->values, table, kv_head, head_dim, first + KEY_TILE, context);
-#if HAS_TILES
         if (is_tiled) {
             fetch_all(&next_keys);
             fetch_all(&next_values);
@@ -1394,7 +1396,6 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
             }
             continue;
         }
-#endif
         for (long r = 0; r < num_rows; r += GROUP) {
             if (state[r + GROUP < num_rows ? r + GROUP - 1 : num_rows - 1].position < first) continue;
             floats *to = sums + r * chunks * TILE_VECTORS;
@@ -1411,9 +1412,7 @@ ALWAYS void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
             next_keys.lines = next_values.lines = 0;
         }
     }
-#if HAS_TILES
-    if (shaped) _tile_release();
-#endif
+    if (shaped) release_tiles();
     for (long r = 0; r < num_rows; r++) {
         long t = token + r / shared, head = first_head + r % shared;
         floats inverse = splat(1.0f / add_lanes(state[r].sum));
