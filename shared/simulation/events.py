@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -30,3 +31,22 @@ class Events:
             self.num_done += 1
             call(*arguments)
         return True
+
+
+class Timer:
+    """Calls at the earliest of the times that it was set to, and is then set to none."""
+
+    def __init__(self, events: Events, call: Callable[[], object]) -> None:
+        self._events, self._call = events, call
+        self._due_s = math.inf
+
+    def set(self, time_s: float | None) -> None:
+        """None: no time."""
+        if time_s is not None and time_s < self._due_s:
+            self._due_s = max(time_s, self._events.now)
+            self._events.at(self._due_s, self._on_time, self._due_s)
+
+    def _on_time(self, due_s: float) -> None:
+        if due_s == self._due_s:
+            self._due_s = math.inf
+            self._call()

@@ -50,7 +50,7 @@ from shared.scheduling import actions, calls
 from shared.scheduling.calls import Call
 from shared.scheduling.core import SchedulerCore
 from shared.simulation.disk import VirtualDisk
-from shared.simulation.events import Events
+from shared.simulation.events import Events, Timer
 from shared.simulation.gateway import LAST_TOKEN, Gateway, Job, RunFailed
 from shared.simulation.instance import VirtualInstance, VirtualStep
 
@@ -357,7 +357,7 @@ class Scheduler:
         self.is_over = False
         """It is dead; another takes over."""
         self._fleet, self._events = fleet, fleet.events
-        self._timer_s = -1.0
+        self._timer = Timer(self._events, lambda: self.apply(calls.OnTime()))
 
     def apply(self, call: Call[T]) -> T | None:
         """Carries the call out, does what the core says then, and returns the answer. Nothing once the term is over."""
@@ -370,15 +370,7 @@ class Scheduler:
     def act(self) -> None:
         for action in self.core.actions(self._events.now):
             self._carry_out(action)
-        wakeup_s = self.core.next_wakeup()
-        if wakeup_s is not None and (self._timer_s < 0 or wakeup_s < self._timer_s):
-            self._timer_s = max(wakeup_s, self._events.now)
-            self._events.at(self._timer_s, self._on_timer, self._timer_s)
-
-    def _on_timer(self, at_s: float) -> None:
-        if at_s == self._timer_s:
-            self._timer_s = -1.0
-            self.apply(calls.OnTime())
+        self._timer.set(self.core.next_wakeup())
 
     def _carry_out(self, action: actions.Action) -> None:
         fleet, after = self._fleet, self._events.after

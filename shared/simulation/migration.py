@@ -40,7 +40,7 @@ from shared.migration.questions import EngineHost, Surroundings
 from shared.migration.recording import Configuration, recorded
 from shared.policies.kv_backup import NO_BACKUP, BackupSettings
 from shared.policies.prefix_fetch import WAIT_S
-from shared.simulation.events import Events
+from shared.simulation.events import Events, Timer
 from shared.simulation.fleet import CONTROL_S, Fleet, Instance
 
 Answer = Reserved | Committed | OwnsReply | ErrorInfo
@@ -150,7 +150,7 @@ class VirtualMigrations:
         """How fetches of prefixes into here ended."""
         self._fetching: dict[str, Callable[[], None]] = {}
         """By request that waits for its prefix: what is to be done then."""
-        self._timer_s = -1.0
+        self._timer = Timer(self._events, lambda: self.tell(calls.OnTime()))
 
     # ------------------------------------------------------------------------------------------------ as `KvEnd`
 
@@ -187,15 +187,7 @@ class VirtualMigrations:
         while due := self.core.take_commands(self._events.now):
             for command in due:
                 self._carry_out(command)
-        wakeup_s = self.core.next_wakeup()
-        if wakeup_s is not None and (self._timer_s < 0 or wakeup_s < self._timer_s):
-            self._timer_s = max(wakeup_s, self._events.now)
-            self._events.at(self._timer_s, self._on_timer, self._timer_s)
-
-    def _on_timer(self, at_s: float) -> None:
-        if at_s == self._timer_s:
-            self._timer_s = -1.0
-            self.tell(calls.OnTime())
+        self._timer.set(self.core.next_wakeup())
 
     def _carry_out(self, command: Command) -> None:
         migration_id, core, after = command.migration_id, self.core, self._events.after

@@ -18,6 +18,7 @@ import msgspec
 from shared.messages.cluster import ModelDemand
 from shared.messages.requests import GenerationRequest
 from shared.placement.on_demand import Demands, Wake, decide
+from shared.simulation.events import Timer
 from shared.simulation.fleet import POLL_S, Fleet, Instance, Model
 from shared.simulation.nodes import GRACE_S
 
@@ -56,7 +57,7 @@ class FleetResidence:
         self._awake: set[str] = set()
         self._in_host_memory: set[str] = set()
         self._told_s, self._is_due = -math.inf, False
-        self._timer_s = math.inf
+        self._timer = Timer(fleet.events, self._decide)
         fleet.on_submit = self._on_submit
         fleet.events.after(REPORT_S, self._beat)
 
@@ -109,14 +110,8 @@ class FleetResidence:
             self._demands.wake(name, tier, now)
             for instance in self._fleet.instances.values():
                 self._load(instance, name, tier)
-        if now < decision.due_s < self._timer_s:
-            self._timer_s = decision.due_s
-            self._fleet.events.at(decision.due_s, self._on_time, decision.due_s)
-
-    def _on_time(self, at_s: float) -> None:
-        if at_s == self._timer_s:
-            self._timer_s = math.inf
-            self._decide()
+        if decision.due_s > now:
+            self._timer.set(decision.due_s)
 
     def _load(self, instance: Instance, name: str, tier: str) -> None:
         if instance.is_gone or name not in self._awake:
