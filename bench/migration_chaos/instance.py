@@ -112,7 +112,7 @@ class Driver:
                 "host merged": 0 if host is None else host.used_merged(),
                 "reservations": sum(1 for _ in engine.reservations),
                 "pins": len(engine.outgoing.pinned),
-                "awaited": int(engine.outgoing.is_awaiting),
+                "awaited": len(engine.outgoing._awaited),
             }
             held["merged not free"] = engine.pool.num_merged - engine.load().free_merged
         held["transfers"] = 0 if transport is None else transport.num_active
@@ -120,7 +120,8 @@ class Driver:
         held["migrations in"] = 0 if migrations is None else migrations.core.num_migrating_in + len(migrations._in)
         held["disowned"] = 0 if migrations is None else migrations.core.incoming.num_disowned
         gc.collect()
-        silences_s = {} if migrations is None else migrations.core.holder.silences_s(self.service._bus.now())
+        now, heard_s = self.service._bus.now(), {} if migrations is None else migrations.core.holder._heard_s
+        silences_s = {source_id: now - since_s for source_id, since_s in heard_s.items()}
         size = {
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),

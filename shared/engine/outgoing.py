@@ -260,11 +260,6 @@ class Outgoing:
         self.finish_leaving(now)
         return True
 
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether some that are to leave are still computed."""
-        return bool(self._awaited)
-
     def finish_leaving(self, now: float) -> None:
         """Effects for those that no step in flight computes any more."""
         awaited, self._awaited = self._awaited, []

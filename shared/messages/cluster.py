@@ -709,13 +709,9 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: Seconds
     execution_s: Seconds
     num_queued: Amount
-    num_offline_arrived: Amount = 0
-    """Offline requests among them; the fields after it count the same way."""
-    num_offline_finished: Amount = 0
     offline_prompt_tokens: Amount = 0
+    """Tokens of the offline requests among them; the fields after it count these requests too."""
     offline_output_tokens: Amount = 0
-    offline_queued_s: Seconds = 0.0
-    offline_execution_s: Seconds = 0.0
     num_offline_queued: Amount = 0
 
 

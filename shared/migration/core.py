@@ -197,11 +197,6 @@ class MigrationCore:
         has_disowned = any(until_s > now for until_s, _ in self._disowned.values())
         return self.lease is not None or bool(self._departures or self._awaited) or has_disowned
 
-    @property
-    def leaving_models(self) -> frozenset[str]:
-        """Models that are to lose their requests."""
-        return frozenset(self._leaving)
-
     def outgoing_of(self, request_id: str) -> OutgoingMigration | None:
         departure = self._departures.get(request_id)
         return None if departure is None else departure.migration

@@ -37,10 +37,6 @@ class BackupHolder:
         self.on_settled: Callable[[str, bool], None] = lambda _backup_id, _is_in: None
         """Called when blocks of a backup are entered, or will not come."""
 
-    def silences_s(self, now: float) -> dict[str, float]:
-        """By source that something may be kept for: since when it has said nothing."""
-        return {source_id: now - heard_s for source_id, heard_s in self._heard_s.items()}
-
     def expects(self, backup_id: str) -> bool:
         """Whether its blocks are still to come."""
         return backup_id in self._expected

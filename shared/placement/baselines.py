@@ -30,7 +30,7 @@ def _sizes(problem: Problem) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def _cut(node: NodeFacts, first: int, num: int, size: int) -> list[tuple[int, ...]]:
+def _cut(first: int, num: int, size: int) -> list[tuple[int, ...]]:
     """Consecutive groups of at most `size` (a power of two, as each is) of `num` devices from `first` on."""
     groups = []
     while num:
@@ -72,7 +72,7 @@ def _own_groups(model: ModelFacts, devices: Sequence[tuple[NodeFacts, int]], siz
     for _, part in itertools.groupby(devices, key=lambda device: device[0].node_id):
         run = list(part)
         node = run[0][0]
-        for indices in _cut(node, run[0][1], len(run), size):
+        for indices in _cut(run[0][1], len(run), size):
             if not memory.why_not([model.name], node, len(indices)):
                 groups.append(Group(node.node_id, indices, (model.name,)))
     return groups
@@ -107,7 +107,7 @@ def alpaserve(problem: Problem, evaluate: Evaluate) -> Plan:
 def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]]]:
     """All groups of a size; where a model needs larger ones, so many of those as hold each such model once."""
     memory = Memory(problem)
-    slots = [(node, indices) for node in problem.nodes for indices in _cut(node, 0, node.num_devices, size)]
+    slots = [(node, indices) for node in problem.nodes for indices in _cut(0, node.num_devices, size)]
     for model in problem.models:
         if any(not memory.why_not([model.name], node, len(indices)) for node, indices in slots):
             continue

@@ -66,7 +66,7 @@ class Intake:
         if self._core.inquiries.unheard:
             tracked.epoch += self._term * TERM_EPOCHS
         if is_new and not request.is_mirror:
-            self._core.life.statistics.count_arrival(request.public_model, is_online)
+            self._core.life.statistics.count_arrival(request.public_model)
             self._core.life.recorder.arrived(request, now)
             if not is_online:
                 self.grants.on_submitted(request.gateway_id, request.model, tracked.num_tokens_at_most)

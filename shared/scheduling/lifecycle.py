@@ -284,7 +284,7 @@ class RequestLifecycle:
             self._dispatcher.queue.count_dispatch(now)
             if not tracked.request.is_mirror:
                 model, waited_s = tracked.request.public_model, left_s - tracked.submitted_s
-                self.statistics.count_queued(model, tracked.is_online, waited_s)
+                self.statistics.count_queued(model, waited_s)
 
     def forget(self, tracked: TrackedRequest) -> None:
         """It must have left the queue."""

@@ -19,27 +19,20 @@ class _Counts:
     output_tokens: int = 0
     queued_s: float = 0.0
     execution_s: float = 0.0
-    num_offline_arrived: int = 0
-    num_offline_finished: int = 0
     offline_prompt_tokens: int = 0
     offline_output_tokens: int = 0
-    offline_queued_s: float = 0.0
-    offline_execution_s: float = 0.0
 
 
 class StatisticsCounter:
     def __init__(self) -> None:
         self._counts: defaultdict[str, _Counts] = defaultdict(_Counts)
 
-    def count_arrival(self, model: str, is_online: bool) -> None:
+    def count_arrival(self, model: str) -> None:
         self._counts[model].num_arrived += 1
-        self._counts[model].num_offline_arrived += not is_online
 
-    def count_queued(self, model: str, is_online: bool, seconds: float) -> None:
+    def count_queued(self, model: str, seconds: float) -> None:
         """Time in the global queue; the time on the instance comes with its reports."""
         self._counts[model].queued_s += seconds
-        if not is_online:
-            self._counts[model].offline_queued_s += seconds
 
     def count_finished(self, finished: Sequence[FinishedStats]) -> None:
         for stats in finished:
@@ -50,11 +43,8 @@ class StatisticsCounter:
             counts.queued_s += stats.queued_s
             counts.execution_s += stats.execution_s
             if stats.request_class == RequestClass.OFFLINE:
-                counts.num_offline_finished += 1
                 counts.offline_prompt_tokens += stats.prompt_tokens
                 counts.offline_output_tokens += stats.output_tokens
-                counts.offline_queued_s += stats.queued_s
-                counts.offline_execution_s += stats.execution_s
 
     def take(
         self,

@@ -278,7 +278,7 @@ async def test_a_model_that_is_unloaded_gives_its_requests_away(stage: Stage, pe
     assert peer.commits[0].request.request_id == "r1"
     await stage.until(lambda: not stage.info.models)
     assert stage.end("r0") and stage.executor.removed == ["a"]
-    assert stage.service._migrations._service.core.leaving_models == frozenset()
+    assert stage.service._migrations._service.core._leaving == {}
 
 
 async def test_an_unload_in_vain_leaves_the_schedulers_order_as_it_is(
@@ -294,10 +294,10 @@ async def test_an_unload_in_vain_leaves_the_schedulers_order_as_it_is(
     with monkeypatch.context() as broken:
         broken.setattr(Engine, "remove_model", lambda *_: False)
         await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=0.5), timeout_s=5)
-        await stage.until(lambda: core.leaving_models)
+        await stage.until(lambda: core._leaving)
         stage.executor.gate.set()
         await stage.until(lambda: stage.info.models and stage.info.models[0].state == "failed")
-    assert core.leaving_models == frozenset()
+    assert core._leaving == {}
     assert core.lease is not None and core.lease.reason is MigrationReason.BALANCE
 
 

@@ -38,7 +38,7 @@ def test_a_block_is_one_run_of_bytes_in_which_heads_lie_outside_of_tokens(which:
             for head in range(shape.num_kv_heads):
                 row = block * layer.block_rows + (half * shape.num_kv_heads + head) * layer.head_rows
                 assert torch.equal(layer.runs[row], part[:, head].flatten())
-    got = store.block_view(views, block)
+    got = store.block_rows(views)[block]
     assert got.is_contiguous() and got.numel() == shape.block_bytes
     assert torch.equal(got, torch.cat(parts).view(torch.uint8))
 
@@ -78,10 +78,8 @@ def test_claiming_nothing_is_nothing() -> None:
 
 
 def test_refusals() -> None:
-    store, narrow, _ = make_store()
+    store, *_ = make_store()
     with pytest.raises(ValueError, match="do not divide"):
         store.attach(NARROW, store.merged_bytes // NARROW.block_bytes * 2)
-    with pytest.raises(IndexError):
-        store.block_view(narrow, narrow.num_blocks)
     with pytest.raises(ValueError, match="no slab"):
         KvStore(1, 100, CPU)

@@ -200,9 +200,3 @@ class KvStore:
         pool = self.pool if pool is None else pool
         num_blocks = pool.numel() // views.stride_bytes
         return pool.view(num_blocks, views.stride_bytes)[:, : views.shape.block_bytes]
-
-    def block_view(self, views: KvViews, block: int) -> torch.Tensor:
-        """The bytes of one block, `[block_bytes]` uint8."""
-        if not 0 <= block < views.num_blocks:
-            raise IndexError(f"block {block} of {views.num_blocks}")
-        return self.block_rows(views)[block]

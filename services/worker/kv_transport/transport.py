@@ -249,11 +249,6 @@ class KvTransport:
         known = sorted(bytes_s for measured in self._bandwidth.values() if (bytes_s := measured.bytes_s))
         return known[len(known) // 2] if known else None
 
-    def limit_rate(self, bytes_s: float | None) -> None:
-        """Limits the rate of all transfers out of here together; the next measurement sets it anew unless
-        `rate_fraction` is None."""
-        self._bucket.set_rate(bytes_s, self._loop.time())
-
     @property
     def num_connections(self) -> int:
         return len(self._connections)

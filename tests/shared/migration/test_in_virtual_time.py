@@ -333,7 +333,7 @@ def test_the_schedulers_order_and_the_instances_own_do_not_end_each_other() -> N
     world.events.at(0.3, lambda: a.rebalance("b", reason=MigrationReason.BALANCE, lease_s=60.0))
     world.events.at(0.4, a.moves.tell, calls.GiveAway("a"))
     world.run(0.41)
-    assert core.lease is not None and core.leaving_models == {"a"}
+    assert core.lease is not None and set(core._leaving) == {"a"}
     a.moves.tell(calls.StopGiving("a"))
     assert core.lease is not None and core.lease.destinations == ["b"]
     a.moves.tell(calls.GiveAway("a"))

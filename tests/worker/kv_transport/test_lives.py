@@ -260,8 +260,8 @@ async def test_a_destination_that_closes_is_noticed(make: Make) -> None:
 async def test_concurrent_transfers_share_the_rate_limit(make: Make) -> None:
     source, destination = await make(), await make()
     rate = 40 * BLOCK_BYTES / 0.2
-    source.limit_rate(rate)
     started = time.monotonic()
+    source._bucket.set_rate(rate, asyncio.get_running_loop().time())
     with Stopwatch() as watch:
         incoming = [destination.expect("m", range(20 * i, 20 * i + 20), deadline_s=30) for i in range(3)]
         await asyncio.gather(

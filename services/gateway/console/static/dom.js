@@ -75,6 +75,5 @@ export function colourOf(model) {
   if (!numbers.has(model)) numbers.set(model, 1 + (numbers.size % 8));
   return `var(--m${numbers.get(model)})`;
 }
-export const knownModels = () => [...numbers.keys()];
 /** A CSS variable's value, for canvases. */
 export const resolved = (variable) => getComputedStyle(document.documentElement).getPropertyValue(variable.replace(/^var\(|\)$/g, "")).trim();
