@@ -21,10 +21,10 @@ New requests of a model, and those that wait at a group that ends, go to its gro
 
     freeness^2 / (1 + prompts' wait / 0.2 s)^2            free blocks per request
     / cost^8                                              of a token of one more (policies/token_cost.py)
-    1.5 at one of the model's groups, 1 at the others     equal groups, told apart by chance, gather a model's requests each
+    * 1.5 at one of the model's groups                    stands for chance, by which a model gathers on one of equal groups
 
-but for half of those that come while prompts are computed there, which dispatch sends elsewhere whatever it costs. Where
-arrivals outrun what a group can do, w grows, and what came later waits until all before it is admitted.
+Half of those that come while a prompt is computed there do not mind the cost: dispatch sends them elsewhere. Where arrivals
+outrun what a group can do, w grows, and what came later waits until all before it is admitted.
 
 Then each request is followed through its pair's curves: it starts when as many were admitted as had come, takes its own
 prompt's time, and ends when the pair has moved on by as many tokens as it outputs. Of models with many requests an evenly
@@ -154,6 +154,8 @@ class _Layout(NamedTuple):
     """[groups]"""
     stream: Array
     """[groups, places] which arrivals; the last stream has none."""
+    rank: Array
+    """[groups] place within the plan, whatever the order in which the groups are given."""
     is_open: Array | None = None
     """[bins, groups, places] share of the bin in which the place takes requests; None: always."""
     serves: Array | None = None
@@ -204,15 +206,18 @@ def _index(names: Sequence[str], name: str) -> int:
     return names.index(name) if name in names else -1
 
 
-def _is_home(stream: Array, num_models: int, held: Array) -> Array:
-    """[groups, places] whether the model gathers there, all else being equal: a problem's n-th model on the n-th of its
-    groups, counted round and round. `held`: [streams] places."""
-    flat = stream.ravel()
-    order = np.argsort(flat, kind="stable")
-    number = np.empty(len(flat), np.int64)
-    number[order] = np.arange(len(flat)) - (np.cumsum(held) - held)[flat[order]]
-    is_home: Array = number.reshape(stream.shape) == stream % num_models % held[stream]
-    return is_home
+def _homes(layout: _Layout, rank: Array, is_there: Array) -> Array:
+    """[groups, places] whether the model gathers there, all else being equal: the n-th model, by its name, on the n-th of
+    its groups, counted round and round. `rank`: [models]. `is_there`: [groups, places] those that count."""
+    stream, there = layout.stream.ravel(), is_there.ravel()
+    order = np.lexsort((np.repeat(layout.rank, layout.stream.shape[1]), stream))
+    counted = np.cumsum(there[order]) - 1
+    held = np.bincount(stream, there)
+    number = np.empty(len(stream), np.int64)
+    number[order] = counted - (np.cumsum(held) - held)[stream[order]]
+    wanted = rank[stream % len(rank)] % np.maximum(held[stream], 1)
+    found: Array = (there & (number == wanted)).reshape(is_there.shape)
+    return found
 
 
 class Estimator:
@@ -233,6 +238,9 @@ class Estimator:
         """Plans."""
         traffic = problem.traffic
         self._numbers = {model.name: number for number, model in enumerate(problem.models)}
+        names = sorted(self._numbers)
+        self._rank = np.array([names.index(model.name) for model in problem.models] or [0])
+        """[models] by name."""
         self._nodes = {node.node_id: node for node in problem.nodes}
         execution = execution_s(problem)
         self.execution_s = np.array([execution.get(model.name, 1.0) for model in problem.models])
@@ -484,9 +492,13 @@ class Estimator:
             cost, pools[row, 0], chunks[row, 0] = self._group(group)
             costs[:, row, : cost.shape[1]] = cost
         plan = np.array([number for number, _ in flat], np.int64)
+        rank = np.empty(len(flat), np.int64)
+        rank[sorted(range(len(flat)), key=lambda row: (flat[row][1].models, flat[row][1].num_ranks, flat[row][1]))] = (
+            np.arange(len(flat))
+        )
         model = costs[_Cost._fields.index("model")].astype(np.int64)
         stream = np.where(model >= 0, plan[:, None] * num_models + model, len(plans) * num_models)
-        return _Layout(costs, pools, chunks, plan, stream)
+        return _Layout(costs, pools, chunks, plan, stream, rank)
 
     # ---------------------------------------------------------------------------------------------- through time
 
@@ -502,7 +514,7 @@ class Estimator:
         rivals = held[layout.stream] - 1.0
         has_rivals = (rivals > 0) & ~is_empty
         split = np.where(is_empty, 0.0, 1.0 / held[layout.stream])
-        likes = 1.0 + TILT * _is_home(layout.stream, num_models, held)
+        likes = 1.0 + TILT * _homes(layout, self._rank, np.logical_not(is_empty))
         request_s = float(self.num_requests @ self.execution_s) / max(1, int(self.num_requests.sum()))
         eases = np.maximum(LEAST_EASE, -np.expm1(-request_s / self._widths))
         arrivals = np.concatenate([self._arrivals.T, np.zeros((num_bins, 1))], axis=1)
@@ -534,6 +546,8 @@ class Estimator:
             if layout.is_open is not None and leaving is not None:
                 # Requests go to none of the groups that are not there yet, or no more, and do not stay in their queues.
                 is_there = layout.is_open[number] > 0
+                if number == 0 or (is_there != (layout.is_open[number - 1] > 0)).any():
+                    likes = 1.0 + TILT * _homes(layout, self._rank, np.logical_and(is_there, cost.model >= 0))
                 held = np.bincount(flat, is_there.ravel(), minlength=num_streams)
                 rivals = held[layout.stream] - 1.0
                 has_rivals = (rivals > 0) & ~is_empty
@@ -607,8 +621,8 @@ class Estimator:
         """[groups, places] share of what is wanted that each gets of at most `most` [groups, 1]: in turns equally much, what
         one does not want going to the others; the same share first come first served."""
         if self._is_fcfs:
-            shared: Array = np.minimum(1.0, most / (np.add.reduce(wanted, 1, keepdims=True) + 1e-12))
-            return shared
+            same = np.minimum(1.0, most / (np.add.reduce(wanted, 1, keepdims=True) + 1e-12))
+            return np.broadcast_to(same, wanted.shape)
         granted, short = np.ones(wanted.shape), np.flatnonzero(np.add.reduce(wanted, 1) > most[:, 0])
         if len(short):
             least_first = np.sort(wanted[short], axis=1)
@@ -660,8 +674,7 @@ class Estimator:
             return latency, ttft
         request = served % num
         # where each goes: the cumulated split of its stream's places at its bin
-        order = np.argsort(flat, kind="stable")
-        order = order[: int(np.sum(held))]
+        order = np.lexsort((np.repeat(layout.rank, num_places), flat))[: int(np.sum(held))]
         ranks = np.cumsum(held > 0) - 1  # streams without a place take none
         cumulated = np.cumsum(course.split.reshape(num_bins, -1)[:, order], axis=1)
         width = cumulated.shape[1]

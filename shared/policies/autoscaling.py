@@ -175,16 +175,17 @@ def work_of(model: str, serving: Mapping[str, Sequence[Member]], work: Mapping[s
     return _mean([sum(on_each[name] for name in member.models) for member in serving[model]])
 
 
-def decodes_of(member: Member, leaving: Member | None = None, num_left: int = 1) -> float:
-    """Share of a member's time in which each of its models with requests makes a step within each TPOT objective, with an
-    even part of the requests of `leaving`, if one of `num_left` others takes them; 0: not known."""
+def decodes_of(member: Member, leaving: Member | None = None, shares: Mapping[str, float] | None = None) -> float:
+    """Share of a member's time that its streams take if each model with requests makes one step per TPOT objective; 0: not
+    known. Of the requests of `leaving` it takes `shares` of each model that it serves."""
     if not member.tpot_s:
         return 0.0
-    steps: dict[str, tuple[float, tuple[float, float]]] = {}
-    for one, share in ((member, 1.0), (leaving, 1.0 / max(1, num_left))):
-        for model, num, cost_s in one.residents if one is not None else ():
-            before, known_s = steps.get(model, (0.0, cost_s))
-            steps[model] = (before + share * num, known_s)
+    steps = {model: (float(num), cost_s) for model, num, cost_s in member.residents}
+    taken = shares or {}
+    for model, num, cost_s in leaving.residents if leaving is not None else ():
+        if model in member.models:
+            held, own_cost_s = steps.get(model, (0.0, cost_s))
+            steps[model] = (held + taken[model] * num, own_cost_s if own_cost_s[0] else cost_s)
     return sum(min(1.0, n) * one_s + max(0.0, n - 1) * more_s for n, (one_s, more_s) in steps.values()) / member.tpot_s
 
 
@@ -417,7 +418,8 @@ class Autoscaling:
             by_id = sorted(fleet.members, key=lambda m: m.instance_id, reverse=True)
             for member in sorted(by_id, key=lambda m: m.num_requests):
                 if all(self._is_spare(model, member, serving, fleet, now) for model in member.models):
-                    found = member.instance_id
+                    # One with more requests would leave no more time than this one.
+                    found = member.instance_id if self._leaves_time(member, serving, fleet) else None
                     break
         if found is None:
             self._spare_since = None
@@ -430,16 +432,22 @@ class Autoscaling:
     ) -> bool:
         members = serving[model]
         num_left = len(members) - 1
-        others = [one for one in members if one.instance_id != member.instance_id]
-        decodes, more = (_mean([decodes_of(one, each, num_left) for one in others]) for each in (None, member))
-        work = work_of(model, serving, fleet.work, num_less=1)
         return (
             mean_without(members, member, self._cap) >= self.bounds.high
             and sum(each.late for each in members) <= SPARE_LATE * num_left
-            and work <= SPARE_WORK
-            and (work + more <= SPARE_TIME or more <= decodes)
+            and work_of(model, serving, fleet.work, num_less=1) <= SPARE_WORK
             and self._pressure(model, serving, fleet, now, num_less=1) <= SPARE_PRESSURE
         )
+
+    def _leaves_time(self, member: Member, serving: Mapping[str, Sequence[Member]], fleet: Fleet) -> bool:
+        """Whether prompts and the streams' steps fit the others' time without it."""
+        if not any(num for _, num, _ in member.residents):
+            return True
+        others = {one.instance_id: one for model in member.models for one in serving[model] if one is not member}
+        shares = {model: 1 / max(1, len(serving[model]) - 1) for model in member.models}
+        before, after = (_mean([decodes_of(one, each, shares) for one in others.values()]) for each in (None, member))
+        work = max(work_of(model, serving, fleet.work, num_less=1) for model in member.models)
+        return work + after <= SPARE_TIME or after <= before
 
 
 def _by_model(members: Sequence[Member]) -> Mapping[str, list[Member]]:

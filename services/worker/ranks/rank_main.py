@@ -201,6 +201,7 @@ def _serve(stream: Stream[ToRank], setup: SetUp) -> None:
     from services.worker.ranks.building import join
     from services.worker.ranks.shared_memory import RankMemory
 
+    prepare_struct_types()
     if setup.device == "cpu" and setup.num_threads:
         torch.set_num_threads(setup.num_threads)
     os.nice(setup.niceness)
@@ -209,7 +210,6 @@ def _serve(stream: Stream[ToRank], setup: SetUp) -> None:
         stream, executor, tells_results=group.is_last_stage and not group.is_first_stage and group.rank == 0
     )
     stream.send(framed(Ready()))
-    prepare_struct_types()
     freeze_heap()
     member.serve()
     executor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shared.placement.estimator import Estimator, estimate
+from shared.placement.estimator import Estimator, Order, estimate
 from shared.placement.execution import alone_s, execution_s
 from shared.placement.problem import Group, Plan, Problem, traffic
 from shared.simulation.deployment import Serving, predict
@@ -69,6 +70,42 @@ def test_long_prompts_delay_the_other_model_of_their_group():
     apart = estimate(both, on((1, ("a",)), (1, ("b",))))
     assert together.models["a"].mean_ttft_s > 2 * apart.models["a"].mean_ttft_s
     assert together.normalised_latency > 1.5 * apart.normalised_latency
+
+
+def test_a_backlog_of_one_model_does_not_hold_up_anothers_prompts() -> None:
+    both, plan = problem([A, model("c")], [node()], [30.0, 0.5]), on((1, ("a", "c")))
+    found = estimate(both, plan).models
+    assert found["a"].mean_ttft_s > 10.0 and found["c"].mean_ttft_s < 0.1 * found["a"].mean_ttft_s
+
+
+def test_models_that_share_equal_groups_end_up_apart_as_dispatch_has_it() -> None:
+    both = problem([A, model("c")], [node()], [4.0, 4.0])
+    shared = on((1, ("a", "c")), (1, ("a", "c")))
+    simulated = predict(both, shared, seed=1)
+    assert estimate(both, shared).normalised_latency == pytest.approx(simulated.normalised_latency, rel=0.1), (
+        "half as much again where each group has half of either"
+    )
+
+
+def test_the_order_of_groups_and_models_does_not_matter() -> None:
+    models, groups = [A, B, model("c")], on((1, ("a", "b")), (1, ("a", "b", "c")), (1, ("a",))).groups
+    found = set()
+    for ordered in (models, models[::-1]):
+        asked = problem(models, [node()], [4.0, 1.0, 2.0])
+        asked = msgspec.structs.replace(asked, models=tuple(ordered))
+        outcomes = Estimator(asked).outcomes([list(each) for each in itertools.permutations(groups)])
+        found |= {(round(one.attainment, 9), round(one.normalised_latency, 9)) for one in outcomes}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("order", ["turns", "fcfs"])
+def test_what_is_short_is_shared(order: Order) -> None:
+    granted = Estimator(problem([A], [node()], [1.0]), order=order)._granted
+    wanted = np.array([[1.0, 4.0, 0.0], [1.0, 4.0, 0.0], [2.0, 1.0, 1.0], [3.0, 0.0, 0.0]])
+    shares = granted(wanted, np.array([[3.0], [8.0], [0.0], [1.5]]))
+    given = [[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1.5, 0.0, 0.0]]
+    given[0] = given[0] if order == "turns" else [0.6, 2.4, 0.0]
+    assert shares * wanted == pytest.approx(np.array(given), abs=1e-9)
 
 
 def test_near_its_capacity_a_device_has_no_more_time_than_there_is():

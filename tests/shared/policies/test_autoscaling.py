@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from shared.policies.autoscaling import (
     Member,
     ScalingBounds,
     Shrink,
+    decodes_of,
     mean_freeness,
     mean_without,
 )
@@ -367,7 +369,8 @@ def test_what_was_missed_soon_after_it_had_left_is_kept_for_longer_each_time() -
 def of_models(name: str, num_models: int, num: int) -> Member:
     """With `num` requests of each of the models, whose steps take 12 ms, and 0.2 ms for each more."""
     residents = [(f"m{number}", num, (0.012, 0.0002)) for number in range(num_models)]
-    return member(name, FREE, num_running=2, num_requests=6)._replace(residents=residents, tpot_s=0.11)
+    models = frozenset(model for model, _, _ in residents) | {"m"}
+    return member(name, FREE, num_running=2, num_requests=6)._replace(models=models, residents=residents, tpot_s=0.11)
 
 
 def test_streams_of_many_models_that_would_meet_keep_an_instance() -> None:
@@ -386,3 +389,18 @@ def test_what_adds_nothing_to_the_others_steps_may_leave_whatever_they_take() ->
     slow = [of_models(name, 9, 1) for name in "ab"]
     idle = of_models("c", 0, 0)._replace(num_requests=0, num_running=0)
     assert decisions(Autoscaling(BOUNDS), Fleet([*slow, idle]), 0, 12) == [(10, Shrink("c"))]
+
+
+def test_only_who_serves_a_model_takes_its_requests() -> None:
+    taker, leaving = of_models("a", 1, 1), of_models("b", 9, 1)
+    assert decodes_of(taker, leaving, {f"m{number}": 1.0 for number in range(9)}) == pytest.approx(0.0122 / 0.11)
+    unknown = taker._replace(residents=[("m0", 1, (0.0, 0.0))])
+    assert decodes_of(unknown, taker, {"m0": 1.0}) == pytest.approx(0.0122 / 0.11)
+
+
+def test_a_look_at_many_instances_takes_little_time() -> None:
+    fleet = Fleet([of_models(f"i{number}", 16, 1)._replace(num_requests=9 + number) for number in range(200)])
+    policy = Autoscaling(ScalingBounds(100.0, 500.0, 10.0))
+    began_s = time.process_time()
+    assert policy.decide(fleet, 0.0) is None
+    assert time.process_time() - began_s < 1.0
