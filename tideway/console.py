@@ -59,8 +59,8 @@ def print_json(console: Console, told: object) -> None:
 
 
 SLO_TOLD = (
-    "SLO: a request's latency, to its last token, is at most so many times its model's mean execution time (slo_scale, "
-    f"{DEFAULT_SLO_SCALE:g} unless set). The objectives of first and later tokens (tideway explain) are others."
+    "A request is within its SLO if it ends within slo_scale times its model's mean execution time (slo_scale is "
+    f"{DEFAULT_SLO_SCALE:g} unless set). tideway explain tells of other objectives: for the first token and for later ones."
 )
 """What plans and traffic call the SLO."""
 

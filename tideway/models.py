@@ -42,7 +42,7 @@ def show_models(client: AdminClient, console: Console, *, interval_s: int, as_js
             table.add_row(*row)
     table = turned(table, console)
     show_listing(console, states, table, as_json=as_json, least_wanted=LEAST_WANTED)
-    if not as_json:
+    if not as_json and any(state.traffic is not None and state.traffic.online.num_finished for state in shown):
         console.print(SLO_TOLD)
     if not as_json and any(state.traffic is None for state in shown):
         console.print("Of some the traffic is not known: no placement answers, or it does not know them yet.")

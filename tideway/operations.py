@@ -386,9 +386,10 @@ def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:
     return f"Drained and gone: {', '.join(gone)} (tideway drain INSTANCE --undo brings one back)" if gone else ""
 
 
+ANOTHER_PLACEMENT = "tideway plan --set FILE for another; tideway plan --rollback undoes the last change"
 CHOSEN = (
     "this placement was chosen by a search or an operator, and keeps its instances whatever numbers are asked for"
-    " (tideway plan --set FILE for another; tideway plan --rollback undoes the last change)"
+    f" ({ANOTHER_PLACEMENT})"
 )
 """Said to an operator where `PlacementPlan.is_chosen`."""
 
@@ -406,7 +407,8 @@ def scale_model(
         say("  It is put away, and loaded there when a request for it comes.")
     elif replicas is not None and len(places) < replicas:
         say(f"  {len(places)} of {replicas} can be had now: {_why_fewer(plan, places)}.")
-        say("  The rest is wished for, and comes when that changes.")
+        if not plan.is_chosen:
+            say("  Placement adds the others as soon as it can.")
     _say_unplaced(plan, say)
 
     def status() -> str:
@@ -418,13 +420,14 @@ def scale_model(
 
 def _why_fewer(plan: PlacementPlan, places: Collection[str]) -> str:
     """Why a model is planned for no more instances than `places`."""
-    drained = f", and {', '.join(plan.draining)} drained" if plan.draining else ""
+    by_hand = [one for one in plan.draining if one not in plan.released]
+    drained = f", and {', '.join(by_hand)} {'is' if len(by_hand) == 1 else 'are'} drained" if by_hand else ""
     others = [one.instance_id for one in plan.instances if one.instance_id not in places]
     if others:
-        reason = f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} no room for it{drained}"
+        reason = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} not planned to have it{drained}"
     else:
         are = "is 1 instance" if len(places) == 1 else f"are {len(places)} instances"
-        reason = f"there {are}{drained} (tideway scale --instances N for more)"
+        reason = f"there {are}{drained}" + ("" if plan.is_chosen else " (tideway scale --instances N for more)")
     return f"{reason}; {CHOSEN}" if plan.is_chosen else reason
 
 

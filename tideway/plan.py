@@ -58,7 +58,9 @@ def show_plan(plan: ShownPlan, console: Console, *, as_json: bool) -> None:
     console.print(_places(plan, proposal if is_current else None))
     models = _models(state, proposal if is_current else None)
     console.print(fit(models, console, (*reversed(FIGURES), "requests")))
-    console.print(SLO_TOLD)
+    known = [state.measured] + ([proposal.measured, proposal.prediction] if proposal is not None and is_current else [])
+    if any(one is not None and one.num_requests for one in known):
+        console.print(SLO_TOLD)
     for name, reason in plan.unplaced.items():
         console.print(f"{escape(name)} is on no instance: {escape(reason)}")
     if plan.is_chosen:
@@ -116,7 +118,7 @@ def carry_out(
     say: Callable[[str], None],
 ) -> None:
     """`action`: apply | roll_back | set, a plan of these groups. Shows stages and steps as they come; `OperatorError` where
-    it is rolled back."""
+    it, or the replacement that undoes the last one, is rolled back."""
     before = client.shown_plan().change
     seen = before.number if before is not None else 0
     if before is not None and not before.is_over:
@@ -146,7 +148,7 @@ def carry_out(
             raise OperatorError(f"Nothing is carried out: {_state(plan).problem or 'placement says no reason'}.")
         if not stage:
             say(f"Replacement {change.number}: {change.reason}")
-            if change.undoes and before is not None and before.undoes:
+            if before is not None and before.undoes and change.undoes == before.number:
                 say(f"  {before.number} rolled {before.undoes} back: the placement of {before.undoes} comes back.")
         for line in lines_of(change, stage, num_steps):
             say(line)
@@ -154,7 +156,8 @@ def carry_out(
         if change.is_over:
             for name in change.interrupted:
                 say(f"  {name} had no instance for a while: its requests waited.")
-            if change.stage == "rolled_back" and action != "roll_back":
+            is_new = before is None or change.number > before.number
+            if change.stage == "rolled_back" and (action != "roll_back" or (is_new and change.undoes)):
                 raise OperatorError(f"Rolled back: {change.failure}.")
             if change.undoes and change.stage == "carried_out":
                 say(

@@ -103,7 +103,7 @@ def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_js
         console.print(f"No request with an objective ended in the last {interval_s} s.")
         console.print(OBJECTIVES_TOLD)
         return
-    console.print(fit(_missed_table(explained), console, ("requests", "share"), ("of",)))
+    console.print(fit(_missed_table(explained), console, ("requests", "share"), ("objective for",)))
     for one in explained.objectives:
         if one.num_missed:
             console.print(_told(one))
@@ -112,11 +112,11 @@ def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_js
 
 def _missed_table(explained: SloExplanation) -> Table:
     title = f"Objectives in the last {explained.interval_s:.0f} s"
-    table = Table("model", "of", title=title, **LOOK)
-    for name in ("requests", "missed", "share", "objective", "mean of\nmissed"):
+    table = Table("model", "objective for", title=title, **LOOK)
+    for name in ("requests", "missed", "share", "mean\nobjective", "mean of\nmissed"):
         table.add_column(name, justify="right")
     for one in explained.objectives:
-        which = {0: "", one.num_judged: " (default)"}.get(one.num_default, " (mean)")
+        which = " (default)" if one.num_default == one.num_judged else ""
         times = f"{seconds(one.objective_s)}{which}", seconds(one.measured_s) if one.num_missed else "-"
         share = f"{one.num_missed / one.num_judged:.1%}"
         table.add_row(escape(one.model), OBJECTIVES[one.name], str(one.num_judged), str(one.num_missed), share, *times)

@@ -51,7 +51,7 @@ class Snapshot:
         """Raises `OperatorError`."""
         instances, models = client.instances(), client.models()
         for model in models.models:
-            # Of the moment at which the instances told it, rather than of the next question.
+            # The second answer may come of later reports; both tables are to show the same ones.
             on_instances = [one for each in instances.instances for one in each.models if one.name == model.name]
             model.num_running = sum(one.num_running for one in on_instances)
             model.num_waiting = sum(one.num_waiting for one in on_instances)
@@ -87,7 +87,9 @@ def render(snapshot: Snapshot, rate: float | None, url: str, console: Console, p
     instances = fit(_instances(snapshot.instances, bar), console, LEAST_WANTED)
     models = fit(_models(snapshot), console, ("step times", "running", "waiting", "queued"))
     lines: list[RenderableType] = [Text(url, "bold", overflow="fold"), _counts(snapshot, rate)]
-    lines += [_ages(snapshot), instances, models]
+    if ages := _ages(snapshot):
+        lines.append(ages)
+    lines += [instances, models]
     told = [instance for instance in snapshot.instances.instances if instance.load and instance.load.kv_copies]
     if told:
         lines.append(fit(_copies(told), console, ("fetched\nblocks", "not yet\ncopied")))
@@ -116,7 +118,7 @@ def _counts(snapshot: Snapshot, rate: float | None) -> Text:
 
 
 def _ages(snapshot: Snapshot) -> Text:
-    """How old the numbers are."""
+    """How old the numbers are; empty where there are none."""
     load_s, queued_s = snapshot.load_age_s, snapshot.models.queued_age_s
     parts = [] if load_s is None else [f"running, waiting, moving: {load_s:.1f} s ago"]
     parts += [] if queued_s is None else [f"queued: {queued_s:.1f} s ago"]

@@ -38,7 +38,7 @@ from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
 from tideway.first_request import first_request
 from tideway.liveness import probe_for_ever, restart_when_there_is_space
-from tideway.operations import CHOSEN
+from tideway.operations import ANOTHER_PLACEMENT
 from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 
@@ -282,7 +282,10 @@ class Up:
     def _report_chosen(self, plan: PlacementPlan | None) -> None:
         """Its groups go before those that nodes make of themselves."""
         if plan is not None and plan.is_chosen:
-            self._reporter.warn(CHOSEN)
+            self._reporter.warn(
+                "the placement was chosen earlier by a search or an operator, and stays, whatever --instances and "
+                f"--tensor-parallel say ({ANOTHER_PLACEMENT})"
+            )
 
     def _report_earlier_models(self, configured: dict[str, ModelSpec]) -> None:
         """What was added at run time, or asked for at an earlier start."""

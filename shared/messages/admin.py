@@ -261,7 +261,7 @@ class ModelStates(msgspec.Struct):
     """Each model that is served or being loaded."""
     adapters: list[AdapterState] = []
     queued_age_s: float | None = None
-    """Age of `num_queued`, which the scheduler says once a second; null: it has said nothing."""
+    """Age of `num_queued`, which the scheduler says once a second; null: it has said nothing lately."""
 
 
 class InstanceModel(msgspec.Struct, kw_only=True):

@@ -352,6 +352,7 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
 
 
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 1500.0, 110.0
+"""Objectives of online requests where neither they, their model nor the instance's settings name any."""
 
 
 class InstanceSettings(BusSettings, frozen=True, kw_only=True):

@@ -102,7 +102,7 @@ class BatchFeed:
         self.tokens_per_s: dict[str, float] = {}
         """Offline throughput of each model over the cluster, as last heard."""
         self.is_refused = False
-        """Nobody answered the last question."""
+        """Nobody answered the last question; false while there is nothing to ask for."""
         self.accounts: dict[tuple[str, str], Account] = {}
         """By batch and model."""
         self._gateway_id = gateway_id
@@ -127,6 +127,7 @@ class BatchFeed:
         if not any(account.wanted_tokens for account in self.accounts.values()):
             if now - self._granted_s > MAX_INTERVAL_S:
                 self._apply(GrantReply([], 0.0, self.tokens_per_s))
+            self.is_refused = False
             return None
         demands = {key: demand for key, account in self.accounts.items() if (demand := account.ask()) is not None}
         self._asked = {key: demand.model for key, demand in demands.items()}

@@ -182,7 +182,7 @@ async def test_instances_are_asked_to_report_so_that_their_loads_are_of_one_mome
     assert (model["num_running"], model["num_waiting"]) == (9, 4), "of the same source as the instances"
 
 
-async def test_models_with_their_queues(stack: Stack) -> None:
+async def test_models_with_their_queues(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     await stack.peer.add_instance("b", MODEL, num_running=5)
     await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
 
@@ -196,6 +196,9 @@ async def test_models_with_their_queues(stack: Stack) -> None:
     model = await only_model()
     assert (model["num_queued"], model["num_running"], model["num_waiting"]) == (17, 5, 0)
     assert 0 <= (await stack.client.get("/admin/models")).json()["queued_age_s"] < 5
+    monkeypatch.setattr(cluster_loads, "QUEUES_LAST_S", 0.0)
+    assert (await only_model())["num_queued"] is None, "the scheduler is gone"
+    assert (await stack.client.get("/admin/models")).json()["queued_age_s"] is None
 
 
 async def test_models_with_their_traffic(stack: Stack) -> None:

@@ -317,7 +317,8 @@ async def test_batches_pause_while_nobody_grants(stack: Stack) -> None:
     client, peer = stack.openai(), stack.peer
     await peer.stop_scheduler()
     batch = await start(client, [line(i) for i in range(5)])
-    await reach(client, batch.id, lambda b: b.status == "in_progress")
+    waiting = await reach(client, batch.id, lambda b: b.waiting_for)
+    assert (waiting.status, waiting.waiting_for["code"]) == ("in_progress", "scheduler")
     await peer.start_scheduler()
     batch = await reach(client, batch.id, ended)
     assert batch.request_counts.completed == 5

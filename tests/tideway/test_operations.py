@@ -201,12 +201,13 @@ async def test_scaling(stack: Stack) -> None:
     assert await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None) == [
         f"{MODEL} is to be on 3 instances; planned: a, b.",
         "  2 of 3 can be had now: there are 2 instances (tideway scale --instances N for more).",
-        "  The rest is wished for, and comes when that changes.",
+        "  Placement adds the others as soon as it can.",
     ]
     on_one = [InstancePlan("a", "node", [spec], 0, 0), InstancePlan("b", "node", [ModelSpec("ebb", "source")], 0, 0)]
-    stack.peer.plan, both = msgspec.structs.replace(stack.peer.plan, instances=on_one, draining=["c"]), stack.peer.plan
+    both = stack.peer.plan
+    stack.peer.plan = msgspec.structs.replace(both, instances=on_one, draining=["c", "d"], released=["d"])
     said = await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None)
-    assert said[1] == "  1 of 3 can be had now: b has no room for it, and c drained."
+    assert said[1] == "  1 of 3 can be had now: b is not planned to have it, and c is drained."
     stack.peer.plan = both
     [line] = await on_a_thread(stack, operations.scale_model, MODEL, None, wait_s=None)
     assert "all instances where it fits" in line
@@ -216,7 +217,7 @@ async def test_scaling(stack: Stack) -> None:
     said = await on_a_thread(stack, operations.scale_instances, 5, wait_s=20)
     assert said[0].endswith("planned now: 2.") and said[1] == f"  3 more wait: {operations.CHOSEN}."
     said = await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None)
-    assert said[1].endswith(f"N for more); {operations.CHOSEN}.")
+    assert said[1:] == [f"  2 of 3 can be had now: there are 2 instances; {operations.CHOSEN}."]
     assert stack.peer.scaled == [
         ScaleModel(MODEL, 3), ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4), ScaleInstances(5),
         ScaleModel(MODEL, 3),

@@ -13,6 +13,7 @@ from rich.console import Console
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
 from shared.placement.plan import Group, Horizon, ModelPrediction, Plan, Prediction, Rejected, Trial
+from tideway.data_folder import OperatorError
 from tideway.operations import CHOSEN
 from tideway.plan import carry_out, lines_of, search, show_plan
 
@@ -97,7 +98,7 @@ def test_a_placement_that_was_chosen_is_called_so() -> None:
 
 
 def test_what_the_slo_of_a_plan_is_stands_below_it() -> None:
-    assert "at most so many times its model's mean execution time (slo_scale, 5 unless set)" in " ".join(
+    assert "within slo_scale times its model's mean execution time (slo_scale is 5 unless set)" in " ".join(
         shown(PROPOSAL)
     )
 
@@ -199,10 +200,13 @@ def test_a_roll_back_says_what_another_one_does() -> None:
         change = PlanChange(
             number=1, reason="it pays", stage="carried_out", begun_s=0.0, stage_s=0.0, step_s=0.0, before=[], target=[]
         )
+        end = "carried_out"
 
         def change_plan(self, _: str) -> ReplacementState:
             number = self.change.number
-            self.change = msgspec.structs.replace(self.change, number=number + 1, undoes=number, reason="rolls back")
+            self.change = msgspec.structs.replace(
+                self.change, number=number + 1, undoes=number, reason="rolls back", stage=self.end, failure="no memory"
+            )
             return ReplacementState(mode="off", interval_s=600.0, since_s=0.0)
 
         def shown_plan(self) -> ShownPlan:
@@ -216,6 +220,9 @@ def test_a_roll_back_says_what_another_one_does() -> None:
     carry_out(client, "roll_back", wait_s=60.0, say=said.append)  # type: ignore[arg-type]
     assert said[1] == "  2 rolled 1 back: the placement of 1 comes back."
     assert said[-1] == "Replacement 2 is undone. Another --rollback undoes this, replacement 3."
+    client.end = "rolled_back"
+    with pytest.raises(OperatorError, match=r"^Rolled back: no memory\.$"):
+        carry_out(client, "roll_back", wait_s=60.0, say=said.append)  # type: ignore[arg-type]
 
 
 def told(*seen: tuple[str, list[str]]) -> list[str]:

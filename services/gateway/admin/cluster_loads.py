@@ -90,8 +90,10 @@ class ClusterLoads:
         return {model.model: model.num_queued for model in self._statistics[0].models}
 
     def queued_age_s(self) -> float | None:
-        """Age of what `num_queued` says."""
-        return None if self._statistics is None else self._bus.now() - self._statistics[1]
+        """Age of what `num_queued` says; None: no scheduler says so."""
+        if self.num_queued() is None or self._statistics is None:
+            return None
+        return self._bus.now() - self._statistics[1]
 
     def queue_lengths(self) -> Mapping[str, tuple[int, int]] | None:
         """Lengths of the schedulers' queues: online and offline requests by model."""

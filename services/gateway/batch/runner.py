@@ -454,7 +454,8 @@ class BatchRun:
         if self._num_without_tokens and (limit := self._key().tokens_per_minute) is not None:
             message = f"The {limit:,} tokens per minute of its API key are used up; lines wait until some are left."
             return BatchWait("tokens_per_minute", message)
-        return _WAITS_FOR_SCHEDULER if self._grants.feed.is_refused else None
+        is_wanting = any(account.wanted_tokens for account in self._accounts.values())
+        return _WAITS_FOR_SCHEDULER if is_wanting and self._grants.feed.is_refused else None
 
 
 def _problem(error: InputError) -> BatchProblem:

@@ -131,8 +131,8 @@ class Catalog:
         return next((watch.problem for watch in watches if watch is not None and watch.problem), "")
 
     def check_seen(self, what: str, field: str = "model") -> None:
-        """Raises `ServiceError`, with `what` that means for the client, while models and adapters cannot be seen. `field`:
-        that names the model."""
+        """Raises `ServiceError` while models and adapters cannot be seen. `what`: what that means for the client. `field`:
+        field that names the model."""
         if problem := self.problem:
             raise ServiceError.of(ErrorCode.UNAVAILABLE, f"{what}: {problem}.", field)
 

@@ -406,7 +406,8 @@ class BatchObject(msgspec.Struct, kw_only=True):
     usage: BatchUsage
     metadata: dict[str, str] | None
     waiting_for: BatchWait | None
-    """Why it, or some of its lines, wait; null: they do not, but for interactive requests."""
+    """Not OpenAI's: that it or some of its lines wait for tokens per minute, for room for results or for a scheduler; null:
+    for none of these, though they may wait for something else."""
     predicted_finish_at: int | None
     """Not OpenAI's: when the batch will probably be done, at the present throughput."""
 

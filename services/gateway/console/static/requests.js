@@ -59,7 +59,7 @@ export function showSlo(explained) {
   container.replaceChildren(...explained.objectives.flatMap((one) => {
     const total = one.parts.reduce((sum, part) => sum + part.seconds, 0);
     const head = element("h3", {}, element("i", {class: "swatch", style: {background: colourOf(one.model)}}), `${one.model}, ${names[one.name]}`);
-    const share = element("p", {class: one.num_missed ? "bad" : "good"}, `${one.num_missed} of ${one.num_judged} missed ${seconds(one.objective_s)}${one.num_default === one.num_judged ? " (default)" : ""}${one.num_missed ? `: ${seconds(one.measured_s)} on average` : ""}`);
+    const share = element("p", {class: one.num_missed ? "bad" : "good"}, `${one.num_missed} of ${one.num_judged} missed their objective (${seconds(one.objective_s)} on average${one.num_default === one.num_judged ? ", the default" : ""})${one.num_missed ? `: they took ${seconds(one.measured_s)} on average` : ""}`);
     const parts = one.parts.filter((part) => part.seconds >= 0.005 * total);
     const bars = element("div", {class: "pairs"}, parts.flatMap((part) => [
       element("span", {}, part.phase), element("div", {class: "bar"}, element("i", {style: {width: `${(100 * part.seconds) / total}%`, "--of": colour(part.phase)}})), element("span", {class: "dim"}, `${seconds(part.seconds)} (${Math.round((100 * part.seconds) / total)} %)`)]));
