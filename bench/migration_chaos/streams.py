@@ -67,7 +67,7 @@ class Streams:
         self._seed = seed
         self._on_failure = on_failure
         self.metrics = GatewayMetrics(CollectorRegistry())
-        self._timelines = Timelines(bus, GATEWAY_ID, NUM_TIMELINES, HANG_S)
+        self._timelines = Timelines(bus, GATEWAY_ID, NUM_TIMELINES, HANG_S, lambda _: (0.0, 0.0))
         catalog = Catalog(bus, _NoTokenizers())  # type: ignore[arg-type]
         placer = Placer(bus, catalog, self.metrics, max_submissions=64)
         self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics, self._timelines)

@@ -213,7 +213,7 @@ async def test_admin_without_placement(nats_settings: BusSettings) -> None:
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert (await client.get("/admin/plan")).status_code == 404
-        assert (await client.get("/admin/models")).json() == {"models": [], "adapters": []}
+        assert (await client.get("/admin/models")).json() == {"models": [], "adapters": [], "queued_age_s": None}
 
 
 async def test_api_keys(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> None:
