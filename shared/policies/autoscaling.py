@@ -175,17 +175,16 @@ def work_of(model: str, serving: Mapping[str, Sequence[Member]], work: Mapping[s
     return _mean([sum(on_each[name] for name in member.models) for member in serving[model]])
 
 
-def decodes_of(member: Member, leaving: Member | None = None, shares: Mapping[str, float] | None = None) -> float:
+def decodes_of(member: Member, leaving: Member | None, shares: Mapping[str, float]) -> float:
     """Share of a member's time that its streams take if each model with requests makes one step per TPOT objective; 0: not
-    known. Of the requests of `leaving` it takes `shares` of each model that it serves."""
+    known. Of the requests of `leaving`, if that is not None, it takes `shares` of each model that both serve."""
     if not member.tpot_s:
         return 0.0
     steps = {model: (float(num), cost_s) for model, num, cost_s in member.residents}
-    taken = shares or {}
     for model, num, cost_s in leaving.residents if leaving is not None else ():
-        if model in member.models:
+        if model in member.models and model in shares:
             held, own_cost_s = steps.get(model, (0.0, cost_s))
-            steps[model] = (held + taken[model] * num, own_cost_s if own_cost_s[0] else cost_s)
+            steps[model] = (held + shares[model] * num, own_cost_s if own_cost_s[0] else cost_s)
     return sum(min(1.0, n) * one_s + max(0.0, n - 1) * more_s for n, (one_s, more_s) in steps.values()) / member.tpot_s
 
 

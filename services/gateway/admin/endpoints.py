@@ -42,6 +42,7 @@ from shared.messages.admin import (
     DrainInstance,
     GetPlan,
     GetReplacement,
+    InstanceModel,
     InstanceStates,
     ModelState,
     ModelStates,
@@ -181,14 +182,13 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     }
     num_queued = context.loads.num_queued()
     unplaced = {} if plan is None else plan.unplaced
+    places: dict[str, dict[str, InstanceModel]] = {}
+    for instance in instances:
+        for model in instance.models:
+            places.setdefault(model.name, {})[instance.instance_id] = model
     states = []
     for spec in context.catalog.models:
-        on_instances = {
-            instance.instance_id: model
-            for instance in instances
-            for model in instance.models
-            if model.name == spec.name
-        }
+        on_instances = places.get(spec.name, {})
         state, found = context.catalog.state(spec.name), context.catalog.failure(spec.name)
         failure = None if found is None else found.message
         if failure is None and state == LOADING:

@@ -398,6 +398,11 @@ def test_only_who_serves_a_model_takes_its_requests() -> None:
     assert decodes_of(unknown, taker, {"m0": 1.0}) == pytest.approx(0.0122 / 0.11)
 
 
+def test_requests_of_a_model_that_the_leaving_one_serves_no_more_go_nowhere() -> None:
+    leaving = of_models("b", 2, 1)._replace(models=frozenset({"m", "m0"}), num_requests=1)
+    assert decisions(Autoscaling(BOUNDS), Fleet([of_models("a", 2, 1), leaving]), 0, 12) == [(10, Shrink("b"))]
+
+
 def test_a_look_at_many_instances_takes_little_time() -> None:
     fleet = Fleet([of_models(f"i{number}", 16, 1)._replace(num_requests=9 + number) for number in range(200)])
     policy = Autoscaling(ScalingBounds(100.0, 500.0, 10.0))
