@@ -261,7 +261,8 @@ def test_claude_code(stack: Stack, workspace: Path) -> None:
         assert sorted(model["id"] for model in client.get("/v1/models?limit=1000").json()["data"]) == ["brief", "llama"]
         quota = {"model": "llama", "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}]}
         probed = client.post("/v1/messages?beta=true", json=quota).json()
-        assert probed["usage"]["output_tokens"] == 1 and probed["stop_reason"] == "max_tokens"
+        # Its one token may be the one that ends an answer.
+        assert probed["usage"]["output_tokens"] == 1 and probed["stop_reason"] in ("max_tokens", "end_turn")
 
         called = claude(client, messages, tool_choice={"type": "tool", "name": "Bash"})
         (call,) = called["content"]
@@ -291,7 +292,8 @@ def test_claude_code(stack: Stack, workspace: Path) -> None:
         with client.stream("POST", "/v1/messages?beta=true", json=claude_body(messages, stream=True)) as interrupted:
             assert next(interrupted.iter_lines()) == "event: message_start"
         counted = client.post("/v1/messages/count_tokens?beta=true", json=claude_body(messages)).json()
-        last = claude(client, messages, max_tokens=12, temperature=1)
+        # Else the token that ends an answer is drawn now and then.
+        last = claude(client, messages, max_tokens=12, temperature=1, top_k=1)
         assert last["content"][0]["type"] == "text" and last["stop_reason"] == "max_tokens"
         usage = last["usage"]
         assert usage["cache_read_input_tokens"] > 0 and usage["output_tokens"] == 12
