@@ -49,6 +49,8 @@ LOADS = (0.3, 0.6, 0.95)
 NUM_CORES = len(os.sched_getaffinity(0))
 SETTINGS = {"TIDEWAY_MIGRATION": "off"}
 """Requests stay where they are: on a machine of two cores a copy takes one of them from the steps."""
+HISTORY_S = 60.0
+"""Earlier runs whose requests are simulated as well: twice as long as an instance expects a tenant to come back."""
 
 
 class _Run(msgspec.Struct):
@@ -149,6 +151,7 @@ class Bench:
         delays_s = {
             load: _delays_s(observed, [one for one in self._calibrations if one.load == load]) for _, load, _ in runs
         }
+        everything = [*self._calibrations, *(run for run, _ in runs.values())]
         cells: dict[tuple[str, float], Cell] = {}
         for (name, load, _), (run, number) in runs.items():
             lengths: dict[str, list[tuple[int, int]]] = {model: [] for model in MODELS}
@@ -158,6 +161,12 @@ class Bench:
             around = self._calibrations[number - 1 : number + 1]
             before = speed(timing, [one for calibration in around for one in _within(steps, calibration)])
             own = speed(timing, _within(steps, run))
+            earlier = [one for one in everything if run.start_s - HISTORY_S <= one.start_s < run.start_s]
+            before_run = [
+                msgspec.structs.replace(request, at_s=request.at_s + one.start_s - run.start_s)
+                for one in earlier
+                for request in one.requests
+            ]
             by_speed = [
                 [
                     figures(
@@ -166,6 +175,7 @@ class Bench:
                             timing,
                             settings,
                             run.requests,
+                            before=before_run,
                             delays_s=delays_s[load],
                             start_s=run.start_s,
                             speed=factor,

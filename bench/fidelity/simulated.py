@@ -31,6 +31,7 @@ def run(
     settings: SchedulerSettings,
     requests: Sequence[PlannedRequest],
     *,
+    before: Sequence[PlannedRequest] = (),
     delays_s: Sequence[Delays] = (),
     start_s: float = math.inf,
     speed: float = 1.0,
@@ -38,9 +39,10 @@ def run(
     build: Callable[[Configuration], Engine] = Configuration.build,
 ) -> list[Served]:
     """Instances are those that were observed; engines know the cost models that the live ones were told, and the execution
-    times of models that these had been told by `start_s`. `delays_s`: of which each request draws one; empty: the mean
-    ones, with a gateway at the client. `speed`: factor of all step times, of the machine at that time. Raises
-    `RunFailed`."""
+    times of models that these had been told by `start_s`. `before`: requests of earlier runs, at negative times, which leave
+    behind what instances and scheduler know of models and tenants; nothing is returned of them. `delays_s`: of which each
+    request draws one; empty: the mean ones, with a gateway at the client. `speed`: factor of all step times, of the machine
+    at that time. Raises `RunFailed`."""
     # The fleet's noise has the median 1, a cost model says the mean.
     scale = speed / float(np.exp(timing.noise**2 / 2))
 
@@ -71,11 +73,15 @@ def run(
         _tell(instance.engine, one)
         instance.on_step = on_step
     delays_s = delays_s or [Delays(0.0, timing.submit_s, timing.answer_s, 0.0)]
-    drawn = np.random.default_rng(seed).integers(len(delays_s), size=len(requests))
+    # Virtual time has no negative times.
+    first_s = min((request.at_s for request in before), default=0.0)
+    everyone = [*before, *requests]
+    drawn = np.random.default_rng(seed).integers(len(delays_s), size=len(everyone))
     sent = []
-    for request, at in zip(requests, drawn.tolist(), strict=True):
+    for request, at in zip(everyone, drawn.tolist(), strict=True):
         delays = delays_s[at]
-        sent.append((request.at_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S), request, delays))
+        at_s = request.at_s - first_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S)
+        sent.append((at_s, request, delays))
     sent.sort(key=itemgetter(0))
     jobs = [
         Job(at_s, request.prompt_tokens, request.output_tokens, model=request.model, tenant=tenant_of(request))
@@ -85,11 +91,13 @@ def run(
         fleet.events.at(job.at_s, on_request)
     found = []
     for (_, request, delays), record in zip(sent, fleet.run(jobs).records, strict=True):
-        answer_s = delays.deliver_s + delays.answer_s
+        if request.at_s < 0.0:
+            continue
+        answer_s = delays.deliver_s + delays.answer_s + first_s
         found.append(
             Served(
                 request.model, request.at_s, record.first_s + answer_s, record.last_s + answer_s, record.num_tokens,
-                server_ttft_s=record.first_s + delays.deliver_s - request.at_s - delays.arrive_s,
+                server_ttft_s=record.first_s + first_s + delays.deliver_s - request.at_s - delays.arrive_s,
             )
         )  # fmt: skip
     return found

@@ -262,3 +262,15 @@ def test_all_cells_come_once_before_any_comes_again() -> None:
     order = cell_order(("chat", "bursts"), (0.3, 0.6), 2)
     assert len(order) == 8
     assert {repeat for *_, repeat in order[:4]} == {0}
+
+
+def test_what_came_before_a_run_is_simulated_and_not_told() -> None:
+    requests = planned(MIXES[0], 4.0, 5.0, name="chat", seed=2)
+    alone = simulated.run([IDLE, IDLE], TRUTH, SETTINGS, requests)
+    # As many again, and at the end so many at once that the first ones of the run find them.
+    before = [msgspec.structs.replace(one, at_s=one.at_s - 6.0) for one in requests]
+    before += [msgspec.structs.replace(one, at_s=-0.001 * number) for number, one in enumerate(requests, 1)]
+    behind = simulated.run([IDLE, IDLE], TRUTH, SETTINGS, requests, before=before)
+    told = [[(one.model, one.arrival_s, one.output_tokens) for one in served] for served in (alone, behind)]
+    assert told[0] == told[1] and all(one.last_s >= one.first_s > one.arrival_s for one in behind)
+    assert behind[0].server_ttft_s > 2 * alone[0].server_ttft_s
