@@ -3,13 +3,14 @@ that floods.
 
     behind      has at most half of its share, by weight, of the requests here
     favoured    is behind, and nobody who is not behind was served less (policies/tenant_shares.py)
-    dominant    has several requests here, and far more than its share even if all came back that were here lately
+    dominant    has several requests here, and far more than its share even if all came back that may
 
 The prompt of a favoured tenant shares its step with nobody else's prompt, nor with others' streams while these may stand
 still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
 where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
-their next request will find. For the sake of strangers they are kept from getting very long where named tenants ask more
-than can be done: where a prompt is late, and one of them would be dominant beside a stranger.
+their next request will find. How long one may is told by the gaps between its requests. For the sake of strangers steps are
+kept from getting very long where named tenants ask more than can be done: where a prompt is late, and one of them would be
+dominant beside a stranger.
 
 Models are favoured likewise, whoever asks them, all with equal shares: one that is asked far less than its share goes before
 others of its rank with its prompts, and with streams that are behind pace. While a prompt is late, any that is behind goes
@@ -30,11 +31,18 @@ from shared.policies.silence import PLANNED_SHARE, allowed_silence_s
 from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
 
 COMES_BACK_S = 30.0
-"""After its last request a tenant is expected for so long."""
+"""After its last request a tenant is expected for so long at most."""
+GAPS = 3.0
+"""Longest recent gaps between its requests for which a tenant is expected. Of requests at random times 2 % come later after
+KNOWN_GAPS of them, and less with more."""
+KNOWN_GAPS = 5
+"""Fewer gaps say too little of the next one."""
+LEAST_EXPECTED_S = 1.0
+"""After its last request a tenant is expected for so long in any case: several at once say nothing of the next."""
 WAIT_SHARE = 0.25
 """Share of the longest prompts that an expected tenant had lately: what all steps in flight may take before its next one."""
 FADING = 0.9
-"""Factor by which the longest prompt fades with each prompt."""
+"""Factor by which the longest prompt, and the longest gap, fade with each prompt."""
 LEAST_PROGRESS = 0.5
 """Multiple of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
 LONG_STEP_S = 0.015
@@ -67,11 +75,24 @@ class _Served(NamedTuple):
 
 
 class _Known:
-    __slots__ = ("prompt_s", "seen_s", "weight")
+    __slots__ = ("gap_s", "num_gaps", "prompt_s", "seen_s", "weight")
 
     def __init__(self) -> None:
-        self.prompt_s = self.seen_s = 0.0
+        self.prompt_s = self.gap_s = self.seen_s = 0.0
+        self.num_gaps = -1
         self.weight = 1.0
+
+    def note(self, prompt_s: float, weight: float, now: float) -> None:
+        self.prompt_s = max(prompt_s, FADING * self.prompt_s)
+        if self.num_gaps >= 0:
+            self.gap_s = max(now - self.seen_s, FADING * self.gap_s)
+        self.num_gaps += 1
+        self.seen_s, self.weight = now, weight
+
+    def is_expected(self, now: float) -> bool:
+        is_known = self.num_gaps >= KNOWN_GAPS
+        expected_s = max(LEAST_EXPECTED_S, GAPS * self.gap_s) if is_known else COMES_BACK_S
+        return now - self.seen_s <= min(COMES_BACK_S, expected_s)
 
 
 class Favours:
@@ -99,8 +120,7 @@ class Favours:
             noted.append((self._known_models, sequence.model, 1.0))
         for all_known, name, its_weight in noted:
             known = all_known.pop(name, None) or _Known()
-            known.prompt_s, known.seen_s = max(prompt_s, FADING * known.prompt_s), now
-            known.weight = its_weight
+            known.note(prompt_s, its_weight, now)
             all_known[name] = known
             if len(all_known) > MAX_KNOWN:
                 del all_known[next(iter(all_known))]
@@ -208,7 +228,7 @@ def _shortest_s(shares: TenantShares, known: dict[str, _Known], now: float, but:
     expected = {
         name: one
         for name, one in known.items()
-        if now - one.seen_s <= COMES_BACK_S and (name not in shares or shares.is_behind(name))
+        if one.is_expected(now) and (name not in shares or shares.is_behind(name))
     }
     away = sum(one.weight for name, one in expected.items() if name not in shares)
     if not expected or but in expected or not shares.has_dominant(FEW, DOMINANT_SHARE, away):

@@ -185,17 +185,25 @@ def test_tenants_with_one_request_each_wait_no_longer_than_requests_of_one() -> 
     assert longest_s[1] <= 1.2 * longest_s[0]
 
 
-def test_long_steps_are_planned_one_by_one_while_another_tenant_may_come_back() -> None:
+@pytest.mark.parametrize(
+    ("others_s", "expected_s"),
+    [([5.0, 7.0], (8, 36)), ([5.0 + 0.5 * number for number in range(8)], (9, 9.9))],
+    ids=["few requests say nothing of the next", "after three of its gaps none is expected"],
+)
+def test_long_steps_are_planned_one_by_one_while_another_tenant_may_come_back(
+    others_s: list[float], expected_s: tuple[float, float]
+) -> None:
     world = World(num_merged=8000, num_rows=128)
     for number in range(60):
         world.submit(f"flood-{number}", 50, 3000, 0.0)
-    for at_s in (5.0, 7.0):
+    for at_s in others_s:
         world.submit(f"other-{at_s}", 300, 5, at_s)
     seen: dict[float, int] = {}
     for number in range(400):
         world.events.at(0.1 * number, lambda at_s=0.1 * number: seen.update({at_s: len(world.engine.steps.in_flight)}))
     world.run(40.0)
-    most = [max(seen[at_s] for at_s in seen if low < at_s < high) for low, high in ((1, 4.9), (8, 36), (38, 40))]
+    windows = ((1, 4.9), expected_s, (expected_s[1] + 2, expected_s[1] + 4))
+    most = [max(seen[at_s] for at_s in seen if low < at_s < high) for low, high in windows]
     assert most == [2, 1, 2], "while nobody else is known, while one is expected, and then not any more"
 
 
