@@ -41,7 +41,7 @@ WHOLE_TOKENS = 8192
 class System(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     placement: str
-    """search | alpaserve | dedicated | muxserve"""
+    """search | alpaserve | dedicated | dedicated_by_need | muxserve"""
     order: str = "fcfs"
     dispatch: str = "fewest_requests"
     is_late: bool = False
@@ -70,6 +70,7 @@ TIDEWAY = System(
     replacement=ADAPTIVE,
 )  # fmt: skip
 DEDICATED = System(name="vllm", placement="dedicated")
+BY_NEED = System(name="vllm, devices by need", placement="dedicated_by_need")
 ALPASERVE = System(name="alpaserve", placement="alpaserve")
 MUXSERVE = System(name="muxserve", placement="muxserve")
 
@@ -158,6 +159,8 @@ def place(system: System, problem: Problem) -> Plan:
     match system.placement:
         case "dedicated":
             return baselines.dedicated(problem, estimate)
+        case "dedicated_by_need":
+            return baselines.dedicated_by_need(problem, estimate)
         case "alpaserve":
             # Chosen for the order in which it serves.
             return baselines.alpaserve(problem, partial(estimate, order="fcfs"))

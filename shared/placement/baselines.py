@@ -78,6 +78,12 @@ def _own_groups(model: ModelFacts, devices: Sequence[tuple[NodeFacts, int]], siz
     return groups
 
 
+def dedicated_by_need(problem: Problem, evaluate: Evaluate) -> Plan:
+    """Gives models devices of their own by need, as an operator would who knows the load: AlpaServe's greedy choice with one
+    model a group. Raises `NoPlacement`."""
+    return _best_greedy(problem, evaluate, is_shared=False)
+
+
 # ------------------------------------------------------------------------------------------------------ AlpaServe
 
 
@@ -85,6 +91,10 @@ def alpaserve(problem: Problem, evaluate: Evaluate) -> Plan:
     """AlpaServe's greedy choice (Li et al. 2023, section 4.2): for each size of group, again and again a replica of the
     model with the most requests that are not served in time, to the group with the least use that has memory for it. The
     best plan met on the way wins. Raises `NoPlacement`."""
+    return _best_greedy(problem, evaluate, is_shared=True)
+
+
+def _best_greedy(problem: Problem, evaluate: Evaluate, *, is_shared: bool) -> Plan:
     best: tuple[tuple[float, float], Plan] | None = None
     why = ""
     for size in _sizes(problem):
@@ -94,7 +104,7 @@ def alpaserve(problem: Problem, evaluate: Evaluate) -> Plan:
             why = why or str(missing)
             continue
         why = "not all models fit together"
-        for plan, prediction in _greedy(problem, slots, evaluate):
+        for plan, prediction in _greedy(problem, slots, evaluate, is_shared):
             score = (-prediction.attainment, prediction.normalised_latency)
             is_whole = len({name for group in plan.groups for name in group.models}) == len(problem.models)
             if is_whole and (best is None or score < best[0]):
@@ -131,7 +141,7 @@ def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]
 
 
 def _greedy(
-    problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]], evaluate: Evaluate
+    problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]], evaluate: Evaluate, is_shared: bool
 ) -> Iterator[tuple[Plan, Prediction]]:
     models = {model.name: model for model in problem.models}
     counts = np.bincount(problem.traffic.model, minlength=len(problem.traffic.models))
@@ -162,7 +172,8 @@ def _greedy(
             fitting = [
                 number
                 for number, (node, indices) in enumerate(slots)
-                if name not in held[number] and not memory.why_not([name, *held[number]], node, len(indices))
+                if (name not in held[number] if is_shared else not held[number])
+                and not memory.why_not([name, *held[number]], node, len(indices))
             ]
             if fitting:
                 held[min(fitting, key=lambda number: (use[number], len(slots[number][1])))].append(name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from shared.placement.baselines import NoPlacement, alpaserve, dedicated, muxserve
+from shared.placement.baselines import NoPlacement, alpaserve, dedicated, dedicated_by_need, muxserve
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
 from shared.placement.memory import Memory
@@ -86,6 +86,15 @@ def test_dedicated_gives_each_model_as_many_devices(num_nodes: int, num_devices:
 def test_dedicated_says_which_model_its_share_does_not_hold() -> None:
     with pytest.raises(NoPlacement, match=f"0-{LARGE}"):
         dedicated(problem([LARGE, SMALL], [1.0, 1.0], num_devices=2), by_devices)
+
+
+def test_devices_go_to_whom_most_are_unserved_and_nobody_shares() -> None:
+    case = problem([SMALL, SMALL, LARGE], [40.0, 1.0, 0.2], num_nodes=4, num_devices=4)
+    groups = dedicated_by_need(case, by_devices).groups
+    check(case, groups)
+    assert all(len(group.models) == 1 for group in groups)
+    busiest, other, large = (sum(model.name in group.models for group in groups) for model in case.models)
+    assert busiest > other >= large > 0
 
 
 def test_alpaserve_gives_replicas_to_whom_most_are_unserved() -> None:
