@@ -166,9 +166,12 @@ def _greedy(
             prediction.use.get(f"{node.node_id}-{indices[0]}", 0.0) if names else -1.0
             for (node, indices), names in zip(slots, held, strict=True)
         ]
-        for name in sorted(models, key=lambda one: (one in placed, -unserved[one])):
-            if name in placed and not unserved[name]:
-                continue
+        # Where all are served in time, devices that are left go to the busiest.
+        busiest = {
+            name: max((use[number] for number, names in enumerate(held) if name in names), default=0.0)
+            for name in models
+        }
+        for name in sorted(models, key=lambda one: (one in placed, -unserved[one], -busiest[one])):
             fitting = [
                 number
                 for number, (node, indices) in enumerate(slots)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from shared.placement.baselines import NoPlacement, alpaserve, dedicated, dedicated_by_need, muxserve
+from shared.placement.baselines import Evaluate, NoPlacement, alpaserve, dedicated, dedicated_by_need, muxserve
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import HARDWARE
 from shared.placement.memory import Memory
@@ -98,11 +98,21 @@ def test_devices_go_to_whom_most_are_unserved_and_nobody_shares() -> None:
 
 
 def test_alpaserve_gives_replicas_to_whom_most_are_unserved() -> None:
-    case = problem([SMALL, SMALL, SMALL], [8.0, 1.0, 0.2], num_nodes=8, num_devices=1)
+    case = problem([SMALL, SMALL, SMALL], [18.0, 1.0, 0.2], num_nodes=8, num_devices=1)
     groups = alpaserve(case, by_devices).groups
     check(case, groups)
     held = [sum(model.name in group.models for group in groups) for model in case.models]
-    assert held[0] >= 4 > held[1] == held[2] == 1
+    assert held[0] == 8, "with seven, some of its requests would not be served in time"
+
+
+@pytest.mark.parametrize("place", [alpaserve, dedicated_by_need])
+def test_no_device_is_left_idle_where_all_are_served_in_time(place: Callable[[Problem, Evaluate], Plan]) -> None:
+    case = problem([SMALL, SMALL, SMALL], [0.8, 0.1, 0.02], num_nodes=8, num_devices=1)
+    groups = place(case, by_devices).groups
+    check(case, groups)
+    assert len(groups) == 8
+    held = [sum(model.name in group.models for group in groups) for model in case.models]
+    assert held[0] == max(held)
 
 
 def test_alpaserve_says_that_not_all_fit() -> None:
