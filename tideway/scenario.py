@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
-Placement = Literal["search", "dedicated", "alpaserve", "muxserve", "groups"]
+Placement = Literal["search", "dedicated", "dedicated_by_need", "alpaserve", "muxserve", "groups"]
 SearchedBy = Literal["estimate", "simulation"]
 
 

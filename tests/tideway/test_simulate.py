@@ -60,6 +60,7 @@ def test_placements_are_found(tmp_path: Path) -> None:
         ("search", 'placement = "search"'),
         ("checked", 'placement = "search"\nsearch_by = "simulation"'),
         ("dedicated", 'placement = "dedicated"'),
+        ("devices by need", 'placement = "dedicated_by_need"'),
         ("alpaserve", 'placement = "alpaserve"'),
         ("muxserve", 'placement = "muxserve"\nsplit_kv = { block_size = 32, overhead = 1.05 }'),
     ]
