@@ -295,11 +295,11 @@ def drain(
     wait_s: float | None,
     say: Callable[[str], None],
 ) -> None:
-    """`is_forced`: the last instance too. `wait_s`: until the instance is gone (undone: serves all that is planned for it),
-    for so long; None: do not wait."""
-    was_drained = is_undone and instance_id in client.plan().draining
+    """`is_forced`: the last instance too. `wait_s`: until it can be drained, and until the instance is gone (undone: serves
+    all that is planned for it), for so long each; None: do not wait."""
+    was_drained = instance_id in client.plan().draining
     try:
-        plan = client.drain(instance_id, is_undone=is_undone, is_forced=is_forced)
+        plan = _ask(lambda: client.drain(instance_id, is_undone=is_undone, is_forced=is_forced), wait_s, say)
     except RefusedError as error:
         if error.code != "conflict":
             raise
@@ -320,6 +320,22 @@ def drain(
         return _back(instance_id, place, _find(client.instances().instances, instance_id))
 
     _wait(status, wait_s, say, f"{instance_id}: ")
+
+
+def _ask(ask: Callable[[], T], wait_s: float | None, say: Callable[[str], None]) -> T:
+    """What it answers. Where that cannot be had yet, as a replacement is under way, it is asked again for `wait_s`."""
+    deadline_s = time.monotonic() + (wait_s or 0.0)
+    said = ""
+    while True:
+        try:
+            return ask()
+        except UnavailableError as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if str(error) != said:
+                said = str(error)
+                say(f"  {said}")
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _wait(status: Callable[[], str], wait_s: float | None, say: Callable[[str], None], subject: str = "") -> None:

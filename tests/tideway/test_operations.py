@@ -128,6 +128,32 @@ async def test_waiting_outlasts_a_gateway_that_does_not_answer_for_a_while(
         await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=0.1)
 
 
+async def test_waiting_outlasts_a_replacement_during_which_nothing_can_be_drained(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "POLL_INTERVAL_S", 0.02)
+    refused = [UnavailableError("A replacement is under way.")] * 2
+    drain = AdminClient.drain
+
+    def after_a_while(client: AdminClient, instance_id: str, **options: bool) -> PlacementPlan:
+        if refused:
+            raise refused.pop()
+        return drain(client, instance_id, **options)
+
+    monkeypatch.setattr(AdminClient, "drain", after_a_while)
+    with AdminClient(stack.url, "root") as client, pytest.raises(UnavailableError, match="under way"):
+        await asyncio.to_thread(operations.drain, client, "b", is_undone=False, wait_s=None, say=lambda _: None)
+    refused.append(UnavailableError("A replacement is under way."))
+    said: list[str] = []
+    with AdminClient(stack.url, "root") as client:
+        work = asyncio.to_thread(operations.drain, client, "b", is_undone=False, wait_s=20, say=said.append)
+        draining = asyncio.create_task(work)
+        await until(lambda: "b is left out of the plan and drains." in said, "the drain")
+        await stack.peer.remove_instance("b")
+        await draining
+    assert said[:2] == ["  A replacement is under way.", "b is left out of the plan and drains."] and not refused
+
+
 async def test_an_instance_comes_back_when_there_is_a_model(stack: Stack) -> None:
     await stack.peer.remove_instance("b")
     stack.peer.plan = PlacementPlan(1, [], draining=["b"])
