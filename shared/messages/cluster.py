@@ -600,6 +600,8 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """`model on instance`: that did not serve when the change began, which leaves it as it is: it may fail."""
     undoes: Amount = 0
     """Number of the replacement that an operator rolls back by this one; 0: none."""
+    follows_drain: bool = False
+    """Whether it brings back instances whose drain was undone."""
 
     @property
     def is_over(self) -> bool:

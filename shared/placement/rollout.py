@@ -177,7 +177,9 @@ def begin(
     number = 1 if plan.change is None else plan.change.number + 1
     planned = {(spec.name, place.instance_id) for place in plan.instances for spec in place.models}
     change = carry_out.begin(number, reason, plan.instances, target, now_s, planned.difference(ready))
-    change = msgspec.structs.replace(change, is_chosen=is_chosen, was_chosen=plan.is_chosen, undoes=undoes)
+    change = msgspec.structs.replace(
+        change, is_chosen=is_chosen, was_chosen=plan.is_chosen, undoes=undoes, follows_drain=bool(home)
+    )
     return _with_change(plan, change, home=home)
 
 
@@ -189,6 +191,11 @@ def roll_back(cluster: Cluster, now_s: float, ready: Collection[tuple[str, str]]
         return abandoned(plan, "operator", "the operator asked for it", now_s)
     if plan.change is None or plan.change.stage != "carried_out":
         raise ProblemError("no replacement was carried out that could be rolled back")
+    if plan.change.follows_drain:
+        # Whoever wants to undo the plan before it would lose an instance by it.
+        raise ProblemError(
+            f"the last replacement ({plan.change.reason}) followed an undone drain: drain the instance again, or set a plan"
+        )
     target = as_before(cluster, plan.change.before)
     # It had room, but models and adapters may have been added since.
     if (place := _without_room(cluster, target)) is not None:

@@ -378,6 +378,8 @@ async def test_a_chosen_plan_returns_with_the_instance_that_was_drained(
             assert (change.stage, change.reason, change.interrupted) == ("carried_out", "n-0 came back", [])
             await served(cluster, node, apart | {"n-1": {"b", "c"}})
             assert not cluster.plans[-1].home
+            with pytest.raises(ServiceError, match="n-0 came back"):
+                await ask(cluster, "roll_back")
         await drain(cluster, "n-0")
         await served(cluster, node, {"n-1": {"a", "b", "c"}})
         await set_plan(cluster, ((1,), "abc"))
