@@ -50,7 +50,7 @@ NUM_CORES = len(os.sched_getaffinity(0))
 SETTINGS = {"TIDEWAY_MIGRATION": "off"}
 """Requests stay where they are: on a machine of two cores a copy takes one of them from the steps."""
 HISTORY_S = 60.0
-"""Earlier runs whose requests are simulated as well: twice as long as an instance expects a tenant to come back."""
+"""So long before a run requests are simulated as well: twice as long as an instance expects a tenant at most."""
 
 
 class _Run(msgspec.Struct):
@@ -161,12 +161,7 @@ class Bench:
             around = self._calibrations[number - 1 : number + 1]
             before = speed(timing, [one for calibration in around for one in _within(steps, calibration)])
             own = speed(timing, _within(steps, run))
-            earlier = [one for one in everything if run.start_s - HISTORY_S <= one.start_s < run.start_s]
-            before_run = [
-                msgspec.structs.replace(request, at_s=request.at_s + one.start_s - run.start_s)
-                for one in earlier
-                for request in one.requests
-            ]
+            before_run = earlier(run.start_s, [(one.start_s, one.requests) for one in everything])
             by_speed = [
                 [
                     figures(
@@ -218,6 +213,17 @@ def _delays_s(observed: Sequence[Observed], runs: Sequence[_Run]) -> list[Delays
                 )
             )  # fmt: skip
     return found
+
+
+def earlier(start_s: float, runs: Sequence[tuple[float, Sequence[PlannedRequest]]]) -> list[PlannedRequest]:
+    """Requests of the `HISTORY_S` before a run, at negative times. `runs`: all, with the times at which they began."""
+    return [
+        msgspec.structs.replace(request, at_s=at_s)
+        for began_s, requests in runs
+        if began_s < start_s
+        for request in requests
+        if -HISTORY_S <= (at_s := request.at_s + began_s - start_s) < 0.0
+    ]
 
 
 def _within(steps: Sequence[Sample], run: _Run) -> list[Sample]:

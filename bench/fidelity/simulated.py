@@ -40,7 +40,8 @@ def run(
 ) -> list[Served]:
     """Instances are those that were observed; engines know the cost models that the live ones were told, and the execution
     times of models that these had been told by `start_s`. `before`: requests of earlier runs, at negative times, which leave
-    behind what instances and scheduler know of models and tenants; nothing is returned of them. `delays_s`: of which each
+    behind what instances and scheduler know of models and tenants; nothing is returned of them, and delays, speed and
+    statistics are the same for them. `delays_s`: of which each
     request draws one; empty: the mean ones, with a gateway at the client. `speed`: factor of all step times, of the machine
     at that time. Raises `RunFailed`."""
     # The fleet's noise has the median 1, a cost model says the mean.
@@ -75,23 +76,23 @@ def run(
     delays_s = delays_s or [Delays(0.0, timing.submit_s, timing.answer_s, 0.0)]
     # Virtual time has no negative times.
     first_s = min((request.at_s for request in before), default=0.0)
-    everyone = [*before, *requests]
+    everyone = [*((request, False) for request in requests), *((request, True) for request in before)]
     drawn = np.random.default_rng(seed).integers(len(delays_s), size=len(everyone))
     sent = []
-    for request, at in zip(everyone, drawn.tolist(), strict=True):
+    for (request, is_before), at in zip(everyone, drawn.tolist(), strict=True):
         delays = delays_s[at]
         at_s = request.at_s - first_s + max(0.0, delays.arrive_s + delays.submit_s - CONTROL_S)
-        sent.append((at_s, request, delays))
+        sent.append((at_s, request, is_before, delays))
     sent.sort(key=itemgetter(0))
     jobs = [
         Job(at_s, request.prompt_tokens, request.output_tokens, model=request.model, tenant=tenant_of(request))
-        for at_s, request, _ in sent
+        for at_s, request, *_ in sent
     ]
     for job in jobs:
         fleet.events.at(job.at_s, on_request)
     found = []
-    for (_, request, delays), record in zip(sent, fleet.run(jobs).records, strict=True):
-        if request.at_s < 0.0:
+    for (_, request, is_before, delays), record in zip(sent, fleet.run(jobs).records, strict=True):
+        if is_before:
             continue
         answer_s = delays.deliver_s + delays.answer_s + first_s
         found.append(

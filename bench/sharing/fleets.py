@@ -22,12 +22,12 @@ from bench.sharing.results import LEVELS, Outcome, capacity
 from bench.sharing.systems import ALPASERVE, BY_NEED, DEDICATED, MUXSERVE, TIDEWAY, Case, System
 from bench.sharing.workloads import Workload
 
-BANDS = (
+MUXSERVE_BAND = (
     msgspec.structs.replace(MUXSERVE, name="muxserve, 10 % interference", interference=0.1),
     msgspec.structs.replace(MUXSERVE, name="muxserve, 20 % interference", interference=0.2),
     msgspec.structs.replace(MUXSERVE, name="muxserve, in turns", overlaps=False),
 )
-SYSTEMS = (TIDEWAY, DEDICATED, BY_NEED, ALPASERVE, MUXSERVE, *BANDS)
+SYSTEMS = (TIDEWAY, DEDICATED, BY_NEED, ALPASERVE, MUXSERVE, *MUXSERVE_BAND)
 DEVICES = (32, 16)
 POPULARITIES = (1.0, 1.5, 2.0, 2.5)
 FIRST_RPS_PER_DEVICE = 1.0
@@ -163,7 +163,7 @@ def fleet_table(found: Sequence[Carried]) -> list[str]:
 def targets(found: Sequence[Carried]) -> list[Target]:
     """What ours carries at 99 % over the best baseline, at each width of MuxServe's band."""
     aims = []
-    bands = {"": MUXSERVE.name} | {f", {one.name}": one.name for one in BANDS}
+    bands = {"": MUXSERVE.name} | {f", {one.name}": one.name for one in MUXSERVE_BAND}
     for label, muxserve in bands.items():
         ratios = []
         for fleet in dict.fromkeys(one.fleet for one in found):

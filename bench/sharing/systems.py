@@ -70,7 +70,7 @@ TIDEWAY = System(
     replacement=ADAPTIVE,
 )  # fmt: skip
 DEDICATED = System(name="vllm", placement="dedicated")
-BY_NEED = System(name="vllm, devices by need", placement="dedicated_by_need")
+BY_NEED = System(name="vllm by need", placement="dedicated_by_need")
 ALPASERVE = System(name="alpaserve", placement="alpaserve")
 MUXSERVE = System(name="muxserve", placement="muxserve")
 

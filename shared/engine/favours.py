@@ -3,14 +3,14 @@ that floods.
 
     behind      has at most half of its share, by weight, of the requests here
     favoured    is behind, and nobody who is not behind was served less (policies/tenant_shares.py)
-    dominant    has several requests here, and far more than its share even if all came back that may
+    dominant    has several requests here, and far more than its share even if all that are expected came back
 
 The prompt of a favoured tenant shares its step with nobody else's prompt, nor with others' streams while these may stand
 still for so long (silence.py). A favoured head that lacks memory or a row gets what others hold beyond their shares. And
 where one tenant is dominant, steps with prompts are kept short for the sake of those that may come back: such a step is what
-their next request will find. How long one may is told by the gaps between its requests. For the sake of strangers steps are
-kept from getting very long where named tenants ask more than can be done: where a prompt is late, and one of them would be
-dominant beside a stranger.
+their next request will find. For how long a tenant is expected, the gaps between its requests tell. For the sake of
+strangers steps are kept from getting very long where named tenants ask more than can be done: where a prompt is late, and
+one of them would be dominant beside a stranger.
 
 Models are favoured likewise, whoever asks them, all with equal shares: one that is asked far less than its share goes before
 others of its rank with its prompts, and with streams that are behind pace. While a prompt is late, any that is behind goes
@@ -30,19 +30,20 @@ from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.silence import PLANNED_SHARE, allowed_silence_s
 from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
 
-COMES_BACK_S = 30.0
-"""After its last request a tenant is expected for so long at most."""
-GAPS = 3.0
-"""Longest recent gaps between its requests for which a tenant is expected. Of requests at random times 2 % come later after
-KNOWN_GAPS of them, and less with more."""
-KNOWN_GAPS = 5
-"""Fewer gaps say too little of the next one."""
+MOST_EXPECTED_S = 30.0
+"""After its last request a tenant is expected for so long at most, and while too little is known of it."""
 LEAST_EXPECTED_S = 1.0
-"""After its last request a tenant is expected for so long in any case: several at once say nothing of the next."""
+EXPECTED_GAPS = 3.0
+"""Multiple of the longest recent gap between its requests for which a tenant is expected. Of requests that come at random
+times, less than 1 % come later."""
+GAP_FADING = 0.1
+"""Share of the time that passes by which that gap gets shorter: requests at once leave it as it is."""
+WATCHED = 2.0
+"""Multiple of the time for which a tenant would be expected, after which enough is known of its gaps."""
 WAIT_SHARE = 0.25
 """Share of the longest prompts that an expected tenant had lately: what all steps in flight may take before its next one."""
 FADING = 0.9
-"""Factor by which the longest prompt, and the longest gap, fade with each prompt."""
+"""Factor by which the longest prompt fades with each prompt."""
 LEAST_PROGRESS = 0.5
 """Multiple of a step's fixed time: for so long the steps in flight go on with prompts in any case, beside their streams."""
 LONG_STEP_S = 0.015
@@ -74,25 +75,29 @@ class _Served(NamedTuple):
         return self.seconds * exp((self.at_s - now) / RECENT_S)
 
 
-class _Known:
-    __slots__ = ("gap_s", "num_gaps", "prompt_s", "seen_s", "weight")
+class Known:
+    """What is known of a tenant, or a model, that had a request here lately."""
 
-    def __init__(self) -> None:
-        self.prompt_s = self.gap_s = self.seen_s = 0.0
-        self.num_gaps = -1
+    __slots__ = ("first_s", "gap_s", "prompt_s", "seen_s", "weight")
+
+    def __init__(self, now: float) -> None:
+        self.first_s = self.seen_s = now
+        self.gap_s = self.prompt_s = 0.0
         self.weight = 1.0
 
     def note(self, prompt_s: float, weight: float, now: float) -> None:
+        """A prompt of it, which takes so long, is begun."""
+        passed_s = now - self.seen_s
+        gap_s = min(passed_s, MOST_EXPECTED_S / EXPECTED_GAPS)
+        self.gap_s = max(gap_s, self.gap_s - GAP_FADING * passed_s)
         self.prompt_s = max(prompt_s, FADING * self.prompt_s)
-        if self.num_gaps >= 0:
-            self.gap_s = max(now - self.seen_s, FADING * self.gap_s)
-        self.num_gaps += 1
         self.seen_s, self.weight = now, weight
 
     def is_expected(self, now: float) -> bool:
-        is_known = self.num_gaps >= KNOWN_GAPS
-        expected_s = max(LEAST_EXPECTED_S, GAPS * self.gap_s) if is_known else COMES_BACK_S
-        return now - self.seen_s <= min(COMES_BACK_S, expected_s)
+        expected_s = max(LEAST_EXPECTED_S, EXPECTED_GAPS * self.gap_s)
+        if self.seen_s - self.first_s < WATCHED * expected_s:
+            expected_s = MOST_EXPECTED_S
+        return now - self.seen_s <= expected_s
 
 
 class Favours:
@@ -101,9 +106,9 @@ class Favours:
     def __init__(self, memory: Allocator, steps_in_flight: int) -> None:
         self._memory = memory
         self._steps_in_flight = steps_in_flight
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         """Tenants that had a request here lately, the last seen last."""
-        self._known_models: dict[str, _Known] = {}
+        self._known_models: dict[str, Known] = {}
         """Models that had a request here lately, the last seen last."""
         self._served: dict[str, _Served] = {}
         """Models that led steps here, the last one last."""
@@ -119,7 +124,7 @@ class Favours:
         if self._memory.ordering.favours_models:
             noted.append((self._known_models, sequence.model, 1.0))
         for all_known, name, its_weight in noted:
-            known = all_known.pop(name, None) or _Known()
+            known = all_known.pop(name, None) or Known(now)
             known.note(prompt_s, its_weight, now)
             all_known[name] = known
             if len(all_known) > MAX_KNOWN:
@@ -222,7 +227,7 @@ class Favours:
         return known < inf and self._memory.first_tokens.is_one_late(now)
 
 
-def _shortest_s(shares: TenantShares, known: dict[str, _Known], now: float, but: str = "") -> float:
+def _shortest_s(shares: TenantShares, known: dict[str, Known], now: float, but: str = "") -> float:
     """Seconds of the shortest among the longest recent prompts of those that are expected beside a dominant one; inf: there
     are none, or `but` is expected itself."""
     expected = {

@@ -81,7 +81,7 @@ def _own_groups(model: ModelFacts, devices: Sequence[tuple[NodeFacts, int]], siz
 def dedicated_by_need(problem: Problem, evaluate: Evaluate) -> Plan:
     """Gives models devices of their own by need, as an operator would who knows the load: AlpaServe's greedy choice with one
     model a group. Raises `NoPlacement`."""
-    return _best_greedy(problem, evaluate, is_shared=False)
+    return _best_greedy(problem, evaluate, may_share=False)
 
 
 # ------------------------------------------------------------------------------------------------------ AlpaServe
@@ -91,20 +91,20 @@ def alpaserve(problem: Problem, evaluate: Evaluate) -> Plan:
     """AlpaServe's greedy choice (Li et al. 2023, section 4.2): for each size of group, again and again a replica of the
     model with the most requests that are not served in time, to the group with the least use that has memory for it. The
     best plan met on the way wins. Raises `NoPlacement`."""
-    return _best_greedy(problem, evaluate, is_shared=True)
+    return _best_greedy(problem, evaluate, may_share=True)
 
 
-def _best_greedy(problem: Problem, evaluate: Evaluate, *, is_shared: bool) -> Plan:
+def _best_greedy(problem: Problem, evaluate: Evaluate, *, may_share: bool) -> Plan:
     best: tuple[tuple[float, float], Plan] | None = None
     why = ""
     for size in _sizes(problem):
         try:
-            slots = _slots(problem, size)
+            slots = _slots(problem, size, may_share)
         except NoPlacement as missing:
             why = why or str(missing)
             continue
         why = "not all models fit together"
-        for plan, prediction in _greedy(problem, slots, evaluate, is_shared):
+        for plan, prediction in _greedy(problem, slots, evaluate, may_share):
             score = (-prediction.attainment, prediction.normalised_latency)
             is_whole = len({name for group in plan.groups for name in group.models}) == len(problem.models)
             if is_whole and (best is None or score < best[0]):
@@ -114,12 +114,14 @@ def _best_greedy(problem: Problem, evaluate: Evaluate, *, is_shared: bool) -> Pl
     return best[1]
 
 
-def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]]]:
-    """All groups of a size; where a model needs larger ones, so many of those as hold each such model once."""
+def _slots(problem: Problem, size: int, may_share: bool) -> list[tuple[NodeFacts, tuple[int, ...]]]:
+    """All groups of a size; where models need larger ones, one of those that they share, or one for each."""
     memory = Memory(problem)
     slots = [(node, indices) for node in problem.nodes for indices in _cut(0, node.num_devices, size)]
+    merged_slots: list[tuple[NodeFacts, tuple[int, ...]]] = []
     for model in problem.models:
-        if any(not memory.why_not([model.name], node, len(indices)) for node, indices in slots):
+        usable = slots if may_share else [slot for slot in slots if slot not in merged_slots]
+        if any(not memory.why_not([model.name], node, len(indices)) for node, indices in usable):
             continue
         merged = next(
             (
@@ -129,6 +131,7 @@ def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]
                 for node in problem.nodes
                 for start in range(0, node.num_devices - larger + 1, larger)
                 if not memory.why_not([model.name], node, larger)
+                and not any(node is other and {*own} & {*range(start, start + larger)} for other, own in merged_slots)
             ),
             None,
         )
@@ -137,11 +140,12 @@ def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]
         node, indices = merged
         slots = [(other, own) for other, own in slots if other is not node or not set(own) & set(indices)]
         slots.append(merged)
+        merged_slots.append(merged)
     return slots
 
 
 def _greedy(
-    problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]], evaluate: Evaluate, is_shared: bool
+    problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]], evaluate: Evaluate, may_share: bool
 ) -> Iterator[tuple[Plan, Prediction]]:
     models = {model.name: model for model in problem.models}
     counts = np.bincount(problem.traffic.model, minlength=len(problem.traffic.models))
@@ -175,7 +179,7 @@ def _greedy(
             fitting = [
                 number
                 for number, (node, indices) in enumerate(slots)
-                if (name not in held[number] if is_shared else not held[number])
+                if (name not in held[number] if may_share else not held[number])
                 and not memory.why_not([name, *held[number]], node, len(indices))
             ]
             if fitting:

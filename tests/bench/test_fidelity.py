@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench.fidelity import simulated
+from bench.fidelity.__main__ import earlier
 from bench.fidelity.observed import Observed, Step, observe
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order
 from bench.fidelity.timing import Delays, Sample, Timing, execution_s, fit, fit_demand, samples, speed
@@ -19,6 +20,7 @@ from bench.fidelity.workloads import (
     MIXES,
     MODELS,
     SHORT,
+    TENANT_MARK,
     TENANTS,
     Figures,
     Served,
@@ -267,10 +269,31 @@ def test_all_cells_come_once_before_any_comes_again() -> None:
 def test_what_came_before_a_run_is_simulated_and_not_told() -> None:
     requests = planned(MIXES[0], 4.0, 5.0, name="chat", seed=2)
     alone = simulated.run([IDLE, IDLE], TRUTH, SETTINGS, requests)
-    # As many again, and at the end so many at once that the first ones of the run find them.
-    before = [msgspec.structs.replace(one, at_s=one.at_s - 6.0) for one in requests]
-    before += [msgspec.structs.replace(one, at_s=-0.001 * number) for number, one in enumerate(requests, 1)]
+    # So many at once that the first ones of the run find them, but the last one is at its time.
+    before = [msgspec.structs.replace(one, at_s=-0.001 * number) for number, one in enumerate(requests)]
     behind = simulated.run([IDLE, IDLE], TRUTH, SETTINGS, requests, before=before)
     told = [[(one.model, one.arrival_s, one.output_tokens) for one in served] for served in (alone, behind)]
     assert told[0] == told[1] and all(one.last_s >= one.first_s > one.arrival_s for one in behind)
     assert behind[0].server_ttft_s > 2 * alone[0].server_ttft_s
+
+
+def test_tenants_that_are_gone_are_remembered() -> None:
+    """They are expected back, for which chats are computed in short steps."""
+    requests = planned(MIXES[0], 16.0, 5.0, name="chat", seed=2)
+    before = [
+        msgspec.structs.replace(one, at_s=one.at_s - 20.0, stream=f"x{TENANT_MARK}{number % 2}")
+        for number, one in enumerate(planned(MIXES[0], 0.4, 12.0, name="earlier", seed=3))
+    ]
+    assert len(before) >= 3
+    alone, after = (simulated.run([IDLE], TRUTH, SETTINGS, requests, before=each) for each in ([], before))
+    mean_s = [float(np.mean([one.server_ttft_s for one in served])) for served in (alone, after)]
+    assert mean_s[1] > 1.1 * mean_s[0]
+
+
+def test_requests_of_the_minute_before_a_run_come_before_it() -> None:
+    long, short = (planned(CALIBRATION, 2.0, seconds, name="x", seed=1) for seconds in (80.0, 5.0))
+    found = earlier(1000.0, [(915.0, long), (996.0, short), (1000.0, short), (1007.0, short)])
+    assert found == [
+        *(msgspec.structs.replace(one, at_s=one.at_s + 915.0 - 1000.0) for one in long if one.at_s >= 25.0),
+        *(msgspec.structs.replace(one, at_s=one.at_s + 996.0 - 1000.0) for one in short if one.at_s < 4.0),
+    ]

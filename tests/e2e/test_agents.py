@@ -292,11 +292,13 @@ def test_claude_code(stack: Stack, workspace: Path) -> None:
         with client.stream("POST", "/v1/messages?beta=true", json=claude_body(messages, stream=True)) as interrupted:
             assert next(interrupted.iter_lines()) == "event: message_start"
         counted = client.post("/v1/messages/count_tokens?beta=true", json=claude_body(messages)).json()
-        # Else the token that ends an answer is drawn now and then.
-        last = claude(client, messages, max_tokens=12, temperature=1, top_k=1)
-        assert last["content"][0]["type"] == "text" and last["stop_reason"] == "max_tokens"
+        last = claude(client, messages, max_tokens=12, temperature=1)
         usage = last["usage"]
-        assert usage["cache_read_input_tokens"] > 0 and usage["output_tokens"] == 12
+        if last["stop_reason"] == "max_tokens":
+            assert last["content"][0]["type"] == "text" and usage["output_tokens"] == 12
+        else:  # the token that ends an answer was drawn
+            assert last["stop_reason"] == "end_turn" and usage["output_tokens"] <= 12
+        assert usage["cache_read_input_tokens"] > 0
         assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
         schema = {"type": "object", "properties": {"isNewTopic": {"type": "boolean"}, "title": {"enum": ["Notes", None]}},

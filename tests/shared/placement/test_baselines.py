@@ -89,12 +89,18 @@ def test_dedicated_says_which_model_its_share_does_not_hold() -> None:
 
 
 def test_devices_go_to_whom_most_are_unserved_and_nobody_shares() -> None:
-    case = problem([SMALL, SMALL, LARGE], [40.0, 1.0, 0.2], num_nodes=4, num_devices=4)
+    case = problem([SMALL, SMALL, LARGE, LARGE], [40.0, 1.0, 0.2, 0.2], num_nodes=4, num_devices=4)
     groups = dedicated_by_need(case, by_devices).groups
     check(case, groups)
     assert all(len(group.models) == 1 for group in groups)
-    busiest, other, large = (sum(model.name in group.models for group in groups) for model in case.models)
-    assert busiest > other >= large > 0
+    devices = [sum(group.num_ranks for group in groups if model.name in group.models) for model in case.models]
+    assert sum(devices) == 16, "none is idle"
+    assert devices[0] > 4 and devices[1] < 4, "each has as much as it needs, not an even share"
+
+
+def test_nobody_has_devices_of_its_own_where_there_are_too_few() -> None:
+    with pytest.raises(NoPlacement):
+        dedicated_by_need(problem([LARGE, LARGE, SMALL], [1.0, 1.0, 1.0], num_devices=4), by_devices)
 
 
 def test_alpaserve_gives_replicas_to_whom_most_are_unserved() -> None:
