@@ -457,7 +457,10 @@ def scale_instances(
     say(f"There {wanted}; planned now: {len(plan.instances)}.")
     _say_unplaced(plan, say)
     if plan.is_chosen and len(plan.instances) < num_instances:
-        say(f"  {num_instances - len(plan.instances)} more wait: {CHOSEN}.")
+        reason = f"{num_instances - len(plan.instances)} more wait: {CHOSEN}."
+        if wait_s is not None:
+            raise OperatorError(reason)
+        say(f"  {reason}")
         return
 
     def status() -> str:

@@ -240,13 +240,15 @@ async def test_scaling(stack: Stack) -> None:
     said = await on_a_thread(stack, operations.scale_instances, 4, wait_s=None)
     assert said == ["There are to be 4 instances; planned now: 2."]
     stack.peer.plan = msgspec.structs.replace(stack.peer.plan, is_chosen=True)
-    said = await on_a_thread(stack, operations.scale_instances, 5, wait_s=20)
+    said = await on_a_thread(stack, operations.scale_instances, 5, wait_s=None)
     assert said[0].endswith("planned now: 2.") and said[1] == f"  3 more wait: {operations.CHOSEN}."
+    with pytest.raises(OperatorError, match=re.escape(f"3 more wait: {operations.CHOSEN}.")):
+        await on_a_thread(stack, operations.scale_instances, 5, wait_s=20)
     said = await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None)
     assert said[1:] == [f"  2 of 3 can be had now: there are 2 instances; {operations.CHOSEN}."]
     assert stack.peer.scaled == [
         ScaleModel(MODEL, 3), ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4), ScaleInstances(5),
-        ScaleModel(MODEL, 3),
+        ScaleInstances(5), ScaleModel(MODEL, 3),
     ]  # fmt: skip
     with pytest.raises(OperatorError, match="'ocean' does not exist"):
         await on_a_thread(stack, operations.scale_model, "ocean", 1, wait_s=None)
