@@ -312,6 +312,10 @@ def drain(
     if is_undone and wait_s is not None and not client.models().models:
         say("  There is no model: an instance starts when one is added (tideway model add).")
         return
+    if is_undone and not was_drained and _find(plan.instances, instance_id) is None:
+        if wait_s is not None:
+            say("  Nothing is planned for it, so there is nothing to wait for.")
+        return
 
     def status() -> str:
         if not is_undone:

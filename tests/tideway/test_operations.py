@@ -173,6 +173,17 @@ async def test_an_instance_whose_worker_is_away_is_said_to_be_in_no_plan(stack: 
         await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=0.1)
 
 
+async def test_an_instance_that_was_not_drained_and_has_no_plan_is_not_waited_for(stack: Stack) -> None:
+    stack.peer.plan = PlacementPlan(1, [])
+    said = await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
+    assert said == [
+        "b was not drained; nothing changed.",
+        "  Nothing is planned for it, so there is nothing to wait for.",
+    ]
+    said = await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=None)
+    assert said == ["b was not drained; nothing changed."]
+
+
 def plan_both_models_on_b(stack: Stack) -> None:
     specs = [ModelSpec(MODEL, "source"), ModelSpec("ebb", "source")]
     stack.peer.plan = msgspec.structs.replace(stack.peer.plan, instances=[InstancePlan("b", "node", specs, 0, 0)])
