@@ -203,8 +203,9 @@ class ModelState(msgspec.Struct, kw_only=True):
     max_model_len: int | None
     replicas: int | None
     ttft_ms: float
-    """Objective of online requests that name none; 0: the instance's default. Likewise `tpot_ms`."""
+    """TTFT objective of requests that name none, in milliseconds; 0: the default, 1500 unless set otherwise."""
     tpot_ms: float
+    """TPOT objective of requests that name none, in milliseconds; 0: the default, 110 unless set otherwise."""
     instances: dict[str, str]
     """Instance id to the model's state there: loading, ready, unloading, failed, host."""
     unplaced: str | None
@@ -248,9 +249,11 @@ class AdapterState(msgspec.Struct, kw_only=True):
     num_values: int
     """In all of them."""
     ttft_ms: float
-    """Objective as in `ModelState`; 0: the base model's."""
+    """TTFT objective of requests that name none, in milliseconds; 0: the base model's."""
     tpot_ms: float
+    """TPOT objective of requests that name none, in milliseconds; 0: the base model's."""
     slo_scale: float
+    """Mean execution times that a request may take; 0: the base model's."""
     loaded_on: list[str]
     """Instance ids."""
     traffic: ModelTraffic | None = None
