@@ -65,7 +65,12 @@ def add_model(
             help=f"Seconds without requests after which it is unloaded (default {DEFAULT_IDLE_S:g}). Implies --on-demand.",
         ),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Number of instances that hold it. Default: all.")] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of instances that hold it. Default: all; one group once a placement was chosen."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Data type: auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="Quantise its layer weights: int8, int4 or fp8.")] = "",
     draft: Annotated[
