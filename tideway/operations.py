@@ -403,7 +403,8 @@ def source_told(source: str) -> str:
 def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:
     """A line for the operator; empty if all of those that are left out of the plan are still there."""
     gone = sorted(set(draining).difference(there))
-    return f"Drained and gone: {', '.join(gone)} (tideway drain INSTANCE --undo brings one back)" if gone else ""
+    back = "tideway drain INSTANCE --undo brings one back; tideway scale --instances N those that scaling removed"
+    return f"Drained and gone: {', '.join(gone)} ({back})" if gone else ""
 
 
 ANOTHER_PLACEMENT = "tideway plan --set FILE for another; tideway plan --rollback undoes the last change"
