@@ -1,4 +1,4 @@
-"""For how long a tenant is expected to come back, by the gaps between its requests."""
+"""The time for which a tenant is expected to come back, by the gaps between its requests."""
 
 from __future__ import annotations
 
