@@ -297,6 +297,7 @@ def drain(
 ) -> None:
     """`is_forced`: the last instance too. `wait_s`: until it can be drained, and until the instance is gone (undone: serves
     all that is planned for it), for so long each; None: do not wait."""
+    # Where no gateway answers, this fails at once: `_ask` would wait for one.
     was_drained = instance_id in client.plan().draining
     try:
         plan = _ask(lambda: client.drain(instance_id, is_undone=is_undone, is_forced=is_forced), wait_s, say)

@@ -206,8 +206,7 @@ def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
         from shared.placement import baselines
         from shared.placement.estimator import estimate
 
-        choices = (baselines.dedicated, baselines.dedicated_by_need, baselines.alpaserve)
-        plan = next(one for one in choices if one.__name__ == scenario.placement)(problem, estimate)
+        plan = baselines.PLACEMENTS[scenario.placement](problem, estimate)
     placed = {name for group in plan.groups for name in group.models}
     return plan, {model.name: "no group has it" for model in problem.models if model.name not in placed}
 

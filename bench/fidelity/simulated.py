@@ -41,9 +41,8 @@ def run(
     """Instances are those that were observed; engines know the cost models that the live ones were told, and the execution
     times of models that these had been told by `start_s`. `before`: requests of earlier runs, at negative times, which leave
     behind what instances and scheduler know of models and tenants; nothing is returned of them, and delays, speed and
-    statistics are the same for them. `delays_s`: of which each
-    request draws one; empty: the mean ones, with a gateway at the client. `speed`: factor of all step times, of the machine
-    at that time. Raises `RunFailed`."""
+    statistics are the same for them. `delays_s`: of which each request draws one; empty: the mean ones, with a gateway at
+    the client. `speed`: factor of all step times, of the machine at that time. Raises `RunFailed`."""
     # The fleet's noise has the median 1, a cost model says the mean.
     scale = speed / float(np.exp(timing.noise**2 / 2))
 

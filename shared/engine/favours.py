@@ -33,6 +33,7 @@ from shared.policies.tenant_shares import BEHIND_SHARE, TenantShares
 MOST_EXPECTED_S = 30.0
 """After its last request a tenant is expected for so long at most, and while too little is known of it."""
 LEAST_EXPECTED_S = 1.0
+"""The same at least, however close together its requests came."""
 EXPECTED_GAPS = 3.0
 """Multiple of the longest recent gap between its requests for which a tenant is expected. Of requests that come at random
 times, less than 1 % come later."""

@@ -189,6 +189,11 @@ def _greedy(
             return
 
 
+PLACEMENTS: dict[str, Callable[[Problem, Evaluate], Plan]] = {
+    "dedicated": dedicated, "dedicated_by_need": dedicated_by_need, "alpaserve": alpaserve,
+}  # fmt: skip
+"""Baselines that are plans of groups, by their names."""
+
 # ------------------------------------------------------------------------------------------------------- MuxServe
 
 PREFILL_UNITS = 8

@@ -124,7 +124,8 @@ def test_batches_and_offline_streams_are_told_apart() -> None:
         ("models.1.name", "a", "models: two have the same name"),
         ("serving.order_policy", "fifo", "serving.order_policy: unknown order policy 'fifo'"),
         ("serving.noise", "much", "serving.noise: expected `float`, got `str`"),
-        ("placement", "best", "^placement: 'best' is unknown; known: search, dedicated, dedicated_by_need, alpaserve, "),
+        ("placement", "best", "^placement: 'best' is unknown; known: search, dedicated, dedicated_by_need, alpaserve, "
+                              "muxserve, groups$"),
         ("search_by", "simulatoin", "search_by: 'simulatoin' is unknown; did you mean 'simulation'"),
         ("settings", [{"duration_s": 0}], "^setting 'setting 1': duration_s: expected"),
         ("placement", "groups", 'placement: "groups" needs'),
